@@ -41,30 +41,29 @@ def error_event(answer: httpx.Response) -> dict[str, Any]:
     return found
 
 
+REFUSALS: list[tuple[Answer, int, str]] = [
+    (reply(400, {"error": {"message": "no such thing", "param": "top_p"}}), 400, "no such thing"),
+    (reply(422, {"detail": "unfit"}), 400, "unfit"),
+    (reply(413, "<html>"), 400, "413"),
+    (reply(404, {"error": {"message": "no model"}}), 404, "no model"),
+    (reply(401, {"error": {"message": "bad key"}}), 503, "answered 401: bad key"),
+    (reply(429, {"object": "error", "message": "slow down"}, retry_after="7"), 429, "slow down"),
+    (reply(500, {"error": {"message": "oops"}}), 500, "oops"),
+    (reply(502, "gateway"), 503, "answered 502"),
+    (reply(302, "", location="http://127.0.0.1:1/"), 503, "answered 302"),
+]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("answer", "status", "said"),
-    [
-        (reply(400, {"error": {"message": "no such thing", "param": "top_p"}}), 400, "no such thing"),
-        (reply(422, {"detail": "unfit"}), 400, "unfit"),
-        (reply(413, "<html>"), 400, "413"),
-        (reply(404, {"error": {"message": "no model"}}), 404, "no model"),
-        (reply(401, {"error": {"message": "bad key"}}), 503, "answered 401: bad key"),
-        (reply(429, {"object": "error", "message": "slow down"}, retry_after="7"), 429, "slow down"),
-        (reply(500, {"error": {"message": "oops"}}), 500, "oops"),
-        (reply(502, "gateway"), 503, "answered 502"),
-        (reply(302, "", location="http://127.0.0.1:1/"), 503, "answered 302"),
-    ],
-)
-async def test_a_refusal_has_its_place_in_the_one_table(
-    hostile: HostileBackend, make_front: Any, answer: Answer, status: int, said: str, stream: bool
-) -> None:
-    hostile.answer = answer
+async def test_a_refusal_has_its_place_in_the_one_table(hostile: HostileBackend, make_front: Any, stream: bool) -> None:
     async with make_front(hostile.url) as front:
-        found, error = await told(front, {**ASK, "stream": stream})
-        assert (found, said in error["message"]) == (status, True), error
-        assert error["param"] == ("top_p" if said == "no such thing" else None)
-        assert sum(ended(front).values()) == 1
+        (member,) = front.router.registry.all()
+        for hostile.answer, status, said in REFUSALS:
+            member.breaker.reset()
+            found, error = await told(front, {**ASK, "stream": stream})
+            assert (found, said in error["message"]) == (status, True), error
+            assert error["param"] == ("top_p" if said == "no such thing" else None)
+        assert sum(ended(front).values()) == len(REFUSALS)
 
 
 async def test_how_long_to_wait_is_passed_on(hostile: HostileBackend, make_front: Any) -> None:
@@ -107,32 +106,47 @@ STREAM_GARBAGE = {
 
 
 @pytest.mark.parametrize(
-    ("answer", "stream"),
-    [(answer, False) for answer in WHOLE_GARBAGE.values()] + [(answer, True) for answer in STREAM_GARBAGE.values()],
-    ids=[f"whole: {name}" for name in WHOLE_GARBAGE] + [f"stream: {name}" for name in STREAM_GARBAGE],
+    ("garbage", "stream"), [(WHOLE_GARBAGE, False), (STREAM_GARBAGE, True)], ids=["whole", "stream"]
 )
-async def test_garbage_is_one_error_alone_and_no_harm_beside_another_backend(
+async def test_garbage_is_one_error(
+    hostile: HostileBackend,
+    make_front: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    garbage: dict[str, Answer],
+    stream: bool,
+) -> None:
+    monkeypatch.setattr(backend_client, "_MOST_EVENT_BYTES", 10_000)
+    async with make_front(hostile.url) as front:
+        (member,) = front.router.registry.all()
+        for name, hostile.answer in garbage.items():
+            member.breaker.reset()
+            status, error = await told(front, {**ASK, "stream": stream})
+            assert status in (500, 503) and error["message"], (name, error)
+        assert len(hostile.received) == len(garbage) == sum(ended(front).values())
+        await front.idle_workers()
+
+
+@pytest.mark.parametrize(
+    ("garbage", "stream"), [(WHOLE_GARBAGE, False), (STREAM_GARBAGE, True)], ids=["whole", "stream"]
+)
+async def test_garbage_does_no_harm_beside_another_backend(
     hostile: HostileBackend,
     make_own: Any,
     make_front: Any,
     monkeypatch: pytest.MonkeyPatch,
-    answer: Answer,
+    garbage: dict[str, Answer],
     stream: bool,
 ) -> None:
     monkeypatch.setattr(backend_client, "_MOST_EVENT_BYTES", 10_000)
-    hostile.answer = answer
-    body = {**ASK, "stream": stream}
-    async with make_front(hostile.url, policy="round_robin") as front:
-        status, error = await told(front, body)
-        assert status in (500, 503) and error["message"], error
-        assert sum(ended(front).values()) == 1
-        await front.idle_workers()
-    async with make_own() as own, make_front(hostile.url, own.url, policy="round_robin") as front:
-        hostile.received.clear()
-        while not hostile.received:  # whoever's turn it is
-            found = await front.http.post("/v1/completions", json=body)
-            assert found.status_code == 200, found.text
-            assert "error" not in found.text
+    settings = {"policy": "round_robin", "retry_budget": 10.0}
+    async with make_own() as own, make_front(hostile.url, own.url, **settings) as front:
+        for name, hostile.answer in garbage.items():
+            for member in front.router.registry.all():
+                member.breaker.reset()
+            hostile.received.clear()
+            while not hostile.received:  # whoever's turn it is
+                found = await front.http.post("/v1/completions", json={**ASK, "stream": stream})
+                assert found.status_code == 200 and "error" not in found.text, (name, found.text)
         assert set(ended(front)) == {"OK"}
 
 

@@ -117,7 +117,7 @@ def test_a_taken_port_is_named_by_a_flag_also_without_a_router(
 
 def test_each_further_worker_has_the_next_ports() -> None:
     services = read("--worker-port", "6000", "--worker-kv-events-port", "7000", "--worker-metrics-port", "0")
-    assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0}
+    assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0, "handoff_port": 0}
 
 
 def test_ports_auto_leaves_those_that_are_named() -> None:

@@ -42,19 +42,26 @@ def test_a_process_that_dies_of_a_call_is_replaced(processes, question):
     assert bounded.call(b"two").split()[1] != before
 
 
-def test_a_call_that_takes_too_long_is_killed_while_another_goes_on(processes):
-    bounded = processes(1.0)
-    late: list[BaseException] = []
+def test_a_call_that_takes_too_long_is_killed(processes):
+    with pytest.raises(TimeUpError):
+        processes(0.2).call(b"sleep")
+
+
+def test_closing_ends_a_call_that_is_under_way(processes):
+    bounded = processes(600.0)
+    bounded.warm()
+    ended: list[BaseException] = []
 
     def hang() -> None:
         try:
             bounded.call(b"sleep")
-        except TimeUpError as error:
-            late.append(error)
+        except ProcessDiedError as error:
+            ended.append(error)
 
     thread = threading.Thread(target=hang)
     thread.start()
-    bounded.warm()
+    while not bounded.num_busy:
+        thread.join(0.01)
+    bounded.close()
     thread.join()
-    assert len(late) == 1
-    assert bounded.call(b"x").endswith(b"x")
+    assert len(ended) == 1

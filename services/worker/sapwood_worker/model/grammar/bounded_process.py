@@ -51,7 +51,13 @@ class BoundedProcesses:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._idle: list[Process] = []
+        self._busy: set[Process] = set()
         self._closed = False
+
+    @property
+    def num_busy(self) -> int:
+        """Calls that are under way."""
+        return len(self._busy)
 
     def call(self, question: bytes) -> bytes:
         """The function's answer.
@@ -64,12 +70,17 @@ class BoundedProcesses:
             process = self._idle.pop() if self._idle else None
         if process is None:
             process = self._start()
+        with self._lock:
+            self._busy.add(process)
         try:
             answer = _exchange(process, question, self._timeout)
         except BaseException:
+            with self._lock:
+                self._busy.discard(process)
             _end(process)
             raise
         with self._lock:
+            self._busy.discard(process)
             if not self._closed:
                 self._idle.append(process)
                 return answer
@@ -83,10 +94,12 @@ class BoundedProcesses:
             self._idle.append(process)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, and with them the calls that are under way."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+            for process in self._busy:
+                process.kill()
         for process in idle:
             _end(process)
 

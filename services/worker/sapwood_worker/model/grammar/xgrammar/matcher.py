@@ -1,7 +1,7 @@
 """One request's place in its grammar, over xgrammar's matcher.
 
-The library bounds no mask's work, so the time is looked at: a mask or a token that takes longer than ``SLOW_SECONDS`` is the
-last of its request, which ends with an error.
+The library bounds no mask's work, so the time is looked at: a mask or a token that takes more CPU time than ``SLOW_SECONDS`` is
+the last of its request, which ends with an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class XgrammarState:
     def accept(self, token_id: int) -> bool:
         if self._error:
             return False
-        began = time.perf_counter()
+        began = time.thread_time()
         if self._matcher.is_terminated() or not self._matcher.accept_token(token_id):
             self._error = f"the grammar does not allow token {token_id} here"
         self._look_at_time(began)
@@ -106,14 +106,14 @@ class XgrammarState:
         """The library frees it."""
 
     def _fill(self, mask: npt.NDArray[np.int32]) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         words = mask[: len(self._end_mask)]
         self._matcher.fill_next_token_bitmask(words[None])
         words &= self._usable
         self._look_at_time(began)
 
     def _look_at_time(self, began: float) -> None:
-        if time.perf_counter() - began > SLOW_SECONDS:
+        if time.thread_time() - began > SLOW_SECONDS:
             self._error = f"the grammar is too complex: a token took longer than {SLOW_SECONDS:.0f} s"
 
 

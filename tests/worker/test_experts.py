@@ -60,12 +60,18 @@ def load_of(address):
 
 
 @pytest.mark.slow
-def test_every_token_is_counted_once_for_each_of_its_experts(model, tmp_path, capsys):
-    with started(model, tmp_path / "log") as (address, metrics):
-        before = load_of(address)
-        assert len(before.tokens) == 12
-        assert sum(before.tokens) == before.balance == 0
-        assert len(tokens_of(address)) == 6
+def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
+    model, make_runner, make_driver, tmp_path, capsys
+):
+    expected = make_driver(make_runner(model)).generate({0: PROMPT}, 6)[0]
+    with started(model, tmp_path / "log", "--tensor-parallel", "2", "--expert-parallel") as (address, metrics):
+        # The scheduler tells of them right after it is ready.
+        until = time.monotonic() + 60
+        while not (before := load_of(address)).tokens and time.monotonic() < until:
+            time.sleep(0.02)
+        assert list(before.tokens) == [0] * 12
+        assert before.balance == 0
+        assert tokens_of(address) == expected
         after = load_of(address)
         # The last token is not computed.
         assert sum(after.tokens) == (len(PROMPT) + 5) * 4 * 2
@@ -85,14 +91,6 @@ def test_every_token_is_counted_once_for_each_of_its_experts(model, tmp_path, ca
         }
         assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
         assert found["sapwood_worker_expert_balance",] == after.balance
-
-
-@pytest.mark.slow
-def test_processes_with_whole_experts_answer_as_one(model, make_runner, make_driver, tmp_path):
-    expected = make_driver(make_runner(model)).generate({0: PROMPT}, 6)[0]
-    with started(model, tmp_path / "log", "--tensor-parallel", "2", "--expert-parallel") as (address, _):
-        assert tokens_of(address) == expected
-        assert sum(load_of(address).tokens) == (len(PROMPT) + 5) * 4 * 2
 
 
 def test_a_model_without_experts_says_so(lend, capsys):

@@ -34,6 +34,8 @@ def expert_sum(
     Returns:
         [T, K].
     """
+    if len(ids) == 1:
+        return _of_one_token(x, ids, weights, gate_up, down, activate)
     chosen = ids.flatten()
     *counts, absent = torch.bincount(chosen, minlength=gate_up.experts + 1).tolist()
     order = chosen.argsort(stable=True)
@@ -47,3 +49,21 @@ def expert_sum(
             parts[order[rows]] = down.product(expert, inner)
             start += count
     return torch.bmm(weights.to(x.dtype).unsqueeze(1), parts.view(*ids.shape, down.outputs)).squeeze(1)
+
+
+def _of_one_token(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """:func:`expert_sum` where there is nothing to sort."""
+    parts = [
+        down.product(expert, activate(gate_up.product(expert, x)))
+        if expert < gate_up.experts
+        else x.new_zeros(1, down.outputs)
+        for expert in ids[0].tolist()
+    ]
+    return weights.to(x.dtype) @ torch.cat(parts)

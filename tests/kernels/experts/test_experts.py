@@ -106,8 +106,9 @@ def test_the_sum_of_experts_is_that_of_the_definition(tokens, chosen, bias):
     assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
-def test_experts_that_are_elsewhere_add_nothing():
-    x, ids, weights, *stacks = made(20, 4)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_experts_that_are_elsewhere_add_nothing(tokens):
+    x, ids, weights, *stacks = made(tokens, 4)
     here = slice(3, 8)
     local = torch.where((ids >= 3) & (ids < 8), ids - 3, 5)
     ours = expert_sum(x, local, weights, *(DenseStack(each.weight[here]) for each in stacks), reference.silu_mul)

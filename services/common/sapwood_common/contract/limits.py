@@ -18,3 +18,5 @@ LONGEST_TENANT = 128
 """Characters of a tenant's name."""
 LONGEST_SALT = 256
 """Characters of a cache salt."""
+LONGEST_STOP = 4096
+"""Characters of a stop string, or of a bad word."""

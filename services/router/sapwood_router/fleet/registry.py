@@ -127,7 +127,7 @@ class Registry:
                 raise InvalidArgumentError(f"name a model: there are {', '.join(sorted(known))}", field=field)
             return next(iter(known))
         if model not in known:
-            raise NotFoundError(f"there is no model {model!r}; there is {', '.join(sorted(known))}", field=field)
+            raise NotFoundError(f"there is no model {model[:100]!r}; there is {', '.join(sorted(known))}", field=field)
         return model
 
     def available(self, model: str) -> tuple[Worker, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_STOPS
+from sapwood_common.contract.limits import LONGEST_STOP, MOST_CONTINUATIONS, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, RequestContext, TextPrompt
 
@@ -41,17 +41,25 @@ def check_counts(stops: int, bad_words: int, field: str = "stop") -> None:
 
 
 def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
-    """Refuses more than 16 stop strings, and an empty one."""
+    """Refuses more than 16 stop strings, an empty one, and a long one."""
     check_counts(len(stop), 0, field)
     if not all(stop):
         raise InvalidArgumentError("a stop string is empty", field=field)
+    _check_longest(stop, "a stop string", field)
 
 
 def check_bad_words(words: tuple[str, ...]) -> None:
-    """Refuses too many bad words, and an empty one."""
+    """Refuses too many bad words, an empty one, and a long one."""
     check_counts(0, len(words))
     if not all(map(str.strip, words)):
         raise InvalidArgumentError("a bad word is empty", field="bad_words")
+    _check_longest(words, "a bad word", "bad_words")
+
+
+def _check_longest(texts: tuple[str, ...], what: str, field: str) -> None:
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST_STOP:
+        raise InvalidArgumentError(f"{what} has {longest} characters; the most are {LONGEST_STOP}", field=field)
 
 
 def check_truncation(tokens: int, field: str = "truncate_prompt_tokens") -> None:

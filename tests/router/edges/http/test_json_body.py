@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http import json_body
 from sapwood_router.edges.http.json_body import decode_object
 
 MANY = 300_000
@@ -27,7 +31,7 @@ def test_a_body_of_far_too_many_values_is_refused(value) -> None:
         decode_object(b'{"prompt": %b}' % value)
 
 
-@pytest.mark.parametrize("depth", [2_000, 100_000])
+@pytest.mark.parametrize("depth", [2_000, 10_000])
 def test_a_body_that_is_nested_deeply_is_refused(depth) -> None:
     with pytest.raises(InvalidArgumentError, match="nested too deeply"):
         decode_object(b'{"stop": %b}' % (b"[" * depth + b"]" * depth))
@@ -37,6 +41,50 @@ def test_long_texts_and_many_tokens_are_not() -> None:
     text = 'a "quoted" word, {and} [more]; ' * 50_000
     assert decode_object(b'{"prompt": "%b"}' % text.replace('"', '\\"').encode())["prompt"] == text
     assert len(decode_object(b'{"prompt": [%b]}' % b",".join([b"128000"] * MANY))["prompt"]) == MANY
+
+
+def test_a_program_as_text_passes_with_more_signs_than_values_may_have() -> None:
+    code = 'print({"a": [1, "\\\\"], "b": "c\\""})\n' * 20_000
+    assert decode_object(json.dumps({"prompt": code}).encode())["prompt"] == code
+
+
+def _parts(value) -> tuple[int, int]:
+    """Strings, keys included, and arrays and objects."""
+    if isinstance(value, str):
+        return 1, 0
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [_parts(each) for each in (value.values() if isinstance(value, dict) else value)]
+    strings = sum(each for each, _ in inner) + (len(value) if isinstance(value, dict) else 0)
+    return strings, 1 + sum(each for _, each in inner)
+
+
+def test_what_stands_in_texts_does_not_count(monkeypatch) -> None:
+    random_ = random.Random(1)
+    monkeypatch.setattr(json_body, "_MOST_STRINGS", 8)
+    monkeypatch.setattr(json_body, "_MOST_NESTED", 4)
+
+    def text() -> str:
+        return "".join(random_.choices('a"\\[{,]}', k=random_.randrange(6)))
+
+    def value(depth: int):
+        kind = random_.randrange(4 if depth < 3 else 2)
+        if kind < 2:
+            return text() if kind else 7
+        some = range(random_.randrange(4))
+        return [value(depth + 1) for _ in some] if kind == 2 else {text(): value(depth + 1) for _ in some}
+
+    refused = 0
+    for _ in range(500):
+        given = {"prompt": value(0), "suffix": text()}
+        strings, nested = _parts(given)
+        if strings > 8 or nested > 4:
+            refused += 1
+            with pytest.raises(InvalidArgumentError, match="the body has more than"):
+                decode_object(json.dumps(given).encode())
+        else:
+            assert decode_object(json.dumps(given).encode()) == given
+    assert 50 < refused < 450
 
 
 def test_bad_unicode_is_located_in_bodies_that_are_not_large() -> None:

@@ -15,11 +15,14 @@ from sapwood_common.errors import InvalidArgumentError
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
 
-_MOST_PARTS, _MOST_VALUES = 262_144, 1_310_720
-"""The most strings, the most arrays and the most objects of a body, and the most values in all. A body of 16 MB without these
-bounds would keep the event loop for half a second and take 400 MB.
+_MOST_STRINGS, _MOST_NESTED, _MOST_VALUES = 65_536, 16_384, 1_310_720
+"""The most strings of a body, keys included, the most arrays and objects together, and the most values in all. Without these
+bounds a body of 16 MB would keep the event loop for half a second, and then whoever checks what is in it; it would take 400 MB.
 """
-
+_MOST_SIGNS, _MOST_ESCAPES = 262_144, 1_048_576
+"""The most pairs of quotes, and brackets, those in texts counted: a text with as many is longer than any context. And the most
+backslashes where texts have to be told from the rest.
+"""
 _COUNTED_AT_ONCE = 64 * 1024
 _NO_SIGNS = bytes(sign for sign in range(256) if sign not in b',"[{')
 """Counting signs among signs takes less than half of the time that counting them in all of a text does."""
@@ -51,22 +54,34 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuses bodies with too many values. It counts commas and brackets within texts, too: a text with as many of them is longer
-    than any context.
-    """
-    if len(body) < 2 * _MOST_PARTS:
+    """Refuses bodies with too many values. What stands in texts does not count, unless that alone is too much."""
+    if len(body) < 2 * _MOST_NESTED:
         return
-    commas = quotes = arrays = objects = 0
-    for at in range(0, len(body), _COUNTED_AT_ONCE):  # of a body with far too many values most is not looked at
+    commas = quotes = nested = 0
+    for at in range(0, len(body), _COUNTED_AT_ONCE):  # of a body with far too many signs most is not looked at
         signs = body[at : at + _COUNTED_AT_ONCE].translate(None, _NO_SIGNS)
         commas += signs.count(b",")
         quotes += signs.count(b'"')
-        arrays += signs.count(b"[")
-        objects += signs.count(b"{")
-        if max(min(commas, quotes // 2), arrays, objects) > _MOST_PARTS or commas > _MOST_VALUES:
-            raise InvalidArgumentError(
-                f"the body has more than {_MOST_PARTS} strings, arrays or objects, or {_MOST_VALUES} values"
-            )
+        nested += signs.count(b"[") + signs.count(b"{")
+        if max(quotes // 2, nested) > _MOST_SIGNS:
+            raise _too_many()
+    if quotes // 2 <= _MOST_STRINGS and nested <= _MOST_NESTED and commas <= _MOST_VALUES:
+        return
+    escapes = body.count(b"\\")
+    if escapes > _MOST_ESCAPES:
+        raise _too_many()
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if escapes else body
+    outside = bare.split(b'"')[::2]
+    structure = b"".join(outside)
+    nested = structure.count(b"[") + structure.count(b"{")
+    if len(outside) - 1 > _MOST_STRINGS or nested > _MOST_NESTED or structure.count(b",") > _MOST_VALUES:
+        raise _too_many()
+
+
+def _too_many() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the body has more than {_MOST_STRINGS} strings, {_MOST_NESTED} arrays and objects, or {_MOST_VALUES} values"
+    )
 
 
 def convert(

@@ -1,0 +1,26 @@
+"""What a client asks for is checked before any other service is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from sapwood_common.contract.limits import LONGEST_STOP, MOST_STOPS
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.request.validation import check_bad_words, check_stop
+
+
+@pytest.mark.parametrize("stop", [("a",) * (MOST_STOPS + 1), ("a", ""), ("a", "b" * (LONGEST_STOP + 1))])
+def test_stop_strings_are_few_not_empty_and_not_long(stop) -> None:
+    """The tokenizer looks for each in all that is generated."""
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_stop(stop, "stop_sequences")
+    assert refused.value.field == "stop_sequences"
+    check_stop(("a", "b" * LONGEST_STOP))
+    check_stop(())
+
+
+def test_bad_words_are_not_long() -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_bad_words(("b" * (LONGEST_STOP + 1),))
+    assert refused.value.field == "bad_words"
+    check_bad_words(("b" * LONGEST_STOP,))

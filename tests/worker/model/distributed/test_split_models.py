@@ -57,7 +57,7 @@ def test_logits_of_ranks_are_those_of_one(tiny_model, name, size):
     assert calls == [2 * load(path).config.num_layers + 2] * size
 
 
-@pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 2), ("qwen3-moe", 4), ("gpt-oss", 2)])
+@pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 2), ("qwen3-moe", 4), ("gpt-oss", 2), ("deepseek-v3", 2)])
 def test_ranks_with_whole_experts_give_the_logits_of_one(tiny_model, name, size):
     path = tiny_model(name, **SHAPE).path
     whole = load(path)

@@ -13,6 +13,8 @@ from sapwood_common.network.socket_folder import SocketFolder
 
 _WEEK = 7 * 24 * 3600.0
 _LEAST_AT_ONCE, _MOST_QUEUED = 1024, 65_536
+_MOST_RUNNING = 256
+"""What a worker runs at once, at most, where no setting says it."""
 
 
 class PrivateCluster:
@@ -58,7 +60,8 @@ class PrivateCluster:
             folder.remove()
             raise
         self._folder = folder
-        of_each = self._services.router.config.requests_per_worker or 2 * self._services.worker.config.max_running
+        running = self._services.worker.config.max_running or _MOST_RUNNING
+        of_each = self._services.router.config.requests_per_worker or 2 * running
         self._at_once = max(_LEAST_AT_ONCE, of_each * workers)
         self.background = BackgroundCluster(self._services, logs)
 

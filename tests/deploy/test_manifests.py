@@ -248,7 +248,9 @@ def test_the_example_settings_are_those_that_compose_reads() -> None:
     for name, value in re.findall(r"^#([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE):
         shown.setdefault(name, []).append(value)
     texts = [(ROOT / "compose.yaml").read_text(), *(path.read_text() for path in (ROOT / "docker").glob("*.yaml"))]
-    assert set(shown) == {name for text in texts for name in re.findall(r"\$\{([A-Z_]+)", text)}
+    passed_on = r"^ +(SAPWOOD_[A-Z_]+):(?: *#.*)?$"
+    read = [re.findall(r"\$\{([A-Z_]+)", text) + re.findall(passed_on, text, re.MULTILINE) for text in texts]
+    assert set(shown) == {name for names in read for name in names}
     for name, default in re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", texts[0]):
         assert not default or shown[name] == [default], name
 

@@ -22,8 +22,8 @@ _LOAD = (
     *("used_pages", "evictable_pages", "num_pages"),
 )
 _INFO = (
-    *("model", "architecture", "dtype", "context_length", "max_running", "page_size", "num_pages"),
-    *("weights", "prefill_attention", "decode_attention", "attention_reason", "tensor_parallel"),
+    *("model", "architecture", "dtype", "context_length", "max_running", "max_step_tokens", "page_size", "num_pages"),
+    *("weights", "prefill_attention", "decode_attention", "attention_reason", "sizes_reason", "tensor_parallel"),
 )
 
 
@@ -45,7 +45,10 @@ def configure(verbs: Any) -> None:
         made.set_defaults(run=run, action=name)
         return made
 
-    action("info", "show the model, its cache, what its weights are in, and what computes its attention and why")
+    action(
+        "info",
+        "show the model, its cache, what its weights are in, what computes its attention, how much runs at once, and why",
+    )
     action("load", "show what runs, what waits and how full the cache is")
     action("experts", "show how a mixture of experts has spread its tokens")
     pause = action("pause", "compute nothing until resume; requests may still come")

@@ -109,7 +109,7 @@ class WorkerConfig(ServiceConfig):
         ),
         Needs(
             ("cuda_graph_max_batch",),
-            lambda config: config.cuda_graph_max_batch < config.max_running,
+            lambda config: config.max_running is None or config.cuda_graph_max_batch < config.max_running,
             "with a {max_running} that is no larger",
         ),
         Needs(
@@ -189,7 +189,7 @@ class WorkerConfig(ServiceConfig):
         None,
         gt=0,
         description="Memory for the KV cache in GiB, of each rank; none: on a GPU what a trial of the largest step shows to be "
-        "left, elsewhere 1.",
+        "left, elsewhere 1, or an eighth of the memory that the machine or its container has if that is less.",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
@@ -203,9 +203,18 @@ class WorkerConfig(ServiceConfig):
     context_length: int | None = Field(
         None, ge=2, description="Most tokens of prompt and output together; none takes the model's own."
     )
-    max_running: int = Field(64, ge=1, description="Most requests in a batch.")
+    max_running: int | None = Field(
+        None,
+        ge=1,
+        description="Most requests in a batch; none: on a GPU up to 256, as the memory that the weights leave allows; else 64.",
+    )
     max_waiting: int = Field(1024, ge=1, description="Most requests in the queue; more are refused.")
-    max_step_tokens: int = Field(512, ge=1, description="Most tokens a step computes: how finely prompts are cut.")
+    max_step_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens a step computes: how finely prompts are cut; none: on a GPU up to 8192, as the memory that the "
+        "weights leave allows; else 512.",
+    )
     overlap: bool = Field(
         True,
         description="On a GPU, plan and launch a step while the one before is computed; costs up to one step's work for a "

@@ -86,7 +86,8 @@ class Tiering:
             host, info.num_pages, info.page_size, config.host_write_policy, storage, leases, pulls
         )
         counts = [info.num_pages, *(window.num_pages for window in info.windows)]
-        speed = measure_prefill(runner, info.page_size, counts, min(config.max_step_tokens, info.context_length - 1))
+        longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)
+        speed = measure_prefill(runner, info.page_size, counts, longest)
         facts = StorageFacts(pool, info.page_size, runner.cache_identity, speed, config.storage_min_tokens)
         self.opener = StorageOpener(storage, facts)
         if config.storage:

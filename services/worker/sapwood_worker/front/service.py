@@ -210,6 +210,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             weights=info.weights,
             logit_processors=info.logit_processors,
             max_running=max_running,
+            max_step_tokens=info.max_step_tokens,
+            sizes_reason=info.sizes_reason,
             labels=info.labels.names if info.labels is not None else (),
             activation=from_activation(info),
             role=from_role(self._role),

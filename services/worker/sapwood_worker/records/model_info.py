@@ -51,6 +51,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: Ranks that its layers are split over.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
+        max_running: Most requests that its steps have room for.
+        max_step_tokens: Most tokens of a step.
+        sizes_reason: Why so many, and what the size of the KV cache goes by; empty: nothing was chosen.
     """
 
     architecture: str
@@ -78,3 +81,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     weights: str = ""
     logit_processors: tuple[str, ...] = ()
+    max_running: int = 64
+    max_step_tokens: int = 512
+    sizes_reason: str = ""

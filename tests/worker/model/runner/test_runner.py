@@ -200,3 +200,14 @@ def test_forward_batch_is_flat_and_finds_slots_through_the_page_table():
     assert batch.attention.seq_lens.tolist() == [6, 9]
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [3]
+
+
+def test_without_flags_a_runner_says_what_it_chose_and_why(tiny_model) -> None:
+    path = tiny_model("llama").path
+    info = build_runner(RunnerOptions(model_path=path, max_running=None, max_step_tokens=None, threads=1)).info
+    assert (info.max_running, info.max_step_tokens) == (64, 512)
+    assert info.sizes_reason.startswith(
+        "max_running 64: as measured on CPUs; max_step_tokens 512: as measured on CPUs; KV cache: "
+    )
+    given = RunnerOptions(model_path=path, num_pages=40, max_running=4, max_step_tokens=24, threads=1)
+    assert build_runner(given).info.sizes_reason == "max_running 4 given; max_step_tokens 24 given; KV cache: given"

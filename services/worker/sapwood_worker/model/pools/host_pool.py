@@ -7,6 +7,7 @@ moves one piece a layer.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,15 @@ def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float,
             f"{free / (1 << 30):.1f} GiB of memory that are free"
         )
     return pages
+
+
+def memory_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that the machine has, or this process's control group may have if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int((cgroup / "memory.max").read_text()))
+    except (OSError, ValueError):  # no control groups of version 2, or no limit
+        return total
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -25,7 +25,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, memory_limit, pool_bytes
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -36,6 +36,7 @@ from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.page_counts import plan_pages
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
+from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
 from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Step
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Pages beyond those that the scheduler knows of, to which padding rows write.
 _SCRATCH_PAGES = 1
-_DEFAULT_BYTES = 1 << 30
 
 
 def build_runner(options: RunnerOptions) -> ModelRunner:
@@ -87,15 +87,17 @@ class _Builder:
         self._config = loaded.config
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
-        self._largest_graph = min(options.cuda_graph_max_batch or options.max_running, options.max_running)
         self._quantization = loaded.quantization
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
         logger.info("linear layers: %s", self._weights)
-        # The latest token of the request in each row of the page table.
-        self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         float8 = options.kv_cache_dtype == "fp8_e4m3"
         kept = "float8_e4m3fn" if float8 else self._dtype_name
         self._layout = loaded.family.kv_layout(self._config, kept, options.page_size).shard(self._tp.size)
+        self._sizes = self._choose_sizes()
+        running = self._sizes.max_running
+        self._largest_graph = min(options.cuda_graph_max_batch or running, running)
+        # The latest token of the request in each row of the page table.
+        self._last_tokens = torch.zeros(running, dtype=torch.int64, device=self._device)
         self._scales: KVScales | None = None
         if float8:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
@@ -130,7 +132,7 @@ class _Builder:
             backend=backend,
             graphs=graphs,
             pieces=self._build_pieces(backend, pool, whole_ladder=True),
-            sampler=TokenSampler(options.max_running, config.vocab_size, self._eos_token_ids, self._ops),
+            sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
@@ -175,7 +177,37 @@ class _Builder:
             ),
             tensor_parallel=self._tp.size,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
+            max_running=self._sizes.max_running,
+            max_step_tokens=self._sizes.max_step_tokens,
+            sizes_reason="; ".join(self._sizes.reasons),
         )
+
+    def _choose_sizes(self) -> Sizes:
+        """What runs at once, the same on all ranks. The weights are loaded: what is used of a GPU's memory is known."""
+        options, config, device = self._options, self._config, self._device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            facts = DeviceFacts("cuda", total, total - free)
+        else:
+            facts = DeviceFacts("cpu", memory_limit())
+        model = ModelFacts(
+            token_bytes=self._layout.page_bytes / options.page_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=-(-config.intermediate_size // self._tp.size),
+            context_length=config.max_position,
+        )
+        given = Given(
+            max_running=options.max_running,
+            max_step_tokens=options.max_step_tokens,
+            cache_tokens=None if options.num_pages is None else options.num_pages * options.page_size,
+            cache_bytes=options.kv_cache_bytes,
+            memory_fraction=options.memory_fraction,
+        )
+        # Ranks may find different amounts of memory: all take what the one with the least chose.
+        sizes = min(self._tp.exchange(choose_sizes(facts, model, given)), key=lambda each: each.least)
+        for reason in sizes.reasons:
+            logger.info("%s", reason)
+        return sizes
 
     def _assure_equal(self) -> None:
         """Raises ConfigError if another rank has read other model files, or runs another torch."""
@@ -231,43 +263,43 @@ class _Builder:
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
         worth = worth_capturing(self._model.layer_size(), float8=self._quantization != "none")
-        largest = min(worth, self._options.max_step_tokens)
+        largest = min(worth, self._sizes.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes)
 
     def _build_pool(self, counts: Sequence[int]) -> DevicePool:
         options = self._options
-        if counts[0] < options.max_running:
+        running = self._sizes.max_running
+        if counts[0] < running:
             raise ConfigError(
                 f"the KV cache holds {counts[0]} pages of {options.page_size} tokens, fewer than the "
-                f"{options.max_running} requests that may run: give it more memory or lower --max-running"
+                f"{running} requests that may run: give it more memory or lower --max-running"
             )
         return DevicePool(self._layout, [count + _SCRATCH_PAGES for count in counts], self._device, self._scales)
 
     def _page_counts(self) -> tuple[int, ...]:
-        options, layout = self._options, self._layout
-        memory = options.kv_cache_bytes
+        options, sizes = self._options, self._sizes
+        memory = sizes.cache_bytes
         if options.num_pages is None and memory is None:
-            memory = _DEFAULT_BYTES
-            if self._ops.asynchronous:
-                memory = measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step)
-        own = plan_pages(layout, options.num_pages, memory or 0, options.max_running, options.max_step_tokens)
+            memory = measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step)
+        own = plan_pages(self._layout, options.num_pages, memory or 0, sizes.max_running, sizes.max_step_tokens)
         return tuple(map(min, zip(*self._tp.exchange(own), strict=True)))
 
     @torch.inference_mode()
     def _try_largest_step(self) -> int:
         """Computes a step with the most tokens and samples beside the largest decode graph; returns the bytes of its pool."""
         options, config = self._options, self._config
+        running, step_tokens = self._sizes.max_running, self._sizes.max_step_tokens
         longest = config.max_position
-        prompts = [min(longest, options.max_step_tokens)]
-        while sum(prompts) < options.max_step_tokens and len(prompts) < options.max_running:
-            prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
+        prompts = [min(longest, step_tokens)]
+        while sum(prompts) < step_tokens and len(prompts) < running:
+            prompts.append(min(longest, step_tokens - sum(prompts)))
         needed = sum(-(-length // options.page_size) for length in prompts)
-        pool = self._build_pool([max(needed, options.max_running)] * len(self._layout.groups))
+        pool = self._build_pool([max(needed, running)] * len(self._layout.groups))
         backend, graphs = self._build_backend(config, pool, [self._largest_graph])
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         hidden = self._compute(prompts, pool, backend)
-        rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
+        rows = hidden.index_select(0, torch.zeros(running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
         del graphs, pieces

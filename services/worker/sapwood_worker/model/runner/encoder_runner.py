@@ -10,6 +10,7 @@ from sapwood_worker.model.families.bert import BertClassifier, load_bert
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.pooling import pool_chunk
+from sapwood_worker.model.sizes import CPU_RUNNING, CPU_STEP_TOKENS
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.step import CompletedStep, ModelOutput, Step
@@ -39,6 +40,7 @@ class EncoderRunner:
         length = min(config.max_position_embeddings, options.context_length or config.max_position_embeddings)
         sentences = read_sentence_config(options.model_path, "mean", length)
         self.asynchronous = False
+        running = options.max_running or CPU_RUNNING
         self._poolings: dict[int, Pooling] = {}
         self.vocabulary = None
         self.experts = None
@@ -50,7 +52,7 @@ class EncoderRunner:
             vocab_size=config.vocab_size,
             eos_token_ids=(),
             page_size=options.page_size,
-            num_pages=options.max_running * (-(-length // options.page_size) + 1),
+            num_pages=running * (-(-length // options.page_size) + 1),
             embedding_size=config.hidden_size if config.labels is None else 0,
             pooling=sentences.pooling if config.labels is None else "labels",
             normalizes=sentences.normalizes and config.labels is None,
@@ -60,6 +62,8 @@ class EncoderRunner:
             special_ids=sentences.special_ids,
             generates=False,
             encodes=True,
+            max_running=running,
+            max_step_tokens=options.max_step_tokens or CPU_STEP_TOKENS,
         )
 
     def cache_identity(self) -> str:

@@ -26,15 +26,15 @@ class RunnerOptions:
         page_size: Tokens in a page.
         num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
         kv_cache_bytes: Bytes of a rank's pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
-            after a trial of the largest step, elsewhere 1 GiB.
+            after a trial of the largest step, elsewhere 1 GiB, or an eighth of the memory that there is if that is less.
         quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
             128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
         stored_weights: ``keep`` multiplies with weights as they are stored where we can, ``widen`` reads their numbers.
         kv_cache_dtype: The pool's dtype: ``auto`` is the model's.
         memory_fraction: Largest share of the GPU's memory that may be in use, other programs' included.
-        max_step_tokens: Most tokens in a step, and the tokens of the trial.
+        max_step_tokens: Most tokens in a step, and the tokens of the trial; None: what suits device and model.
         context_length: Upper limit of prompt and output together; None: the model's own.
-        max_running: Most requests in a step; the pool must have a page for each.
+        max_running: Most requests in a step; the pool must have a page for each. None: what suits device and model.
         cuda_graphs: Whether decode steps and small prefill steps are captured as CUDA graphs, on a GPU.
         cuda_graph_max_batch: Most tokens of a captured decode step; None: ``max_running``.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
@@ -57,9 +57,9 @@ class RunnerOptions:
     stored_weights: StoredWeights = "keep"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     memory_fraction: float = 0.9
-    max_step_tokens: int = 8192
+    max_step_tokens: int | None = 8192
     context_length: int | None = None
-    max_running: int = 64
+    max_running: int | None = 64
     cuda_graphs: bool = True
     cuda_graph_max_batch: int | None = None
     threads: int | None = None

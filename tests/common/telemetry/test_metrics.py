@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.pacing.rate import Rate
 from sapwood_common.telemetry import logs as telemetry
 from sapwood_common.telemetry import metrics_thread
 from sapwood_common.telemetry.metrics import AtMost, MetricSet, MetricsServer, OneOf
@@ -169,6 +170,35 @@ def test_a_silent_client_of_the_metrics_is_closed_in_time(
     with socket.create_connection(("127.0.0.1", metrics_server.port), timeout=60) as client:
         assert client.recv(1) == b""
     assert capfd.readouterr().err == ""
+
+
+def test_a_client_of_the_metrics_that_sends_a_byte_now_and_then_is_closed_in_time(
+    metrics_server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_thread, "MOST_SECONDS", 0.05)
+    with socket.create_connection(("127.0.0.1", metrics_server.port), timeout=0.01) as client:
+        closed = False
+        while not closed:  # never silent for as long as would end it
+            try:
+                client.sendall(b"G")
+                closed = client.recv(1) == b""
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                closed = True
+
+
+def test_many_clients_of_the_metrics_are_served_more_slowly(
+    metrics_server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(metrics_thread.time, "sleep", waited.append)
+    metrics_server._server._rate = Rate(6, lambda: 0.0)  # one at once, and time does not pass
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for _ in range(3):
+        with opener.open(f"http://127.0.0.1:{metrics_server.port}/metrics") as response:
+            assert "level 7.0" in response.read().decode()
+    assert [seconds for seconds in waited if seconds > 1] == [10.0, 20.0]
 
 
 def test_json_logs_hold_request_and_trace_id(capsys: pytest.CaptureFixture[str]) -> None:

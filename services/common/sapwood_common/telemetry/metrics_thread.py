@@ -4,15 +4,18 @@ no Unix sockets.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
+import time
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from sapwood_common.pacing.rate import Rate
 from sapwood_common.unix_socket import listen_unix, port_of
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,12 @@ MOST_AT_ONCE = 32
 """Clients; who comes beyond them is closed."""
 SILENCE = 10.0
 """Seconds that a client may be silent."""
+MOST_SECONDS = 20.0
+"""Seconds that a client may take in all: those that send a byte now and then would keep others out."""
+A_MINUTE = 600
+"""Clients that are served, a hundred of them at once; further ones wait. To write the metrics takes milliseconds of the
+interpreter that the service's event loop needs.
+"""
 
 
 class _Server(ThreadingWSGIServer):
@@ -30,9 +39,22 @@ class _Server(ThreadingWSGIServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._rate = Rate(A_MINUTE, time.monotonic)
+        self._until: dict[Any, float] = {}
+        """When each client has had its time."""
+
+    def service_actions(self) -> None:
+        """Ends clients that have had their time. Called about twice a second."""
+        for request, until in tuple(self._until.items()):
+            if time.monotonic() >= until:
+                with contextlib.suppress(OSError):  # it has left
+                    request.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        time.sleep(self._rate.wait())
+        self._rate.take(1)
         if self._places.acquire(blocking=False):
+            self._until[request] = time.monotonic() + MOST_SECONDS
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -41,6 +63,7 @@ class _Server(ThreadingWSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._until.pop(request, None)
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

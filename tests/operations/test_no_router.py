@@ -99,7 +99,7 @@ def test_a_stream_outlives_the_only_scheduler(start_cluster: Any) -> None:
         asked: Any = {
             "model": "tiny",
             "prompt": "ab",
-            "max_tokens": 4000,
+            "max_tokens": 2000,
             "seed": 1,
             "extra_body": {"ignore_eos": True},
         }

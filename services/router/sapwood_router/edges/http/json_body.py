@@ -71,10 +71,11 @@ def _check_size(body: bytes) -> None:
     if escapes > _MOST_ESCAPES:
         raise _too_many()
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if escapes else body
-    outside = bare.split(b'"')[::2]
-    structure = b"".join(outside)
+    if bare.count(b'"') // 2 > _MOST_STRINGS:
+        raise _too_many()
+    structure = b"".join(bare.split(b'"')[::2])
     nested = structure.count(b"[") + structure.count(b"{")
-    if len(outside) - 1 > _MOST_STRINGS or nested > _MOST_NESTED or structure.count(b",") > _MOST_VALUES:
+    if nested > _MOST_NESTED or structure.count(b",") > _MOST_VALUES:
         raise _too_many()
 
 

@@ -28,6 +28,7 @@ SIZE = 2
 BYTES = 24
 PAGES = 12
 LEASE = 2.0
+FAULTS = ("overwritten", "spoilt", "released")
 FINGERPRINT = bytes.fromhex(namespace_of("model"))
 DOCUMENTS = [[d] * 4 + [d * 7 + place for place in range(12)] for d in (1, 1, 2, 3, 4)]
 
@@ -55,6 +56,13 @@ class Source:
         self.host.written(self.coming)
         self.coming = []
 
+    def fill(self, number: int) -> None:
+        """Other prompts take all the room that there is."""
+        chain = PageChain(b"other", SIZE)
+        chain.extend(array("I", [number, *range(2 * PAGES)]), SIZE * PAGES)
+        self.store(chain.pages)
+        self.stored()
+
 
 class Handoffs(RuleBasedStateMachine):
     """A source, a puller, and a mover between them."""
@@ -70,6 +78,7 @@ class Handoffs(RuleBasedStateMachine):
         self.pulls = Pulls(self.host, self.pool, FINGERPRINT, self, FakeExecutor(self.chance), 0.7, self.clock)
         self.serials = 0
         self.offered: dict[int, list[int]] = {}
+        self.ended: set[bytes] = set()
         self.tickets: dict[bytes, tuple[HandoffTicket, list[int]]] = {}
         self.renewed: dict[bytes, float] = {}
         self.waiting: dict[int, float] = {}
@@ -83,32 +92,42 @@ class Handoffs(RuleBasedStateMachine):
         return [self.read_page(ticket, index, buffer) for index, buffer in zip(indices, buffers, strict=True)]
 
     def read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:
-        leases = self.source.leases
+        source, leases = self.source, self.source.leases
         lease = leases.find(ticket.transfer_id, ticket.epoch)
         if lease is None or not leases.readable(lease, index):
             buffer[:3] = b"???"
             return False
-        record = self.source.pool.record(ticket.places[index][0])
-        if self.chance.random() < self.faults:
-            self.disturb()  # while the page is being read its memory goes to somebody else
+        assert ticket.epoch == self.epoch and ticket.transfer_id not in self.ended
+        record = source.pool.record(ticket.places[index][0])
+        fault = self.chance.choice(FAULTS) if self.chance.random() < self.faults else ""
+        if fault == "overwritten":  # while the page is being read its memory goes to somebody else
+            leases._unpin(lease)
+            source.fill(self.chance.randrange(10**6))
         sent = header_of(record, lease.keys[index], FINGERPRINT.hex()) + bytes(record[HEADER_BYTES:])
-        if self.chance.random() < self.faults:
-            place = self.chance.randrange(len(sent))
+        if fault == "spoilt":
+            place = self.chance.choice(
+                [self.chance.randrange(HEADER_BYTES), HEADER_BYTES + self.chance.randrange(BYTES)]
+            )
             sent = sent[:place] + bytes([sent[place] ^ 1]) + sent[place + 1 :]
+        if fault == "released":
+            self.release(ticket.transfer_id)
         buffer[:] = sent
-        if self.source.leases is not leases or not leases.readable(lease, index):
+        if not leases.readable(lease, index):
             return False
+        assert fault != "released"
         leases.was_read(lease, index)
         return True
 
-    def disturb(self) -> None:
-        self.source.leases.release(self.chance.sample(sorted(self.tickets), min(1, len(self.tickets))))
-        chain = PageChain(b"", SIZE)
-        chain.extend(array("I", [99, self.chance.randrange(10**6)] * PAGES), 2 * PAGES)
-        self.source.store(chain.pages)
-        self.source.stored()
+    def release(self, transfer_id: bytes) -> None:
+        self.source.leases.release([transfer_id])
+        self.ended.add(transfer_id)
+        assert self.source.leases.find(transfer_id, self.epoch) is None
 
-    @rule(faults=st.sampled_from([0.0, 0.1, 0.5]))
+    @rule(number=st.integers(0, 10**6))
+    def fill(self, number: int) -> None:
+        self.source.fill(number)
+
+    @rule(faults=st.sampled_from([0.0, 0.2, 0.5]))
     def weather(self, faults: float) -> None:
         self.faults = faults
 
@@ -143,29 +162,34 @@ class Handoffs(RuleBasedStateMachine):
         for serial, ticket in self.source.leases.poll():
             self.tickets[ticket.transfer_id] = ticket, self.offered.pop(serial)
             self.renewed[ticket.transfer_id] = self.clock()
-        kept = {each for each in self.tickets if self.source.leases.find(each, self.epoch) is not None}
-        late = {each for each, at in self.renewed.items() if self.clock() - at >= LEASE}
-        assert not kept & late, "a lease that nobody renewed goes on"
+        for each, at in self.renewed.items():
+            there = self.source.leases.find(each, self.epoch) is not None
+            assert there == (self.clock() - at < LEASE and each not in self.ended), (
+                "a lease lasts until nobody renews it"
+            )
+            if not there:
+                self.ended.add(each)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), release=st.booleans())
     def keep(self, data: st.DataObject, release: bool) -> None:
         transfer_id = data.draw(st.sampled_from(sorted(self.tickets)))
         if release:
-            self.source.leases.release([transfer_id])
-            assert self.source.leases.find(transfer_id, self.epoch) is None
-        else:
+            self.release(transfer_id)
+        elif self.source.leases.find(transfer_id, self.epoch) is not None:
             self.source.leases.renew([transfer_id])
-            if self.source.leases.find(transfer_id, self.epoch) is not None:
-                self.renewed[transfer_id] = self.clock()
+            self.renewed[transfer_id] = self.clock()
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), other=st.sampled_from([None, None, None, *DOCUMENTS]), first=st.sampled_from([0, 0, 0, 1, 2]))
     def take_over(self, data: st.DataObject, other: list[int] | None, first: int) -> None:
         """A request comes with a ticket, which may be old, and need not be for its prompt."""
         recent = list(self.tickets)[-3:]
-        ticket, document = self.tickets[data.draw(st.sampled_from(recent))]
-        document = other or document
+        transfer_id = data.draw(st.sampled_from(recent))
+        self.take(transfer_id, other or self.tickets[transfer_id][1], first)
+
+    def take(self, transfer_id: bytes, document: list[int], first: int) -> None:
+        ticket, _ = self.tickets[transfer_id]
         chain = PageChain(b"", SIZE)
         chain.extend(array("I", document), len(document))
         self.serials += 1
@@ -174,8 +198,9 @@ class Handoffs(RuleBasedStateMachine):
         else:
             self.started.add(self.serials)
 
-    @rule(turns=st.integers(1, 4))
+    @rule(turns=st.integers(1, 6))
     def poll(self, turns: int) -> None:
+        """The puller's loop turns."""
         for _ in range(turns):
             for serial in self.pulls.poll():
                 del self.waiting[serial]
@@ -183,10 +208,23 @@ class Handoffs(RuleBasedStateMachine):
         late = [serial for serial, at in self.waiting.items() if self.clock() - at >= PATIENCE_SECONDS]
         assert not late, "a request waits on"
 
+    @rule(document=st.sampled_from(DOCUMENTS), turns=st.integers(0, 12), starts=st.booleans())
+    def go_all_the_way(self, document: list[int], turns: int, starts: bool) -> None:
+        """The usual case in one: computed, handed off, pulled by a request that has the ticket, which starts or waits on."""
+        self.hand_off(document, len(document), copied=True)
+        if not self.tickets:
+            return
+        self.take(list(self.tickets)[-1], document, 0)
+        self.poll(turns)
+        if starts:
+            self.end(self.serials)
+
     @precondition(lambda self: self.waiting or self.started)
     @rule(data=st.data())
     def start_or_abort(self, data: st.DataObject) -> None:
-        serial = data.draw(st.sampled_from(sorted({*self.waiting, *self.started})))
+        self.end(data.draw(st.sampled_from(sorted({*self.waiting, *self.started}))))
+
+    def end(self, serial: int) -> None:
         self.pulls.settle(serial)
         self.waiting.pop(serial, None)
         self.started.discard(serial)
@@ -201,13 +239,14 @@ class Handoffs(RuleBasedStateMachine):
         self.epoch += 1
         self.source = Source(self.epoch, self.clock)
         self.offered.clear()
+        self.ended.update(self.renewed)
         self.renewed.clear()
 
     @rule()
     def make_room(self) -> None:
         """The puller's other requests need its host pages."""
         chain = PageChain(b"mine", SIZE)
-        chain.extend(array("I", [self.chance.randrange(10**6) for _ in range(PAGES)]), PAGES)
+        chain.extend(array("I", [self.chance.randrange(10**6) for _ in range(SIZE * PAGES)]), SIZE * PAGES)
         self.host.abandon(self.host.reserve(chain.pages))
 
     @invariant()

@@ -1,0 +1,175 @@
+"""Pages over a real socket: what arrives is what was kept, and whatever else happens ends as an error or as a page not had."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from sapwood_common.errors import ConfigError
+from sapwood_testing.clock import Clock
+from sapwood_worker.core.cache.handoff import tcp
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.page_key import PageChain
+from sapwood_worker.core.cache.storage.record import namespace_of, verify
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
+from sapwood_worker.records.handoff import HandoffTicket
+
+FINGERPRINT = bytes.fromhex(namespace_of("model"))
+PAGES, BYTES = 8, 200_000
+
+
+class Kept:
+    """A worker that keeps a prompt's pages and serves them."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
+        self.server = PageServer("127.0.0.1", 0)
+        self.leases = HandoffLeases(self.host, 4, FINGERPRINT, 5, f"127.0.0.1:{self.server.port}", 1.0, self.clock)
+        prompt = array("I", range(4 * (PAGES - 2)))
+        self.chain = PageChain(b"", 4)
+        self.chain.extend(prompt, len(prompt))
+        entries = self.host.reserve(self.chain.pages)
+        for number, entry in enumerate(entries):
+            self.pool.record(entry.page)[HEADER_BYTES:] = bytes([number]) * BYTES
+        self.host.written(entries)
+        self.leases.offer(1, prompt, b"")
+        [(_, self.ticket)] = self.leases.poll()
+        self.server.serve(self.leases, self.pool, FINGERPRINT)
+
+    def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
+        """The records that came and are what they should be."""
+        records = [memoryview(bytearray(HEADER_BYTES + BYTES)) for _ in indices]
+        read = TcpMover().read(ticket or self.ticket, indices, records)
+        checked = []
+        for index, there, record in zip(indices, read, records, strict=True):
+            if there:
+                assert verify(record, self.chain.pages[index].key, FINGERPRINT.hex())
+                assert record[HEADER_BYTES:] == bytes([index]) * BYTES
+            checked.append(record if there else None)
+        return checked
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.server.close()
+
+
+def test_pages_arrive_as_they_were_kept(kept: Kept) -> None:
+    assert None not in kept.read([4, 0, 5])
+    assert kept.read([1, 99])[1] is None  # the ticket has no such page
+
+
+def test_a_lease_that_has_ended_another_process_and_an_unknown_ticket_give_nothing(kept: Kept) -> None:
+    assert kept.read([0], replace(kept.ticket, epoch=6)) == [None]
+    assert kept.read([0], replace(kept.ticket, transfer_id=bytes(16))) == [None]
+    kept.leases.release([kept.ticket.transfer_id])
+    assert kept.read([0, 1]) == [None, None]
+
+
+def test_a_page_that_is_given_to_another_while_it_is_sent_is_not_had(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = tcp.header_of
+
+    def sealed_too_late(record: memoryview, *rest: object) -> bytes:
+        """Between the first look at the epoch and the seal all memory goes to somebody else."""
+        if bytes(record[HEADER_BYTES : HEADER_BYTES + 1]) == b"\2":
+            kept.leases._unpin(kept.leases._leases[kept.ticket.transfer_id])
+            other = PageChain(b"other", 4)
+            other.extend(array("I", [7] * 4 * PAGES), 4 * PAGES)
+            for entry in kept.host.reserve(other.pages):
+                kept.pool.record(entry.page)[HEADER_BYTES:] = b"\xff" * BYTES
+        return sealed(record, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tcp, "header_of", sealed_too_late)
+    came = kept.read([0, 1, 2, 3])
+    assert [record is not None for record in came] == [True, True, False, False]
+
+
+def test_nobody_there_is_an_error_and_so_is_a_source_that_is_no_address(kept: Kept) -> None:
+    kept.server.close()
+    for source in (kept.ticket.source, "nowhere", "127.0.0.1:99999"):
+        with pytest.raises(MoverError):
+            kept.read([0], replace(kept.ticket, source=source))
+
+
+def _is_hung_up_on(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # it had said more than was read
+        return True
+
+
+def _silent(connection: socket.socket) -> None:
+    connection.recv(100)
+
+
+def _halfway(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(b"\1" + bytes(1000))
+    connection.close()
+
+
+@pytest.mark.parametrize("behave", [_silent, _halfway])
+def test_a_source_that_stops_answering_is_an_error(
+    kept: Kept, behave: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_SILENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            held.append(connection)
+            behave(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(MoverError):
+            kept.read([0], replace(kept.ticket, source=f"127.0.0.1:{listener.getsockname()[1]}"))
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: pages\r\n\r\nand so on and so on",
+        tcp._ASK.pack(b"SAPWHO01", bytes(16), 5, 2**32 - 1),
+        tcp._ASK.pack(b"SAPWHO01", bytes(16), 5, 0),
+    ],
+    ids=["http", "too many pages", "no page"],
+)
+def test_whoever_asks_for_something_else_is_hung_up_on(kept: Kept, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", kept.server.port), 30) as stranger:
+        stranger.sendall(said)
+        assert _is_hung_up_on(stranger)
+    assert None not in kept.read([0])
+
+
+def test_strangers_who_say_nothing_are_bounded_in_number_and_time(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_SILENCE_SECONDS", 0.5)
+    strangers = [socket.create_connection(("127.0.0.1", kept.server.port), 30) for _ in range(tcp._MOST_READS + 3)]
+    assert all(map(_is_hung_up_on, strangers))
+    for stranger in strangers:
+        stranger.close()
+    while True:  # the last of their threads may still be ending
+        with contextlib.suppress(MoverError):
+            assert None not in kept.read([0])
+            return
+
+
+def test_a_port_that_is_taken_is_named(kept: Kept) -> None:
+    with pytest.raises(ConfigError, match=f"--handoff-port {kept.server.port}"):
+        PageServer("127.0.0.1", kept.server.port)

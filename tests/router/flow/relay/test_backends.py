@@ -57,6 +57,22 @@ async def test_tools_ids_and_unknown_parameters_reach_the_backend(make_own: Any,
         assert ended(front) == {"OK": 2, "INVALID_ARGUMENT": 1}
 
 
+async def test_a_session_is_refused_where_a_backend_has_the_model(make_own: Any, make_front: Any) -> None:
+    async with make_own() as own, make_front(own.url) as front:
+        session = (await front.http.post("/v1/sessions", json={})).json()["id"]
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await front.openai.completions.create(
+                    model="m", prompt="go:", stream=stream, extra_body={"session": session}
+                )
+            assert caught.value.param == "session"
+        assert not own.calls(), "what would answer without what the session holds was not asked"
+        answer = await front.openai.completions.create(
+            model="m", prompt="go:", max_tokens=1, extra_body={"session": None}
+        )
+        assert answer.choices[0].text == "a"
+
+
 async def test_a_backend_is_listed_drained_and_removed_as_workers_are(
     make_own: Any, make_front: Any, wait_until: Any
 ) -> None:

@@ -65,6 +65,10 @@ async def relay(exchange: Exchange, kind: Kind, given: dict[str, Any], pipeline:
         said = msgspec.convert(given, _Said)
     except msgspec.ValidationError as error:
         raise InvalidArgumentError(str(error), field=str(error).partition("`$.")[2].rstrip("`") or None) from error
+    if given.get("session") is not None:  # the backend would answer as if nothing had been said before
+        raise InvalidArgumentError(
+            f"model {said.model or 'asked for'!r} is a backend's, which has no sessions", field="session"
+        )
     exchange.accept_body_id(said)
     context = RequestContext(
         request_id=exchange.request_id,

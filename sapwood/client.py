@@ -199,7 +199,7 @@ class Client(_Calls):
             options: The fields of :class:`~sapwood.generation.Options`.
 
         Raises:
-            ValueError: Not exactly one prompt is given, or a value is beyond what its field can hold.
+            ValueError: Not exactly one prompt is given, there is no such option, or a value is beyond what its field can hold.
             TypeError: A value is of another type than its field.
         """
         request = build_request(text, messages, token_ids, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,10 +28,14 @@ def build_request(
     """The request message.
 
     Raises:
-        ValueError: Not exactly one of the three prompts is given, more than one grammar is, or a value is beyond what its field
-            can hold.
+        ValueError: Not exactly one of the three prompts is given, more than one grammar is, there is no such option, or a value
+            is beyond what its field can hold.
         TypeError: A value is of another type than its field.
     """
+    unknown = next((name for name in options if name not in Options.__annotations__), None)
+    if unknown is not None:
+        similar = difflib.get_close_matches(unknown, Options.__annotations__, n=1)
+        raise ValueError(f"there is no option {unknown!r}" + (f"; {similar[0]}?" if similar else ""))
     if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
         raise ValueError("give exactly one of text, messages and token_ids")
     stop, choice = options.get("stop", ()), options.get("tool_choice")

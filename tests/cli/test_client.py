@@ -99,6 +99,17 @@ def test_not_exactly_one_prompt_is_refused_before_it_is_sent(router: Any) -> Non
     assert router.requests == []
 
 
+def test_a_misspelt_option_is_refused_before_it_is_sent(router: Any) -> None:
+    misspelt: Any = {"max_tokns": 3}
+    strange: Any = {"colour": 1}
+    with Client(router.address) as client:
+        with pytest.raises(ValueError, match=r"'max_tokns'; max_tokens\?"):
+            client.generate("text", **misspelt)
+        with pytest.raises(ValueError, match=r"no option 'colour'$"):
+            client.generate("text", **strange)
+    assert router.requests == []
+
+
 def test_an_error_after_some_text_keeps_the_text_and_raises_its_class(router: Any) -> None:
     router.error = errors.ResourceExhaustedError("the queue is full", retry_after=1.5)
     with Client(router.address) as client:

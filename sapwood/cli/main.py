@@ -71,6 +71,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
 def _similar(word: str, flags: list[str]) -> list[str]:
     """The flags that may have been meant: a service's flags of this name, else the one that is spelt alike."""
     name = word.partition("=")[0].replace(".", "-").replace("_", "-")
+    if not name.startswith("-"):
+        return []
     return [flag for flag in flags if flag.endswith(name[1:])] or difflib.get_close_matches(
         name, flags, n=1, cutoff=0.8
     )

@@ -161,6 +161,13 @@ def test_an_unknown_flag_is_refused_and_what_may_be_meant_is_named(
     assert f"unrecognized arguments: {flag}; did you mean {meant}?" in capsys.readouterr().err
 
 
+def test_a_second_model_is_refused_without_a_guess_at_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["up", "demo", "m"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: m\n")
+
+
 def test_help_shows_the_flags_by_service(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["up", "--help"])

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns the exit code, raises CliError."""
     from sapwood.bench.data.json_lines import DataError
     from sapwood.bench.report import level_json, level_lines
-    from sapwood.errors import SapwoodError
+    from sapwood.errors import InvalidArgumentError, SapwoodError
 
     try:
         source = source_of(arguments)
@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     except DataError as error:
         raise CliError(str(error), REFUSED) from None
     except SapwoodError as error:
-        raise CliError(error.message, FAILED) from None
+        wrong = isinstance(error, InvalidArgumentError)
+        raise CliError(error.message, REFUSED if wrong else FAILED) from None
     except ModuleNotFoundError as error:
         raise CliError(str(error), REFUSED) from None
     if found is None:

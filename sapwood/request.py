@@ -108,7 +108,11 @@ def _json(value: Mapping[str, Any] | str | None) -> str | None:
 
 
 def _message(turn: Mapping[str, Any]) -> common_pb2.ChatMessage:
-    """A turn; calls of tools may be in this package's form or in that of OpenAI's API."""
+    """A turn; calls of tools may be in this package's form or in that of OpenAI's API. Raises TypeError, ValueError."""
+    if not isinstance(turn, Mapping):
+        raise TypeError(f"messages are mappings with role and content; {turn!r:.40} is none")
+    if "role" not in turn:
+        raise ValueError("a message has no role")
     return common_pb2.ChatMessage(
         role=turn["role"],
         content=turn.get("content"),

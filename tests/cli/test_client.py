@@ -110,6 +110,16 @@ def test_a_misspelt_option_is_refused_before_it_is_sent(router: Any) -> None:
     assert router.requests == []
 
 
+def test_what_is_no_message_is_refused_before_it_is_sent(router: Any) -> None:
+    text: Any = "How warm is it?"
+    with Client(router.address) as client:
+        with pytest.raises(TypeError, match="'H' is none"):
+            client.generate(messages=text)
+        with pytest.raises(ValueError, match="no role"):
+            client.generate(messages=[{"content": "How warm is it?"}])
+    assert router.requests == []
+
+
 def test_an_error_after_some_text_keeps_the_text_and_raises_its_class(router: Any) -> None:
     router.error = errors.ResourceExhaustedError("the queue is full", retry_after=1.5)
     with Client(router.address) as client:

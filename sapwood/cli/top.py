@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from sapwood.generation import role_name
 from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, .
     Where a worker has a second cache tier, HOST is the share of its pages in use, FROM HOST the share of prompt tokens since the
     start that were found there and not on the device, and FROM STORE the share of those that came from a store.
     """
+    from sapwood.generation import role_name
+
     tiers = any(worker.load.host_num_pages for worker in workers)
     roles = any(role_name(worker.role) != "both" for worker in workers)
     rows: list[tuple[str, ...]] = [

@@ -53,7 +53,8 @@ def step(runner, tokens, start):
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
 def test_a_float8_pool_of_latents_is_near_a_whole_one(tiny_model, make_runner, name):
-    whole, small = (make_runner(tiny_model(name).path, **options) for options in ({}, {"kv_cache_dtype": "fp8_e4m3"}))
+    model = tiny_model(name, first_k_dense_replace=64).path  # without experts: rounding may change who is chosen
+    whole, small = (make_runner(model, **options) for options in ({}, {"kv_cache_dtype": "fp8_e4m3"}))
     assert small._pool.num_bytes * 4 == whole._pool.num_bytes
     assert small.cache_identity() != whole.cache_identity()
     expected, at_once = (runner.logits(step(runner, PROMPT, 0)) for runner in (whole, small))

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from sapwood.client import AsyncClient
+from sapwood.errors import from_rpc_error
 from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnimplementedError
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
@@ -123,6 +124,19 @@ async def test_over_http_the_same_and_its_faults_have_names(cluster, wait_until)
     assert (await http.delete(path)).json() == {"id": opened["id"], "object": "session", "deleted": True}
     assert (await http.get(path)).status_code == 404
     await wait_until(lambda: opened["id"] not in pins(cluster))
+
+
+async def test_an_unknown_id_is_told_over_grpc_by_the_field_that_had_it(cluster):
+    stub = cluster.stub
+    for call, field in (
+        (stub.GetSession(router_pb2.GetSessionRequest(id="sess-no")), "id"),
+        (stub.CloseSession(router_pb2.CloseSessionRequest(id="sess-no")), "id"),
+        (stub.OpenSession(router_pb2.OpenSessionRequest(fork_of="sess-no")), "fork_of"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert from_rpc_error(caught.value).field == field
 
 
 async def test_what_fails_or_is_broken_off_leaves_a_session_as_it_was_and_one_request_goes_at_a_time(

@@ -168,9 +168,9 @@ class SessionStore:
             raise NotFoundError(f"there is no session {session_id[:100]!r} here, or no longer", field=field)
         return session
 
-    def close(self, tenant: str, session_id: str) -> None:
+    def close(self, tenant: str, session_id: str, field: str = "session") -> None:
         """Ends a session and lets go of what it pins; a request under way still gets its answer. Raises as :meth:`get`."""
-        self._end(self.get(tenant, session_id))
+        self._end(self.get(tenant, session_id, field))
 
     def begin(self, tenant: str, session_id: str, model: str | None) -> OpenTurn:
         """A request that goes on with a session.

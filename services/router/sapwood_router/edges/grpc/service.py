@@ -242,7 +242,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def CloseSession(
         self, request: router_pb2.CloseSessionRequest, context: Context
     ) -> router_pb2.CloseSessionResponse:
-        self._pipeline.sessions.close(self._tenant(context), request.id)
+        self._pipeline.sessions.close(self._tenant(context), request.id, "id")
         return router_pb2.CloseSessionResponse()
 
     def _tenant(self, context: Context) -> str:

@@ -68,11 +68,40 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     return arguments
 
 
+_ELSEWHERE = {
+    "api-key": "--router-api-keys",
+    "block-size": "--worker-page-size",
+    "chunked-prefill-size": "--worker-max-step-tokens",
+    "data-parallel-size": "--workers",
+    "disable-cuda-graph": "--no-worker-cuda-graphs",
+    "disable-radix-cache": "--no-worker-prefix-cache",
+    "dp": "--workers",
+    "dp-size": "--workers",
+    "enforce-eager": "--no-worker-cuda-graphs",
+    "gpu-memory-utilization": "--worker-memory-fraction",
+    "guided-decoding-backend": "--worker-grammar-backend",
+    "max-model-len": "--worker-context-length",
+    "max-num-batched-tokens": "--worker-max-step-tokens",
+    "max-num-seqs": "--worker-max-running",
+    "max-running-requests": "--worker-max-running",
+    "mem-fraction-static": "--worker-memory-fraction",
+    "model-path": "--model",
+    "no-enable-prefix-caching": "--no-worker-prefix-cache",
+    "tensor-parallel-size": "--tensor-parallel",
+    "tool-call-parser": "--tokenizer-tool-parser",
+    "tp": "--tensor-parallel",
+    "tp-size": "--tensor-parallel",
+}
+"""What flags of `vllm serve` and SGLang's server are called here."""
+
+
 def _similar(word: str, flags: list[str]) -> list[str]:
-    """The flags that may have been meant: a service's flags of this name, else the one that is spelt alike."""
+    """The flags that may have been meant: what the word is called here, services' flags of this name, else one spelt alike."""
     name = word.partition("=")[0].replace(".", "-").replace("_", "-")
     if not name.startswith("-"):
         return []
+    if (known := _ELSEWHERE.get(name.lstrip("-"))) in flags:
+        return [known]
     return [flag for flag in flags if flag.endswith(name[1:])] or difflib.get_close_matches(
         name, flags, n=1, cutoff=0.8
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from sapwood.cli import up
 from sapwood.cli.errors import CliError
-from sapwood.cli.main import build_parser, main
+from sapwood.cli.main import _ELSEWHERE, build_parser, main
 from sapwood.cli.services import Services
 from sapwood_common.settings.config import build_parser as service_parser
 from sapwood_common.settings.config import command_line, given_settings
@@ -149,6 +150,8 @@ def test_a_wrong_value_is_refused_before_anything_starts(
         ("--worker.max-running", "--worker-max-running"),
         ("--worker-max_running", "--worker-max-running"),
         ("--worker-max-runing=3", "--worker-max-running"),
+        ("--max-model-len=4096", "--worker-context-length"),
+        ("-tp", "--tensor-parallel"),
         ("--trace-endpoint", "--router-trace-endpoint or --tokenizer-trace-endpoint or --worker-trace-endpoint"),
     ],
 )
@@ -159,6 +162,13 @@ def test_an_unknown_flag_is_refused_and_what_may_be_meant_is_named(
         main(["up", flag])
     assert stopped.value.code == 2
     assert f"unrecognized arguments: {flag}; did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_flags_of_other_servers_have_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"{flag}\b(?!-)", shown) for flag in _ELSEWHERE.values())
 
 
 def test_a_second_model_is_refused_without_a_guess_at_flags(capsys: pytest.CaptureFixture[str]) -> None:

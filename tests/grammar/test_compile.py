@@ -13,6 +13,7 @@ from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 from sapwood_router.edges.openai.response_format import answer_grammar
 from sapwood_router.edges.openai.types import ChatRequest
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 
 LIST = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
 ENDLESS = [
@@ -25,7 +26,13 @@ ENDLESS = [
 ]
 
 
-def admits(store: Any, compiled: bytes, text: str | list[int]) -> bool:
+@pytest.fixture
+def store(vocabulary, end_token) -> GrammarStore:
+    """llguidance's: grammars are compiled for it. What other backends make of their sources is ``test_backends.py``'s affair."""
+    return GrammarStore(vocabulary, len(vocabulary.tokens) + 13, (end_token,))
+
+
+def admits(store: GrammarStore, compiled: bytes, text: str | list[int]) -> bool:
     """Whether the whole text, as single bytes, or the whole sequence of tokens, matches."""
     tokens = list(text.encode()) if isinstance(text, str) else text
     matcher = store.build(compiled)

@@ -14,6 +14,7 @@ import pytest
 
 from sapwood_common.http2.server.turnstile import MOST_A_TURN
 from sapwood_common.http2.wire import frames
+from sapwood_common.pacing.body_memory import BodyMemory
 
 PATH = "/test.Test/"
 LARGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -67,7 +68,13 @@ async def test_all_kinds_of_method_for_clients_without_an_event_loop(running) ->
 
 
 async def test_messages_of_all_sizes(serve) -> None:
-    async with serve(8 << 20) as running, grpc.aio.insecure_channel(running.address, LARGE) as channel:
+    memory = BodyMemory(
+        64 << 20
+    )  # for a message that is read, its answer and the next one, however slow the client reads
+    async with (
+        serve(8 << 20, memory=memory) as running,
+        grpc.aio.insecure_channel(running.address, LARGE) as channel,
+    ):
         for size in (0, 1, 16_379, 16_380, 65_530, 5_000_000, 8 << 20):
             body = bytes(range(256)) * (size // 256) + bytes(size % 256)
             assert await channel.unary_unary(PATH + "Echo")(body) == body

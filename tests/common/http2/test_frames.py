@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -237,6 +238,23 @@ async def test_who_sends_much_waits_from_its_first_frame_on_when_time_is_over(ma
     few.send(frame(frames.DATA, 0, 1, grpc_message(b"a")))
     assert len(call.messages) == 1
     for wire in (*wires, few):
+        wire.connection.connection_lost(None)
+
+
+async def test_a_connection_with_a_call_to_read_goes_on_before_those_with_much(make_wire, grpc_message) -> None:
+    turns = iter(range(1_000_000))
+    share = TimeShare(lambda: next(turns) / 500)  # every look at the clock finds 2 ms more
+    wires = [make_wire(share=share, stranger=True) for _ in range(9)]
+    calls = [wire.open(1) for wire in wires]
+    for wire in wires[:8]:
+        wire.send(frame(frames.DATA, 0, 1, grpc_message(b"") * 1000) * 4)
+    wires[8].send(frame(frames.DATA, 0, 1, grpc_message(bytes(300))) * 3)
+    assert len(calls[8].messages) < 3
+    before = [len(call.messages) for call in calls[:8]]
+    while len(calls[8].messages) < 3:
+        await asyncio.sleep(0)
+    assert sum(len(call.messages) > count for call, count in zip(calls, before, strict=False)) < 4
+    for wire in wires:
         wire.connection.connection_lost(None)
 
 

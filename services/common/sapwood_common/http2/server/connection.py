@@ -47,6 +47,8 @@ _MOST_AT_ONCE = 64
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """Payloads of pings that ask whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
+_LIGHT = 1024
+"""Bytes of a call or two: a connection that has no more to be read goes on before those with much."""
 _MUCH = 64 * 1024
 """Bytes read at once after which other connections read first: uvloop would go on for 8 MB."""
 _MOST_UNREAD = 1024 * 1024
@@ -299,7 +301,7 @@ class ServerConnection(asyncio.Protocol):
         """Goes on in later turns if time was over."""
         if self._behind and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
-            self._share.add(self)
+            self._share.add(self, light=len(self._reader.pending) <= _LIGHT)
 
     def _close_transport(self) -> None:
         """Closes the socket after what was written."""

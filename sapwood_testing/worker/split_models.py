@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,7 +47,8 @@ def rank_process(rank: int, folder: Path, paths: list[Path], tokens: list[int], 
         parallel = join_groups(rank, **layout, rendezvous=rendezvous, backend="gloo", timeout=60)
         groups = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "ep": parallel.ep}
         exchanged = {name: exchange(group, float(rank)) for name, group in groups.items()}
-        found.append((exchanged, [logits_of(load(path, parallel), tokens, parallel) for path in paths]))
+        split = replace(parallel, ep=Group())  # each rank has a part of every expert
+        found.append((exchanged, [logits_of(load(path, split), tokens, split) for path in paths]))
         torch.distributed.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")
 

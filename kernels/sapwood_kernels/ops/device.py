@@ -271,7 +271,7 @@ class DeviceOps:
         Raises:
             RuntimeError: It has none that take such scales.
         """
-        raise NotImplementedError
+        raise RuntimeError("this device multiplies no float8 numbers")
 
     def quantise(self, x: Tensor, *, grouped: bool) -> Float8:
         """Rows [T, K] to float8, by a scale for each, or for each :data:`GROUP` numbers. The results may have more rows."""

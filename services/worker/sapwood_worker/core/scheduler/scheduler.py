@@ -36,9 +36,7 @@ from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.core.scheduler.running.running_plan import plan_running
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
-from sapwood_worker.core.scheduler.speculation.prefix_drafter import PrefixDrafter
-from sapwood_worker.core.scheduler.speculation.speculation import FEWEST_POSITIONS, Speculation
-from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
+from sapwood_worker.core.scheduler.speculation.factory import make_speculation
 from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
@@ -113,8 +111,7 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         self._forced_tokens = 0
-        self._speculation = self._make_speculation(drafter)
-        self._updated: float | None = None
+        self._speculation = make_speculation(config, drafter, self._cache, self._running)
         self._paused = self._retract_all = False
 
     @property
@@ -191,7 +188,8 @@ class Scheduler:
                 :meth:`schedule` is called next; else they keep theirs.
         """
         self._paused = True
-        self._updated = None
+        if self._speculation is not None:
+            self._speculation.halted()
         self._retract_all = retract
         self._halt()
 
@@ -253,9 +251,8 @@ class Scheduler:
         for part, failure in output.failures.items():
             step.requests[part].failure = failure
         self._fairness.charge_each(step.decodes)
-        if step.drafts:
-            self._take_drafts(step, output)
-        self._time(step)
+        if self._speculation is not None:
+            self._speculation.took(step, output, self._clock(), self._fairness)
         logprobs = output.logprobs
         for index, (request, tokens) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
             request.computed += 1
@@ -375,46 +372,11 @@ class Scheduler:
         if not self._requests:
             self.check_idle()
 
-    def _make_speculation(self, drafter: Drafter | None) -> Speculation | None:
-        config = self._config
-        if config.speculate == "off":
-            return None
-        positions = min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)
-        return Speculation(
-            drafter or PrefixDrafter(self._continuation),
-            positions,
-            StepCosts() if config.speculate == "auto" else None,
-            self._running.draftable,
-        )
-
-    def _continuation(self, request: Request) -> array[int]:
-        return self._cache.continuation(request.slot, request.token_ids)
-
     def _halt(self) -> None:
         if not self._in_flight:
             while self._retract_all and self._running.requests:
                 self._retraction.put_back(self._running.requests[-1], self._steps)
             self._retract_all = False
-
-    def _take_drafts(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Notes how far each draft was right: so much more than a token is computed of its request."""
-        assert self._speculation is not None
-        for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=True):
-            if draft:
-                right = len(tokens) - 1
-                request.computed += right
-                request.planned += right
-                self._fairness.charge(request.tenant, right)
-                self._speculation.took(request, len(draft), 0 if request.over else right)
-
-    def _time(self, step: StepInFlight) -> None:
-        """Measures a step from the tokens of the one before, if it computed no prompt."""
-        if self._speculation is None:
-            return
-        now, before = self._clock(), self._updated
-        self._updated = now
-        if before is not None and not step.chunks:
-            self._speculation.measured(len(step.decodes), len(step.plan.token_ids), now - before)
 
     def _take_chunk(
         self, request: Request, count: int, samples: bool, index: int, output: ModelOutput

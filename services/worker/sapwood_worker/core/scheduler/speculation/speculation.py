@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.request_drafts import RequestDrafts
+from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.step_costs import LADDER, StepCosts
+from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
+from sapwood_worker.records.step import ModelOutput
 
 FEWEST_POSITIONS = 32
 """Sampled positions that a step may have though fewer requests may run; else it has at most as many as these, for which there
@@ -50,6 +53,7 @@ class Speculation:
         self._costs = costs
         self._room = room
         self._resting = 0
+        self._ended: float | None = None
         self.drafted_tokens = 0
         self.accepted_tokens = 0
 
@@ -74,18 +78,41 @@ class Speculation:
         count, least = self._best(rows, worths[:room])
         return self._cut(decodes, drafts, count, least) if count else []
 
-    def took(self, request: Request, drafted: int, accepted: int) -> None:
-        """Notes what became of a request's draft."""
-        assert request.drafts is not None
-        request.drafts.drafted += drafted
-        request.drafts.accepted += accepted
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
+    def took(self, step: StepInFlight, output: ModelOutput, now: float, fairness: TenantFairness) -> None:
+        """Notes how far each draft of a step was right, so much more than a token is computed of its request, and what it cost.
+
+        Args:
+            step: The step.
+            output: What came of it.
+            now: Seconds on the scheduler's clock.
+            fairness: Is told of the tokens that came of drafts.
+        """
+        for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=False):
+            if draft:
+                right = len(tokens) - 1
+                request.computed += right
+                request.planned += right
+                fairness.charge(request.tenant, right)
+                self._count(request, len(draft), 0 if request.over else right)
+        before, self._ended = self._ended, now
+        if before is not None and not step.chunks:
+            self.measured(len(step.decodes), len(step.plan.token_ids), now - before)
 
     def measured(self, rows: int, positions: int, seconds: float) -> None:
         """Notes how long a step of so many requests and sampled positions took that computed no prompt."""
         if self._costs is not None and rows:
             self._costs.note(rows, positions, seconds)
+
+    def halted(self) -> None:
+        """Nothing is scheduled for a while: that is no part of the next step's time."""
+        self._ended = None
+
+    def _count(self, request: Request, drafted: int, accepted: int) -> None:
+        assert request.drafts is not None
+        request.drafts.drafted += drafted
+        request.drafts.accepted += accepted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
 
     def _may_pay(self, rows: int) -> bool:
         """Whether drafts would pay if all of them were right."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from sapwood_common.settings.flags import add_option
 if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
     import grpc
 
-    from sapwood.v1 import router_pb2_grpc
+    from sapwood.v1 import router_pb2, router_pb2_grpc
 
 _TIMEOUT = 10.0
 
@@ -179,10 +179,23 @@ def _explain(arguments: argparse.Namespace) -> int:
     print("\n".join(table(rows)))
     print(f"reason: {answer.reason} ({answer.policy})")
     if answer.disaggregated:
-        print(f"it computes the prompt; {answer.decode_chosen} generates")
+        print(f"{answer.chosen} computes the prompt, {answer.decode_chosen} generates: {answer.disaggregation}")
+    elif answer.estimates:
+        print(f"it does all of it: {answer.disaggregation}")
+    if answer.estimates:
+        print("\n".join(table(_estimate_rows(answer.estimates))))
     for shadow in answer.shadows:
         print(f"{shadow.policy} would choose {shadow.chosen}: {shadow.reason}")
     return 0
+
+
+def _estimate_rows(estimates: Iterable[router_pb2.RouteEstimate]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("PREFILL BY", "GENERATES", "PREFILL", "TRANSFER", "GENERATE", "OTHERS", "SECONDS")]
+    for each in estimates:
+        parts = (each.prefill_seconds, each.transfer_seconds, each.generate_seconds, each.others_seconds)
+        seconds = (f"{part:.3f}" for part in (*parts, sum(parts)))
+        rows.append((each.worker, each.decode_worker or each.worker, *seconds))
+    return rows
 
 
 def _top(arguments: argparse.Namespace) -> int:

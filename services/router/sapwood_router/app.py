@@ -48,6 +48,8 @@ from sapwood_router.fleet.silence_limit import SilenceLimit
 from sapwood_router.fleet.sources.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
 from sapwood_router.fleet.sources.membership import follow_file, follow_leases
 from sapwood_router.fleet.worker import Worker
+from sapwood_router.flow.disaggregation.costs import Costs
+from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
@@ -149,7 +151,7 @@ class RouterApplication:
             config.resume_grace,
             observer,
             sessions,
-            config.disaggregate,
+            Disaggregation(config.disaggregate, self.registry, self._policies, Costs(time.monotonic)),
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)

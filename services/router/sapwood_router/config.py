@@ -22,7 +22,7 @@ def _is_policy(name: str) -> str:
     return name
 
 
-Disaggregate = Literal["always", "never"]
+Disaggregate = Literal["auto", "always", "never"]
 PolicyName = Annotated[str, AfterValidator(_is_policy)]
 
 
@@ -163,9 +163,9 @@ class RouterConfig(ServiceConfig):
         description="Policies that are asked beside the one that decides; metrics count how often they agree with it.",
     )
     disaggregate: Disaggregate = Field(
-        "always",
-        description="Whether a prefill worker computes a request's prompt and a decode worker generates: wherever there are such "
-        "workers (always), or never, which passes over what workers are for.",
+        "auto",
+        description="Whether a prefill worker computes a request's prompt and a decode worker generates, where there are such "
+        "workers: where it costs least by what was measured (auto), always, or never, which passes over what workers are for.",
     )
     decode_policy: PolicyName | None = Field(
         None, description="How a decode worker is then chosen; none: as --policy says, which chooses prefill workers."

@@ -102,6 +102,7 @@ async def front(workers: Sequence[Worker], **settings: Any) -> AsyncIterator[Fro
     await tokenizer.start()
     # A worker that gets little of a core is silent for seconds: only where silence is the loss it counts.
     settings = {"worker_silence": 60, "resume_grace": 60, "queue_wait": 120, "most_resumptions": 50, **settings}
+    settings = {"disaggregate": "always", **settings}
     addresses = tuple(worker.address for worker in workers)
     router = RouterApplication(
         RouterConfig(port=0, http_port=0, tokenizer=tokenizer.address, workers=addresses, **settings)
@@ -213,6 +214,32 @@ async def test_workers_of_any_role_serve_where_there_is_no_pair(
         explained = await router.explain(prompt)
         assert not explained.disaggregated and explained.disaggregation.endswith("worker can be asked")
         assert explained.chosen == workers[roles[-1]].address  # who does both is asked first
+
+
+async def test_auto_measures_on_the_first_requests_and_then_weighs(workers: dict[str, Worker]) -> None:
+    pair = [workers["prefill"], workers["decode"]]
+    async with front(pair, disaggregate="auto") as router:
+        first = await router.explain(new_prompt())
+        assert first.disaggregated and not first.estimates
+        assert first.disaggregation == "costs are not measured yet"
+        prompt = new_prompt()
+        assert tokens_of(await router.answer(prompt)) == expected(prompt)
+        assert router.count("handoffs") == 1
+        asked = new_prompt()
+        explained = await router.explain(asked)
+        ways = [(way.worker, way.decode_worker) for way in explained.estimates]
+        prefill, decode = (worker.address for worker in pair)
+        assert sorted(ways) == sorted([(prefill, ""), (decode, ""), (prefill, decode)])
+        assert all(way.prefill_seconds > 0 and way.generate_seconds > 0 for way in explained.estimates)
+        assert [way.transfer_seconds > 0 for way in explained.estimates] == [bool(paired) for _, paired in ways]
+        assert tokens_of(await router.answer(asked)) == expected(asked)
+        weighed = [
+            router.router._metrics.registry.get_sample_value(
+                "sapwood_router_disaggregation_weighed_total", {"choice": choice}
+            )
+            for choice in ("pair", "alone")
+        ]
+        assert sum(count or 0 for count in weighed) == 1
 
 
 async def test_never_passes_over_what_workers_are_for(workers: dict[str, Worker]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # its HTTP client takes 15 MB, also where there is no backend
     from sapwood_router.transport.backend.client import Backend
 
 RATE_SECONDS = 10.0
-"""Over how many seconds ``Worker.generated`` counts."""
+"""Over how many seconds ``Worker.generated`` and ``Worker.prompted`` count."""
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
@@ -31,19 +31,25 @@ class Lease:
         self._worker = worker
         self._tokens = tokens
         self._held = True
+        self._generating = False
         worker.in_flight += 1
         worker.pending_tokens += tokens
+        worker.prompted.add(tokens)
 
     def prefilled(self) -> None:
         """The first token came: nothing of the prompt is left to do. May be called again."""
         self._worker.pending_tokens -= self._tokens
         self._tokens = 0
+        if self._held and not self._generating:
+            self._generating = True
+            self._worker.generating += 1
 
     def release(self) -> None:
         """The request is over. May be called again."""
         if self._held:
             self._held = False
             self.prefilled()
+            self._worker.generating -= self._generating
             self._worker.in_flight -= 1
             self._worker.on_room()
 
@@ -85,6 +91,10 @@ class Worker:
         """The most requests that this router has running on it at a time."""
         self.in_flight = 0
         self.pending_tokens = 0
+        self.generating = 0
+        """This router's requests on it that have their first token."""
+        self.prompted = SlidingCount(RATE_SECONDS, clock)
+        """Prompt tokens that it was given lately to prefill."""
         self.step_seconds = 0.0
         """For how long it has been at its current step, as last reported."""
         self.loop_lag = 0.0

@@ -15,7 +15,7 @@ from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.outcome import WorkerLostError
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.disaggregation import Disaggregate
+from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.stages.execution import Execution
 from sapwood_router.routing.policies.base import Choice
@@ -31,7 +31,7 @@ class Shared(Protocol):
     admission: AdmissionControl
     policies: PolicyBook
     resume_grace: float
-    disaggregate: Disaggregate
+    disaggregation: Disaggregation
 
     def failover(self) -> Failover:
         """An account of a request's failures."""

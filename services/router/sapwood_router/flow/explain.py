@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.disaggregation import PREFERRED, Decision, Disaggregate, Part, decide
+from sapwood_router.flow.disaggregation.decision import Decision, Disaggregation, Part
 from sapwood_router.flow.stages.select import of_roles
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
@@ -55,7 +55,7 @@ class Explanation:
 
 
 def explain(
-    context: RequestContext, registry: Registry, policies: PolicyBook, disaggregate: Disaggregate
+    context: RequestContext, registry: Registry, policies: PolicyBook, disaggregation: Disaggregation
 ) -> Explanation:
     """Makes the choice for a prepared request without placing it (a policy that takes turns takes one).
 
@@ -67,12 +67,12 @@ def explain(
     model = registry.resolve(context.model)
     prompt = PromptPages(context.token_ids, context.caller.session, context.caller.cache_salt)
     demand = Demand(model, len(context.token_ids), context.fields.prompt)
-    decision = decide(disaggregate, registry.available(model), len(context.token_ids), context.sampling.max_tokens, ())
+    decision = disaggregation.decide(demand, prompt, context.sampling.max_tokens, probe=False)
     part = Part.PREFILL if decision.disaggregated else Part.WHOLE
-    found = of_roles(registry.all(), demand, () if disaggregate == "never" else PREFERRED[part])
+    found = of_roles(registry.all(), demand, disaggregation.roles_for(part, decision))
     decode_chosen = ""
     if decision.disaggregated:
-        decoding = of_roles(registry.available(model), demand, PREFERRED[Part.DECODE]).workers
+        decoding = of_roles(registry.available(model), demand, disaggregation.roles_for(Part.DECODE)).workers
         live = policies.of(model, decode=True).live
         decode_chosen = live.choose([worker.view() for worker in decoding], prompt).address
     views = [worker.view() for worker in found.workers]

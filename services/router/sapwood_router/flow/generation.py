@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnavailableError
 from sapwood_router.admission.control import Place
+from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Attempts, Shared
-from sapwood_router.flow.disaggregation import PREFERRED, Decision, Part, decide
+from sapwood_router.flow.disaggregation.decision import Decision, Part
+from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.stages.acquire import acquire
 from sapwood_router.flow.stages.build import build
 from sapwood_router.flow.stages.dispatch import dispatch
@@ -56,6 +59,8 @@ class GenerationAttempts(Attempts):
         self._part = Part.WHOLE
         """What the worker of the latest try is asked for."""
         self._ticket: HeldTicket | None = None
+        self._timing: Timing | None = None
+        """Notes what it takes; None: nobody asks."""
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
@@ -66,6 +71,8 @@ class GenerationAttempts(Attempts):
             context.model = shared.registry.resolve(context.model)
             if context.caller.account is not None:
                 context.caller.account.take_prompt(context.prompt, len(context.token_ids))
+            if (costs := shared.disaggregation.costs_of(context.model)) is not None:
+                self._timing = Timing(costs, time.monotonic)
             queueing = self._watch.stage("queue")
             queueing.begin()
             place = self._place or reserve(context, shared.registry, shared.admission)
@@ -85,6 +92,8 @@ class GenerationAttempts(Attempts):
         if worker is not None and worker.model is not None:
             new_tokens = self._context.output_ids[self._prompt_output :]
             self._policy().finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
+            if self._timing is not None:
+                self._timing.ended(len(new_tokens), len(self._context.output_ids))
 
     def _choose(self) -> tuple[Worker, Choice]:
         with self._watch.stage("select"):
@@ -92,28 +101,29 @@ class GenerationAttempts(Attempts):
                 self._ticket = None
             if self._ticket is not None:
                 return self._select(Part.DECODE)
-            if self._decision().disaggregated:
+            decision = self._decide()
+            if decision.estimates:
+                self._watch.weighed(pair=decision.disaggregated)
+            if decision.disaggregated:
                 with contextlib.suppress(UnavailableError, InvalidArgumentError):
                     return self._select(Part.PREFILL)
-            return self._select(Part.WHOLE)
+            return self._select(Part.WHOLE, decision)
 
-    def _select(self, part: Part) -> tuple[Worker, Choice]:
+    def _select(self, part: Part, decision: Decision | None = None) -> tuple[Worker, Choice]:
         self._part = part
         shared = self._shared
-        roles = () if shared.disaggregate == "never" else PREFERRED[part]
+        roles = shared.disaggregation.roles_for(part, decision)
         return select(self._context, self._prompt, shared.registry, self._policy(), self._failover.refused_by, roles)
 
-    def _decision(self) -> Decision:
+    def _decide(self) -> Decision:
         context, shared = self._context, self._shared
-        return decide(
-            shared.disaggregate,
-            shared.registry.available(shared.registry.resolve(context.model)),
-            len(self._prompt.token_ids),
-            context.sampling.max_tokens - len(context.output_ids),
-            self._failover.refused_by,
-        )
+        model = shared.registry.resolve(context.model)
+        demand = Demand(model, len(self._prompt.token_ids), context.fields.prompt, refused_by=self._failover.refused_by)
+        left = context.sampling.max_tokens - len(context.output_ids)
+        return shared.disaggregation.decide(demand, self._prompt, left)
 
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
+        lacking = len(self._prompt.token_ids) - choice.cached_tokens
         if self._part is Part.DECODE:  # what it has to compute of the prompt is next to nothing
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
@@ -122,7 +132,16 @@ class GenerationAttempts(Attempts):
         self._executing = None
         self._watch.selected(choice.reason)
         end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
-        return Generating(self._context, self._stream, end_tokens, lease, permit, self._tried, self._handed_off)
+        if self._timing is not None:
+            self._timing.sent(worker, self._part, lacking)
+        return Generating(
+            self._context, self._stream, end_tokens, lease, permit, self._tried, self._handed_off, self._answers
+        )
+
+    def _answers(self) -> None:
+        """The worker's first token has come."""
+        if self._timing is not None:
+            self._timing.answers()
 
     def _send(self, worker: Worker, execution: Execution) -> None:
         with self._watch.stage("build"):
@@ -162,6 +181,8 @@ class GenerationAttempts(Attempts):
             ticket.release()
             return
         self._ticket = ticket
+        if self._timing is not None:
+            self._timing.handed_off()
         self._context.handoffs += 1
         self._watch.handed_off()
         self._extend_prompt()

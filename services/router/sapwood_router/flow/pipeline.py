@@ -11,7 +11,7 @@ from sapwood_common.errors import DeadlineExceededError, InternalError, RequestC
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.delivery import Sink
-from sapwood_router.flow.disaggregation import Disaggregate
+from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.embedding import Embedder
 from sapwood_router.flow.generation import GenerationAttempts
 from sapwood_router.flow.relay.relay import Relay
@@ -45,7 +45,7 @@ class Pipeline:
         resume_grace: Seconds that a request whose worker was lost waits for another to come up.
         observer: Measures and traces the requests.
         sessions: Those that requests may go on with.
-        disaggregate: Whether prompts are computed on workers that are for that.
+        disaggregation: Decides whether prompts are computed on workers that are for that.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Pipeline:
         resume_grace: float,
         observer: RequestObserver,
         sessions: SessionStore,
-        disaggregate: Disaggregate = "always",
+        disaggregation: Disaggregation,
     ) -> None:
         self.sessions = sessions
         self.tokenizers = tokenizers
@@ -69,7 +69,7 @@ class Pipeline:
         self.retry = retry
         self.failover = failover
         self.resume_grace = resume_grace
-        self.disaggregate: Disaggregate = disaggregate
+        self.disaggregation = disaggregation
         self.observer = observer
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)

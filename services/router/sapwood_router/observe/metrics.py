@@ -120,6 +120,11 @@ class RouterMetrics:
         self.handoffs = metrics.counter(
             "sapwood_router_handoffs_total", "Prompts that one worker computed and another was to go on with."
         )
+        self.weighed = metrics.counter(
+            "sapwood_router_disaggregation_weighed_total",
+            "Requests for which --disaggregate auto weighed costs, by what cost least: a pair of workers, or one alone.",
+            choice=OneOf("pair", "alone"),
+        )
         self.session_prompt_tokens = metrics.counter(
             "sapwood_router_session_prompt_tokens_total",
             "Prompt tokens of sessions' requests, what they hold included.",

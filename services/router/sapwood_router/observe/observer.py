@@ -147,6 +147,10 @@ class RequestWatch:
         """A worker failed the request, and another is tried."""
         self._metrics.retries.at(code=row_of(error).grpc.name).inc()
 
+    def weighed(self, *, pair: bool) -> None:
+        """It was weighed whether a pair of workers costs less than one alone."""
+        self._metrics.weighed.at(choice="pair" if pair else "alone").inc()
+
     def handed_off(self) -> None:
         """The prompt is computed, and another worker is to generate."""
         self._metrics.handoffs.at().inc()

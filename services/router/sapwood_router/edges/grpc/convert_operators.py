@@ -59,6 +59,15 @@ def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
     )
     for name, choice in explanation.shadows.items():
         response.shadows.add(policy=name, chosen=choice.address, reason=choice.reason)
+    for estimate in explanation.decision.estimates:
+        response.estimates.add(
+            worker=estimate.worker,
+            decode_worker=estimate.decode_worker,
+            prefill_seconds=estimate.prefill,
+            transfer_seconds=estimate.transfer,
+            generate_seconds=estimate.generate,
+            others_seconds=estimate.delay + estimate.crowding,
+        )
     for candidate in explanation.candidates:
         response.candidates.add(**asdict(candidate))
     return response

@@ -298,7 +298,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]
         pipeline.registry.resolve(asked.model)  # also where there is nothing but backends, and no tokenizer
         await prepare(asked, pipeline.tokenizers.of(asked.model).client, pipeline.registry)
-        return to_explanation(explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregate))
+        return to_explanation(explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation))
 
 
 def _give_up(call: PushCall) -> None:

@@ -31,5 +31,5 @@ async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, dea
     asked.caller = exchange.caller(request, given)
     exchange.on_disconnect(lambda: None)
     await prepare(asked, pipeline.tokenizers.of(asked.model).client, pipeline.registry)
-    explanation = explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregate)
+    explanation = explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation)
     await exchange.send_body(200, msgspec.json.encode(explanation), _HEADERS)

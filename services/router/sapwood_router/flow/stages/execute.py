@@ -24,6 +24,7 @@ class Generating(Execution):
         stream: Takes the tokens.
         end_tokens: Tokens that end a generation and stand for no text.
         lease, permit, on_over: See Execution.
+        on_first: Called with the first tokens.
         on_ticket: Called after ``on_over``, if the worker is done with the prompt and another is to go on. Releases the ticket.
     """
 
@@ -36,9 +37,11 @@ class Generating(Execution):
         permit: Permit,
         on_over: Callable[[SapwoodError | None], None],
         on_ticket: Callable[[HeldTicket], None],
+        on_first: Callable[[], None],
     ) -> None:
         super().__init__(lease, permit, on_over)
         self._on_ticket: Callable[[HeldTicket], None] | None = on_ticket
+        self._on_first: Callable[[], None] | None = on_first
         self._context = context
         self._stream = stream
         self._end_tokens = end_tokens
@@ -63,6 +66,9 @@ class Generating(Execution):
                 context.first_token = time.perf_counter()
             if not self._begun:
                 self._answers()
+                on_first, self._on_first = self._on_first, None
+                if on_first is not None:
+                    on_first()
         first = not (context.resumptions or context.handoffs)
         if output.cached_tokens is not None and first:
             context.cached_tokens = output.cached_tokens
@@ -91,7 +97,7 @@ class Generating(Execution):
         self._end(Outcome.SUCCESS, None)
 
     def _end(self, outcome: Outcome, error: SapwoodError | None) -> None:
-        self._on_ticket = None  # as with ``on_over``
+        self._on_ticket = self._on_first = None  # as with ``on_over``
         super()._end(outcome, error)
 
     def _hold(self) -> None:

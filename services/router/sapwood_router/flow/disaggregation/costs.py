@@ -1,0 +1,155 @@
+"""What prefill, a hand-over and generating take, as measured on requests that were answered.
+
+Each is learnt for a model, prefill also for each role, and what is old counts ever less: a fleet's load and network change.
+Nothing is assumed: before there are measurements, nothing is weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sapwood_router.fleet.served_model import Role
+
+_KEPT = 0.98
+"""What each further sample leaves of the weight of those before it: about fifty count."""
+_FLAT = 1e-3
+"""Sizes that differ less than this, as a share of their mean squared, tell nothing of what size does."""
+
+
+class LinearFit:
+    """Seconds as a fixed part and a part that grows with size, fitted by least squares, late samples counting most. O(1)."""
+
+    def __init__(self) -> None:
+        self._weight = self._size = self._seconds = self._squares = self._products = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there was a sample."""
+        return self._weight > 0
+
+    def add(self, size: float, seconds: float) -> None:
+        """Takes a sample."""
+        self._weight = self._weight * _KEPT + 1
+        self._size = self._size * _KEPT + size
+        self._seconds = self._seconds * _KEPT + seconds
+        self._squares = self._squares * _KEPT + size * size
+        self._products = self._products * _KEPT + size * seconds
+
+    def at(self, size: float) -> float:
+        """Seconds that something of that size takes; 0 without a sample. Neither part is negative."""
+        if not self.known:
+            return 0.0
+        mean_size, mean = self._size / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - mean_size**2
+        if spread > _FLAT * mean_size**2:
+            slope = max(0.0, (self._products / self._weight - mean_size * mean) / spread)
+            fixed = mean - slope * mean_size
+            if fixed >= 0:
+                return fixed + slope * size
+        return mean * size / mean_size if mean_size else mean
+
+
+class ModelCosts:
+    """What a model's workers take. Written as requests go on, read at decisions; all on one event loop.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._prefill: dict[Role, LinearFit] = {role: LinearFit() for role in Role}
+        self._handover = LinearFit()
+        self._handed_over_at = clock()
+        self._step = LinearFit()
+        self._answer = LinearFit()
+
+    def prefilled(self, role: Role, tokens: int, seconds: float) -> None:
+        """A worker came to a request's first token.
+
+        Args:
+            role: The worker's.
+            tokens: Prompt tokens that it had to compute until then: queued before the request, and its own.
+            seconds: It took.
+        """
+        self._prefill[role].add(tokens, seconds)
+
+    def handed_over(self, tokens: int, seconds: float) -> None:
+        """A decode worker came to its first token.
+
+        Args:
+            tokens: Of the prompt, that it was believed to lack.
+            seconds: Since the ticket came: its wait, the transfer, what it computed and a step.
+        """
+        self._handover.add(tokens, seconds)
+        self._handed_over_at = self._clock()
+
+    def generated(self, tokens: int, seconds: float, requests: int, prefilling: float) -> None:
+        """A worker has generated.
+
+        Args:
+            tokens: After its first.
+            seconds: From that first to the last.
+            requests: For which it generated meanwhile, this one included.
+            prefilling: The share of the worker's time that prompts took.
+        """
+        if tokens > 0:
+            self._step.add(requests, seconds / tokens * (1 - prefilling))
+
+    def answered(self, tokens: int) -> None:
+        """An answer of so many tokens is complete."""
+        self._answer.add(1, tokens)
+
+    @property
+    def measured(self) -> bool:
+        """Whether all is known that a decision needs."""
+        return self._handover.known and self._step.known and any(fit.known for fit in self._prefill.values())
+
+    @property
+    def handover_age(self) -> float:
+        """Seconds since a hand-over was measured."""
+        return self._clock() - self._handed_over_at
+
+    def probing(self) -> None:
+        """A hand-over was begun only to measure it; one is enough."""
+        self._handed_over_at = self._clock()
+
+    def prefill(self, role: Role, tokens: float) -> float:
+        """Seconds to compute prompt tokens at a worker; of another role where that one's were never measured."""
+        fits = (self._prefill[role], *self._prefill.values())
+        return next((fit.at(tokens) for fit in fits if fit.known), 0.0)
+
+    def handover(self, tokens: float) -> float:
+        """Seconds from a ticket to the decode worker's first token, if it lacks so many."""
+        return self._handover.at(tokens)
+
+    def generate(self, tokens: float, requests: int, prefilling: float) -> float:
+        """Seconds to generate beside so many requests, and where prompts take that share of the worker's time."""
+        return tokens * self._step.at(requests + 1) / (1 - prefilling)
+
+    def crowding(self, tokens: float, requests: int) -> float:
+        """Seconds that this takes from these requests, summed over them."""
+        return tokens * requests * (self._step.at(requests + 1) - self._step.at(requests))
+
+    def output_tokens(self, most: int) -> float:
+        """How long an answer is likely to be."""
+        return min(most, self._answer.at(1)) if self._answer.known else most
+
+
+class Costs:
+    """The costs of all models.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._of: dict[str, ModelCosts] = {}
+
+    def of(self, model: str) -> ModelCosts:
+        """Those of a model that workers serve; always the same."""
+        found = self._of.get(model)
+        if found is None:
+            found = self._of[model] = ModelCosts(self._clock)
+        return found

@@ -1,0 +1,227 @@
+"""Whether one worker computes a request's prompt and another generates, and which workers are for what.
+
+A request is disaggregated where the router may, and where a prefill and a decode worker can be asked. Then it makes two tries on
+purpose: a prefill worker computes the prompt and the first token and answers with a ticket for the prompt's pages; a decode
+worker gets prompt, token and ticket. To a decode worker that is a request that goes on after a loss, which brings all it needs;
+the ticket only saves it the computation. So whatever is lost on the way costs time and nothing else:
+
+- no prefill worker can be asked: the request is computed in one place;
+- the prefill worker is lost before the ticket comes: another is asked;
+- it is lost afterwards: the decode worker computes what it did not get;
+- the decode worker is lost: another one gets the ticket, as long as its lease is renewed; else the request begins again at a
+  prefill worker, with what was generated so far as part of the prompt.
+
+Roles are preferences: where nobody else can be asked, any worker serves any request whole.
+
+``auto`` takes the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom)::
+
+    cost = its own seconds (wait and prefill, hand-over, generating)
+         + seconds that its prompt takes from each other request of that worker: those that generate wait for it, and as many
+           as are queued before it will come to queue behind it
+         + seconds that its place in each step takes from those that its worker generates for
+
+of which the sum over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
+chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
+(``tests/router/flow/disaggregation/test_mixes.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_router.fleet.eligibility import Demand, eligible
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.served_model import Role
+from sapwood_router.fleet.worker import RATE_SECONDS, Worker
+from sapwood_router.flow.disaggregation.costs import Costs, ModelCosts
+from sapwood_router.routing.policies.base import PromptPages
+from sapwood_router.routing.policy_book import PolicyBook
+
+Disaggregate = Literal["auto", "always", "never"]
+
+PROBE_SECONDS = 30.0
+"""So long after the last hand-over one is tried whatever it is believed to cost: what was measured then may no longer hold."""
+_MOST_PREFILLING = 0.9
+
+
+class Part(enum.Enum):
+    """What of a request a worker is asked for."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+PREFERRED: dict[Part, tuple[Role, ...]] = {
+    Part.WHOLE: (Role.BOTH, Role.DECODE, Role.PREFILL),
+    Part.PREFILL: (Role.PREFILL,),
+    Part.DECODE: (Role.DECODE, Role.BOTH, Role.PREFILL),
+}
+"""Who is asked for it, in this order; each only where nobody before can be."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """What a request would cost in one way, in seconds.
+
+    Attributes:
+        worker: Address of the worker that computes the prompt.
+        decode_worker: Of the one that generates; empty: the same.
+        role: The first one's.
+        prefill: Until the first token: the wait for what is queued before, and the prompt.
+        transfer: From there to the decode worker's first token.
+        generate: The rest of the answer.
+        delay: Taken by its prompt from the other requests of that worker, summed over them.
+        crowding: Taken from them by its place in each step, likewise.
+    """
+
+    worker: str
+    decode_worker: str
+    role: Role
+    prefill: float
+    transfer: float
+    generate: float
+    delay: float
+    crowding: float
+
+    @property
+    def total(self) -> float:
+        """What the least is taken of."""
+        return self.prefill + self.transfer + self.generate + self.delay + self.crowding
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Whether a request is disaggregated, and why or why not.
+
+    Attributes:
+        disaggregated: Whether.
+        reason: Why.
+        whole_roles: Who is asked for all of it if it is not, in this order; empty: anybody.
+        estimates: What was weighed, if anything was.
+    """
+
+    disaggregated: bool
+    reason: str
+    whole_roles: tuple[Role, ...] = PREFERRED[Part.WHOLE]
+    estimates: tuple[Estimate, ...] = ()
+
+
+class Disaggregation:
+    """Decides, for requests and for who asks what would be decided.
+
+    Args:
+        mode: What the operator wants.
+        registry: Knows the workers.
+        policies: Know what workers hold of a prompt.
+        costs: Measured so far.
+    """
+
+    def __init__(self, mode: Disaggregate, registry: Registry, policies: PolicyBook, costs: Costs) -> None:
+        self.mode = mode
+        self._registry = registry
+        self._policies = policies
+        self._costs = costs
+
+    def costs_of(self, model: str) -> ModelCosts | None:
+        """Where a request's times are to be noted; None: nobody asks for them."""
+        return self._costs.of(model) if self.mode == "auto" and self._registry.has_roles(model) else None
+
+    def roles_for(self, part: Part, decision: Decision | None = None) -> tuple[Role, ...]:
+        """Who is asked for a part of a request, in this order; empty: anybody."""
+        if self.mode == "never":
+            return ()
+        return decision.whole_roles if decision is not None and part is Part.WHOLE else PREFERRED[part]
+
+    def decide(self, demand: Demand, prompt: PromptPages, max_tokens: int, *, probe: bool = True) -> Decision:
+        """Decides on a request.
+
+        Args:
+            demand: What it asks of a worker.
+            prompt: Of it, with what was generated before.
+            max_tokens: The most that are still to be generated.
+            probe: Whether it is really made, so that it may be the one that measures anew.
+        """
+        if self.mode == "never":
+            return Decision(False, "the router does not")
+        page_sizes: dict[Role, int] = {}
+        for worker in self._registry.available(demand.model):
+            if worker.model is not None and worker.address not in demand.refused_by and worker.breaker.admits():
+                page_sizes[worker.model.role] = worker.model.page_size
+        for role in (Role.PREFILL, Role.DECODE):
+            if role not in page_sizes:
+                return Decision(False, f"no {role.value} worker can be asked")
+        if len(prompt.token_ids) < page_sizes[Role.PREFILL]:
+            return Decision(False, "the prompt fills no page")
+        if max_tokens <= 1:
+            return Decision(False, "nothing is generated after the first token")
+        if self.mode == "always":
+            return Decision(True, "there are prefill and decode workers")
+        costs = self._costs.of(demand.model)
+        if not costs.measured:
+            return Decision(True, "costs are not measured yet")
+        if costs.handover_age > PROBE_SECONDS:
+            if probe:
+                costs.probing()
+            return Decision(True, f"no hand-over was measured for {PROBE_SECONDS:.0f} s")
+        return self._weigh(demand, prompt, max_tokens, costs)
+
+    def _weigh(self, demand: Demand, prompt: PromptPages, max_tokens: int, costs: ModelCosts) -> Decision:
+        """Compares the cheapest pair with the cheapest worker of each role that would do it alone."""
+        policy = self._policies.of(demand.model)
+        output = costs.output_tokens(max_tokens)
+        alone: dict[Role, Estimate] = {}
+        decoding: list[tuple[float, float, float, str]] = []
+        for role in Role:
+            views = {worker: worker.view() for worker in self._able(role, demand)}
+            held = policy.explain(list(views.values()), prompt) if views else {}
+            estimates = []
+            for worker, view in views.items():
+                lacking = len(prompt.token_ids) - held.get(worker.address, (0, 0.0))[0]
+                generate = costs.generate(output - 1, worker.generating, prefilling(worker, costs))
+                crowding = costs.crowding(output - 1, worker.generating)
+                until_first = costs.prefill(role, view.queued_tokens + lacking)
+                taken = until_first - (costs.prefill(role, view.queued_tokens) if view.queued_tokens else 0.0)
+                delay = view.requests * taken
+                estimates.append(Estimate(worker.address, "", role, until_first, 0.0, generate, delay, crowding))
+                if role is Role.DECODE:
+                    decoding.append((costs.handover(lacking), generate, crowding, worker.address))
+            if estimates:
+                alone[role] = min(estimates, key=_total)
+                if role is Role.PREFILL:
+                    first = min(estimates, key=lambda each: each.prefill + each.delay)
+        ways = list(alone.values())
+        if Role.PREFILL in alone and decoding:
+            transfer, generate, crowding, address = min(decoding, key=lambda each: sum(each[:3]))
+            ways.append(
+                msgspec.structs.replace(
+                    first, decode_worker=address, transfer=transfer, generate=generate, crowding=crowding
+                )
+            )
+        if not ways:
+            return Decision(False, "no worker can be asked now")
+        least = min(ways, key=_total)
+        what = "a pair costs least" if least.decode_worker else f"a {least.role.value} worker alone costs less"
+        others = (role for role in PREFERRED[Part.WHOLE] if role is not least.role)
+        return Decision(bool(least.decode_worker), what, (least.role, *others), tuple(ways))
+
+    def _able(self, role: Role, demand: Demand) -> list[Worker]:
+        """The workers of a role that can take the request now."""
+        available = self._registry.available(demand.model)
+        try:
+            return eligible((each for each in available if each.model and each.model.role is role), demand).workers
+        except (InvalidArgumentError, UnavailableError):
+            return []
+
+
+def _total(estimate: Estimate) -> float:
+    return estimate.total
+
+
+def prefilling(worker: Worker, costs: ModelCosts) -> float:
+    """The share of a worker's time that prompts have taken lately."""
+    assert worker.model is not None
+    tokens = worker.prompted.total()
+    return min(_MOST_PREFILLING, costs.prefill(worker.model.role, tokens) / RATE_SECONDS) if tokens else 0.0

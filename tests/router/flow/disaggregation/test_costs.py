@@ -1,0 +1,110 @@
+"""Costs are what was measured: nothing is assumed, and what is old counts less."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.fleet.eligibility import Demand
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.served_model import Role, ServedModel
+from sapwood_router.fleet.worker import Worker
+from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
+from sapwood_router.flow.disaggregation.decision import PROBE_SECONDS, Disaggregation, Part
+from sapwood_router.routing.policies.base import PromptPages
+from sapwood_router.routing.policies.least_load import LeastLoad
+from sapwood_router.routing.policy_book import PolicyBook
+
+PROMPT = PromptPages(range(1000))
+DEMAND = Demand("m", 1000, "prompt")
+
+
+class Pair:
+    """A prefill and a decode worker, and what decides between them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        clock = lambda: self.now  # noqa: E731
+        registry = Registry([])
+        self.workers = {}
+        for role in (Role.PREFILL, Role.DECODE):
+            worker = self.workers[role] = Worker(role.value, CircuitBreaker(BreakerSettings(), clock), clock)
+            registry.add(worker)
+            registry.mark_up(worker, ServedModel("m", 1 << 20, 1000, 16, 1 << 20, 1, role=role))
+        policies = PolicyBook("least_load", {}, (), lambda name: LeastLoad(random.Random(1)), lambda *_: None)
+        self.deciding = Disaggregation("auto", registry, policies, Costs(clock))
+        costs = self.deciding.costs_of("m")
+        assert costs is not None
+        self.costs = costs
+
+    def measure(self, handover: float) -> None:
+        """0.1 s for each 1000 tokens of a prompt, 10 ms for a token of an answer."""
+        for tokens in (500, 1000, 2000):
+            self.costs.prefilled(Role.PREFILL, tokens, tokens * 1e-4)
+            self.costs.handed_over(tokens, handover)
+        for requests in (1, 10):
+            self.costs.generated(100, 1.0, requests, 0.0)
+        self.costs.answered(101)
+
+    def decide(self) -> bool:
+        return self.deciding.decide(DEMAND, PROMPT, 100).disaggregated
+
+
+def test_a_fit_finds_what_is_fixed_and_what_grows() -> None:
+    fit = LinearFit()
+    for size in (100, 200, 400, 800) * 3:
+        fit.add(size, 0.05 + size * 0.001)
+    assert fit.at(0) == pytest.approx(0.05)
+    assert fit.at(1600) == pytest.approx(1.65)
+
+
+def test_sizes_that_are_all_alike_are_scaled_and_nothing_is_negative() -> None:
+    fit = LinearFit()
+    for _ in range(5):
+        fit.add(100, 0.2)
+    assert fit.at(200) == pytest.approx(0.4)
+    falling = LinearFit()
+    for size, seconds in ((100, 0.4), (200, 0.2), (300, 0.1)):
+        falling.add(size, seconds)
+    assert falling.at(10_000) >= 0 and falling.at(0) >= 0
+
+
+def test_what_was_measured_last_counts_most() -> None:
+    fit = LinearFit()
+    for seconds in (1.0,) * 300 + (2.0,) * 300:
+        fit.add(1, seconds)
+    assert fit.at(1) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_hand_over_is_made_until_it_was_measured_and_then_only_where_it_pays() -> None:
+    pair = Pair()
+    assert pair.decide()
+    pair.measure(handover=0.001)
+    pair.workers[Role.PREFILL].lease(
+        20_000
+    ).release()  # prompts take a fifth of its time: whoever generates there waits for them
+    pair.workers[Role.DECODE].lease(1).prefilled()  # somebody whom a prompt there would delay
+    assert pair.decide()
+    slow = Pair()
+    slow.measure(handover=5.0)
+    assert not slow.decide()
+
+
+def test_whoever_is_to_do_it_alone_is_the_one_who_costs_least() -> None:
+    pair = Pair()
+    pair.measure(handover=5.0)
+    pair.workers[Role.DECODE].lease(50_000)
+    decision = pair.deciding.decide(DEMAND, PROMPT, 100)
+    assert decision.reason == "a prefill worker alone costs less"
+    assert pair.deciding.roles_for(Part.WHOLE, decision)[0] is Role.PREFILL
+
+
+def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why_is_none() -> None:
+    pair = Pair()
+    pair.measure(handover=5.0)
+    pair.now += PROBE_SECONDS + 1
+    assert pair.deciding.decide(DEMAND, PROMPT, 100, probe=False).disaggregated
+    assert pair.decide()
+    assert not pair.decide()

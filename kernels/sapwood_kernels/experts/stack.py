@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, dequantise
 
 
 class ExpertStack(Protocol):
@@ -73,3 +76,54 @@ class StackOfProducts:
     def product(self, expert: int, x: Tensor) -> Tensor:
         result = self.products[expert](x)
         return result if self.bias is None else result + self.bias[expert]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStack:
+    """Matrices in few bits, held in two tensors for a kernel that widens them as it multiplies.
+
+    Attributes:
+        codes: float8_e4m3fn [E, N, K], or 4-bit floats (E2M1), uint8 [E, N, K / 2] with the first of two in the low half.
+        scales: [E, N, G], one for each ``group`` numbers of a row: float32, or of 4-bit floats uint8 exponents of 2 with a bias
+            of 127.
+        group: Numbers that share a scale; the last group of a row may have fewer.
+        bias: [E, N], or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+    bias: Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def bits(self) -> Literal[4, 8]:
+        """Of a number."""
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.codes.shape[2] * 8 // self.bits
+
+    def weights(self) -> list[GroupedWeight]:
+        """Each expert's; views of the codes."""
+        scales = (
+            self.scales if self.bits == 8 else (self.scales.short() << 7).view(torch.bfloat16)
+        )  # the exponent alone
+        table = torch.tensor(E2M1, device=self.codes.device) if self.bits == 4 else None
+        return [
+            GroupedWeight(codes, each, self.group, self.columns, self.bits, table=table)
+            for codes, each in zip(self.codes, scales, strict=True)
+        ]
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        weight = dequantise(self.weights()[expert]).to(x.dtype)
+        return F.linear(x, weight, None if self.bias is None else self.bias[expert])

@@ -1,15 +1,15 @@
 """Triton: the sum of each token's experts by two grouped products, which read an expert's matrices once for all its tokens.
 
-Tokens are sorted by expert on the device, and each expert's are filled up to whole tiles, so that a program multiplies a tile of
-one expert's tokens with a tile of its matrix. Shapes depend on the number of tokens only, never on what the router chose: all of
-it can be captured in a CUDA graph. Bound: in small batches reading the matrices of the experts that are hit, in large ones the
-products; a tile that is not full costs as much as a full one, so its height follows the tokens that an expert has on average.
+Tokens are sorted by expert on the device (``triton_align.py``), and each expert's are filled up to whole tiles, so that a program
+multiplies a tile of one expert's tokens with a tile of its matrix. Shapes depend on the number of tokens only, never on what the
+router chose: all of it can be captured in a CUDA graph. Matrices in few bits are widened in registers. Bound: in small batches
+reading the matrices of the experts that are hit, in large ones the products; a tile that is not full costs as much as a full one,
+so its height follows the tokens that an expert has on average.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.experts.stack import DenseStack
+from sapwood_kernels.experts.stack import DenseStack, StoredStack
+from sapwood_kernels.experts.triton_align import Tiles, align
+
+_SUM_BLOCK = 512
+
+
+@triton.jit
+def _power(exponent):
+    """2 to a power that is held with a bias of 127, float32."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _widened(
+    codes, scales, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, float32."""
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    row = expert.to(tl.int64) * N + columns.to(tl.int64)
+    if BITS == 4:
+        at = start // 2 + tl.arange(0, BLOCK_K // 2)
+        pair = tl.load(
+            codes + row[:, None] * (K // 2) + at[None, :], mask=inside[:, None] & (at < K // 2)[None, :], other=0
+        )
+        code = tl.reshape(tl.join(pair & 15, pair >> 4), (BLOCK_N, BLOCK_K)).to(tl.int32)
+        # In quarters every number is whole: the exponent's 0 means that there is no leading 1.
+        exponent, half = (code >> 1) & 3, code & 1
+        quarters = tl.where(exponent == 0, 2 * half, (2 + half) << exponent).to(tl.float32)
+        values = tl.where(code > 7, -0.25, 0.25) * quarters
+    else:
+        at = start + tl.arange(0, BLOCK_K)
+        values = tl.load(
+            codes + row[:, None] * K + at[None, :], mask=inside[:, None] & (at < K)[None, :], other=0.0
+        ).to(tl.float32)
+    if GROUP >= BLOCK_K:
+        held = tl.load(scales + row * groups + start // GROUP, mask=inside, other=0)
+        values *= (held if BITS == 8 else _power(held))[:, None]
+    else:
+        group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        there = inside[:, None] & (group < groups)[None, :]
+        held = tl.load(scales + row[:, None] * groups + group[None, :], mask=there, other=0)
+        apart = tl.reshape(values, (BLOCK_N, BLOCK_K // GROUP, GROUP))
+        values = tl.reshape(apart * (held if BITS == 8 else _power(held))[:, :, None], (BLOCK_N, BLOCK_K))
+    return values
 
 
 @triton.jit
 def _product_kernel(
-    x, weight, bias, out, places, experts, COUNT, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scales, bias, out, places, experts, COUNT, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(experts + tile)
@@ -40,7 +85,11 @@ def _product_kernel(
             at = start + tl.arange(0, BLOCK_K)
             deep = at < K
             taken = tl.load(row[:, None] + at[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
-            part = tl.load(matrix[None, :] + at[:, None], mask=inside[None, :] & deep[:, None], other=0.0)
+            if GROUP > 0:
+                wide = _widened(weight, scales, expert, columns, inside, start, N, K, GROUP, BITS, BLOCK_N, BLOCK_K)
+                part = tl.trans(wide.to(taken.dtype))
+            else:
+                part = tl.load(matrix[None, :] + at[:, None], mask=inside[None, :] & deep[:, None], other=0.0)
             total = tl.dot(taken, part, total, input_precision="ieee")
         if HAS_BIAS:
             total += tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -48,48 +97,18 @@ def _product_kernel(
         tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Pairs of a token and one of its experts, sorted by expert into tiles.
-
-    Attributes:
-        places: int64 [tiles * height]: the pair in each place, its token times k plus its number there; T * k where none is.
-        experts: int64 [tiles]: each tile's expert; E or more for pairs whose expert is not here, and for tiles left over.
-        height: Places of a tile.
-    """
-
-    places: Tensor
-    experts: Tensor
-    height: int
-
-
-def align(ids: Tensor, experts: int, height: int) -> Tiles:
-    """Sorts pairs into tiles.
-
-    Args:
-        ids: int64 [T, k]; E stands for an expert that is not here.
-        experts: E.
-        height: Places of a tile.
-    """
-    chosen = ids.flatten()
-    count = len(chosen)
-    tiles = (count + min(count, experts + 1) * (height - 1)) // height  # the most that any choice needs
-    sizes = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    sizes.scatter_add_(0, chosen, torch.ones_like(chosen))
-    filled = (sizes + height - 1) // height * height
-    ends = filled.cumsum(0)
-    order = chosen.argsort(stable=True)
-    expert = chosen[order]
-    nth = torch.arange(count, device=ids.device) - (sizes.cumsum(0) - sizes)[expert]
-    places = torch.full((tiles * height,), count, dtype=torch.int64, device=ids.device)
-    places[(ends - filled)[expert] + nth] = order
-    starts = torch.arange(tiles, device=ids.device) * height
-    return Tiles(places, torch.searchsorted(ends, starts, right=True), height)
-
-
-def tile_height(pairs: int, experts: int) -> int:
-    """Places of a tile, for so many pairs of tokens and experts: what an expert has on average, from 16 to 128."""
-    return next((height for height in (16, 32, 64) if pairs <= height * experts), 128)
+@triton.jit
+def _sum_kernel(parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for each in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + each
+        # What an expert that is not here would have made was never written, and is not read.
+        end = tl.where(tl.load(ids + pair) < EXPERTS, N, 0)
+        part = tl.load(parts + pair * N + columns, mask=columns < end, other=0.0)
+        total += tl.load(weights + pair) * part.to(tl.float32)
+    tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=columns < N)
 
 
 class TileShape(NamedTuple):
@@ -101,20 +120,50 @@ class TileShape(NamedTuple):
     stages: int
 
 
+class TilePlan(NamedTuple):
+    """The tiles of a layer's two products.
+
+    Attributes:
+        height: Places of a tile.
+        gate_up: The first product's.
+        down: The second's.
+    """
+
+    height: int
+    gate_up: TileShape
+    down: TileShape
+
+
+def tile_height(pairs: int, experts: int) -> int:
+    """Places of a tile, for so many pairs of tokens and experts: what an expert has on average, from 16 to 128."""
+    return next((height for height in (16, 32, 64) if pairs <= height * experts), 128)
+
+
 def tile_shape(height: int) -> TileShape:
     """What goes with tiles so high."""
     return TileShape(128 if height >= 64 else 64, 64, 8 if height == 128 else 4, 3)
 
 
-def product(x: Tensor, stack: DenseStack, tiles: Tiles, pairs: int, share: int) -> Tensor:
-    """``x[pair // share] @ weight.T + bias`` by each pair's expert: [*, K] -> [pairs, N], in x's dtype; 0 without an expert."""
-    experts, outputs, inputs = stack.weight.shape
-    out = torch.zeros(pairs, outputs, dtype=x.dtype, device=x.device)
-    shape = tile_shape(tiles.height)
+def modelled_tiles(pairs: int, experts: int) -> TilePlan:
+    """Tiles for so many pairs of tokens and experts, by what an expert has on average."""
+    height = tile_height(pairs, experts)
+    return TilePlan(height, tile_shape(height), tile_shape(height))
+
+
+def product(
+    x: Tensor, stack: DenseStack | StoredStack, tiles: Tiles, pairs: int, share: int, shape: TileShape
+) -> Tensor:
+    """``x[pair // share] @ weight.T + bias`` by each pair's expert: [*, K] -> [pairs, N], in x's dtype; undefined without one."""
+    if isinstance(stack, DenseStack):
+        weight, scales, group, bits = stack.weight, stack.weight, 0, 0
+    else:
+        weight, scales, group, bits = stack.codes, stack.scales, stack.group, stack.bits
+    experts, outputs = weight.shape[:2]
+    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     _product_kernel[(len(tiles.experts), triton.cdiv(outputs, shape.width))](
-        x, stack.weight, stack.weight if stack.bias is None else stack.bias, out, tiles.places, tiles.experts, pairs, outputs,
-        experts, SHARE=share, K=inputs, HAS_BIAS=stack.bias is not None, BLOCK_M=tiles.height, BLOCK_N=shape.width,
-        BLOCK_K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
+        x, weight, scales, weight if stack.bias is None else stack.bias, out, tiles.places, tiles.experts, pairs, outputs,
+        experts, SHARE=share, K=x.shape[1], HAS_BIAS=stack.bias is not None, GROUP=group, BITS=bits,
+        BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
@@ -123,13 +172,24 @@ def expert_sum(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: DenseStack,
-    down: DenseStack,
+    gate_up: DenseStack | StoredStack,
+    down: DenseStack | StoredStack,
     activate: Callable[[Tensor], Tensor],
+    plan: TilePlan | None = None,
 ) -> Tensor:
-    """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous."""
+    """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous.
+
+    Args:
+        x, ids, weights, gate_up, down, activate: As ``reference.expert_sum`` has them.
+        plan: The tiles; None: as :func:`modelled_tiles` has them.
+    """
     pairs, chosen = ids.numel(), ids.shape[1]
-    tiles = align(ids, gate_up.experts, tile_height(pairs, gate_up.experts))
-    inner = activate(product(x, gate_up, tiles, pairs, chosen))
-    parts = product(inner, down, tiles, pairs, 1)
-    return torch.bmm(weights.to(x.dtype).unsqueeze(1), parts.view(*ids.shape, down.outputs)).squeeze(1)
+    plan = plan or modelled_tiles(pairs, gate_up.experts)
+    tiles = align(ids, gate_up.experts, plan.height)
+    inner = activate(product(x, gate_up, tiles, pairs, chosen, plan.gate_up))
+    parts = product(inner, down, tiles, pairs, 1, plan.down)
+    out = torch.empty(len(x), down.outputs, dtype=x.dtype, device=x.device)
+    _sum_kernel[(len(x), triton.cdiv(down.outputs, _SUM_BLOCK))](
+        parts, ids, weights, out, gate_up.experts, down.outputs, CHOSEN=chosen, BLOCK=_SUM_BLOCK, num_warps=4
+    )  # fmt: skip
+    return out

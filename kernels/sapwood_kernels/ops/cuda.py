@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -11,10 +12,21 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
-from sapwood_kernels.experts import triton_experts
+from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.stack import DenseStack, ExpertStack
-from sapwood_kernels.ops.device import DeviceOps, ExpertSum, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
+from sapwood_kernels.experts.routing import Routing
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
+from sapwood_kernels.ops.device import (
+    DeviceOps,
+    ExpertSum,
+    Fence,
+    Float8,
+    Gate,
+    HostCopies,
+    OneRow,
+    RouteTokens,
+    StoreHeads,
+)
 from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
@@ -22,6 +34,8 @@ from sapwood_kernels.triton_qkv import norm_rope_store
 
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
 _WIDEST_ROW = 8192
+_ALL = (1 << 31) - 1
+"""More rows than a step has."""
 
 
 class _CudaFence(Fence):
@@ -43,6 +57,7 @@ class CudaOps(DeviceOps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
         if torch.cuda.is_available():  # else Triton's interpreter stands in
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -96,10 +111,20 @@ class CudaOps(DeviceOps):
         return partial(triton_row.row_product, weight=weight, bias=bias) if triton_row.serves(weight) else None
 
     def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate) -> ExpertSum:
-        if not isinstance(gate_up, DenseStack) or not isinstance(down, DenseStack):
+        known = DenseStack | StoredStack
+        if not isinstance(gate_up, known) or not isinstance(down, known):
             return super().expert_sum(gate_up, down, gate)
-        activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
+        activate = partial(triton_activation.clamped, gate=gate) if isinstance(gate, ClampedGate) else self.gated(gate)
         return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate)
+
+    def router(self, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
+        return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=self._live)
+
+    @contextmanager
+    def padded(self, tokens: int) -> Iterator[None]:
+        self._live.fill_(tokens)
+        yield
+        self._live.fill_(_ALL)
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 from sapwood_kernels import cpu_sampling, reference, token_bitmask
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
@@ -88,6 +90,12 @@ class ExpertSum(Protocol):
     """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor: ...
+
+
+class RouteTokens(Protocol):
+    """Each token's experts, integers [T, k], and their weights, float32 [T, k], of a router's logits, float32 [T, E]."""
+
+    def __call__(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class HostCopies:
@@ -254,6 +262,27 @@ class DeviceOps:
         """
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
         return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
+
+    def router(self, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
+        """What chooses each token's experts.
+
+        Args:
+            routing: How.
+            correction: float32 [E], as ``routing.route`` has it.
+            counts: int64 [E]: how many tokens go to each expert is added in place.
+        """
+
+        def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+            ids, weights = route(logits, routing, correction)
+            chosen = ids.flatten()
+            counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+            return ids, weights
+
+        return choose
+
+    def padded(self, tokens: int) -> AbstractContextManager[None]:
+        """While it is entered, only so many of the first rows of what is launched are tokens; others pad a captured step."""
+        return nullcontext()
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         """``x @ (weight * scales).T`` with x rounded to int8, as ``int8.product`` computes it: int8 [N, K], float32 [N, 1]."""

@@ -9,6 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The 4-bit floats by their codes."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:

@@ -1,4 +1,4 @@
-"""The grouped product of experts compiles for a GPU that is not here, and its tiles fit in that GPU's shared memory."""
+"""The kernels of experts compile for a GPU that is not here, and their tiles fit in that GPU's shared memory."""
 
 from __future__ import annotations
 
@@ -21,33 +21,54 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sapwood_kernels.experts import triton_experts
+from sapwood_kernels.experts import triton_align, triton_experts, triton_routing
 
-kernel = triton_experts._product_kernel
-kinds = dict(
-    x="*bf16", weight="*bf16", bias="*bf16", out="*bf16", places="*i64", experts="*i64", COUNT="i32", N="i32", EXPERTS="i32"
-)
-for height in (16, 64, 128):
-    shape = triton_experts.tile_shape(height)
+
+
+def compiled(kernel, kinds, constants, **options):
     pointers = [at for at, name in enumerate(kernel.arg_names) if kinds.get(name, "").startswith("*")]
-    constants = dict(SHARE=8, K=2048, HAS_BIAS=True, BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth)
     source = ASTSource(
         kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
         attrs={(at,): [["tt.divisibility", 16]] for at in pointers},
     )
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(height, made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async"))
+    return made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")
+
+
+kinds = dict(x="*bf16", bias="*bf16", out="*bf16", places="*i32", experts="*i32", COUNT="i32", N="i32", EXPERTS="i32")
+formats = {
+    "bf16": (dict(weight="*bf16", scales="*bf16"), 0, 0),
+    "fp8": (dict(weight="*fp8e4nv", scales="*fp32"), 128, 8),
+    "mxfp4": (dict(weight="*u8", scales="*u8"), 32, 4),
+}
+for name, (stored, group, bits) in formats.items():
+    for height in (16, 64, 128) if name == "bf16" else (16, 128):
+        shape = triton_experts.tile_shape(height)
+        constants = dict(
+            SHARE=8, K=2048, HAS_BIAS=True, GROUP=group, BITS=bits, BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth
+        )
+        options = {"num_warps": shape.warps, "num_stages": shape.stages}
+        print(name, height, *compiled(triton_experts._product_kernel, kinds | stored, constants, **options))
+kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i32", N="i32")
+print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, BLOCK=512)))
+kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
+print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=1024)))
+kinds = dict(logits="*fp32", correction="*fp32", live="*i32", ids="*i32", weights="*fp32", counts="*i64")
+constants = dict(
+    EXPERTS=256, CHOSEN=8, SIGMOID=True, RENORMALISE=True, SCALE=2.5, GROUPS=8, CHOSEN_GROUPS=4, TWO_BEST=True, CORRECTED=True,
+    BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8,
+)
+print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
 """
 
 
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here():
+def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = {
-        int(height): (int(shared), int(wgmma)) for height, shared, wgmma in map(str.split, done.stdout.splitlines())
-    }
-    assert found.keys() == {16, 64, 128}
+    rows = map(str.split, done.stdout.splitlines())
+    found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
+    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "sum", "align", "route"}
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
-    assert found[128][1] > 0, "tall tiles use the tensor cores of Hopper"
+    tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
+    assert len(tall) == 3 and all(tall), "tall tiles use the tensor cores of Hopper"

@@ -8,7 +8,9 @@ import torch
 from sapwood_kernels import reference
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
-from sapwood_kernels.experts.stack import DenseStack, StackOfProducts
+from sapwood_kernels.experts.routing import Routing
+from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack
+from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_experts = pytest.importorskip("sapwood_kernels.experts.triton_experts")
@@ -68,10 +70,10 @@ def test_each_pair_has_one_place_in_a_tile_of_its_expert(tokens, chosen, height)
     tiles = triton_experts.align(ids, EXPERTS, height)
     places = tiles.places.view(len(tiles.experts), height).tolist()
     pairs = ids.flatten().tolist()
-    found = [pair for row in places for pair in row if pair < len(pairs)]
-    assert sorted(found) == list(range(len(pairs)))
-    for expert, row in zip(tiles.experts.tolist(), places, strict=True):
-        assert {pairs[pair] for pair in row if pair < len(pairs)} == ({expert} if expert < EXPERTS else set())
+    used = [(expert, row) for expert, row in zip(tiles.experts.tolist(), places, strict=True) if expert < EXPERTS]
+    assert sorted(pair for _, row in used for pair in row if pair < len(pairs)) == list(range(len(pairs)))
+    for expert, row in used:
+        assert {pairs[pair] for pair in row if pair < len(pairs)} == {expert}
 
 
 def test_shapes_do_not_depend_on_what_is_chosen():
@@ -91,7 +93,75 @@ def test_a_tile_is_as_high_as_an_expert_has_tokens(pairs, experts, height):
     assert triton_experts.tile_height(pairs, experts) == height
 
 
-def test_a_gpu_takes_the_kernel_for_experts_in_the_models_dtype_only(monkeypatch):
+def stored(bits, *sizes):
+    """A stack in few bits: in float8 with a scale for each 128 of a row, or in 4 bits with one for each 32."""
+    generator = torch.Generator().manual_seed(bits)
+    if bits == 8:
+        codes = torch.randn(EXPERTS, *sizes, generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.rand(EXPERTS, sizes[0], -(-sizes[1] // 128), generator=generator) / sizes[1] ** 0.5
+        return StoredStack(codes.to(DEVICE), scales.to(DEVICE), 128)
+    codes = torch.randint(0, 256, (EXPERTS, sizes[0], sizes[1] // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(122, 126, (EXPERTS, sizes[0], sizes[1] // 32), generator=generator, dtype=torch.uint8)
+    bias = torch.randn(EXPERTS, sizes[0], generator=generator)
+    return StoredStack(codes.to(DEVICE), scales.to(DEVICE), 32, bias.to(DEVICE))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_matrices_in_few_bits_are_widened_as_they_are_multiplied(bits, tokens):
+    x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
+    parts = x, ids, weights, stored(bits, 192, 160), stored(bits, 160, 96)
+    near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("routing", "corrected"),
+    [
+        (Routing(12, 3), False),
+        (Routing(12, 1, renormalise=True), False),
+        (Routing(12, 12, renormalise=True, scale=2.5), False),
+        (Routing(130, 4, "sigmoid", renormalise=True), True),
+        (Routing(12, 3, groups=4, chosen_groups=2, scale=16.0), False),
+        (Routing(12, 4, "sigmoid", True, 2.5, groups=4, chosen_groups=2, group_score="two_best"), True),
+    ],
+)
+def test_routing_is_the_references_and_is_counted(routing, corrected):
+    logits = torch.randn(40, routing.experts, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 2
+    correction = torch.linspace(-0.4, 0.4, routing.experts).roll(5).to(DEVICE) if corrected else None
+    (ours, counts), (theirs, expected) = (
+        (ops(torch.device(DEVICE)).router(routing, correction, counts)(logits), counts)
+        for ops in (cuda.CudaOps, DeviceOps)
+        for counts in [torch.zeros(routing.experts, dtype=torch.int64, device=DEVICE)]
+    )
+    assert torch.equal(counts, expected) and int(counts.sum()) == 40 * routing.chosen
+    dense = [
+        torch.zeros(40, routing.experts, device=DEVICE).scatter_(1, ids.long(), weights)
+        for ids, weights in (ours, theirs)
+    ]
+    torch.testing.assert_close(*dense)
+
+
+def test_rows_that_pad_a_step_go_to_no_expert():
+    ops, counts = cuda.CudaOps(torch.device(DEVICE)), torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    route = ops.router(Routing(EXPERTS, 2), None, counts)
+    logits = torch.randn(9, EXPERTS, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    with ops.padded(5):
+        ids, _ = route(logits)
+    assert ids[:5].max() < EXPERTS and bool((ids[5:] == EXPERTS).all()) and int(counts.sum()) == 10
+    tiles = triton_experts.align(ids, EXPERTS, 16)
+    used = tiles.places.view(-1, 16)[tiles.experts < EXPERTS].flatten().tolist()
+    assert sorted(pair for pair in used if pair < ids.numel()) == list(range(10))
+    assert route(logits)[0].max() < EXPERTS, "the next step is not padded"
+
+
+def test_logits_that_are_no_numbers_name_experts_that_there_are():
+    counts = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    logits = torch.full((3, EXPERTS), float("nan"), device=DEVICE)
+    ids, _ = cuda.CudaOps(torch.device(DEVICE)).router(Routing(EXPERTS, 2), None, counts)(logits)
+    assert int(ids.min()) >= 0 and int(ids.max()) < EXPERTS
+
+
+def test_a_gpu_takes_the_kernel_for_experts_it_has_a_product_for(monkeypatch):
     ops = cuda.CudaOps(torch.device(DEVICE))
     parts = made(5, 2, torch.float32)
     expected = expert_sum(*parts, reference.silu_mul)

@@ -85,7 +85,7 @@ def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
         == "not flashinfer: it has no decode of latent attention (MLA)"
     )
     assert choose_backend("auto", "decode", latent, gpu).name == "triton"
-    assert choose_backend("auto", "prefill", latent, gpu).name == "torch"
+    assert choose_backend("auto", "prefill", latent, gpu).name == "triton"
     capability = (7, 5)
     chosen = choose_backend("auto", "decode", needs(torch.float16, head_dim=128), gpu)
     assert chosen.name == "torch"
@@ -204,16 +204,26 @@ def test_a_package_can_bring_an_attention_backend(plugin, tiny_model, make_runne
         make_runner(tiny.path, attention_backend="prefill=plain", dtype="bfloat16")
 
 
-def test_triton_decodes_latent_attention_as_torch_does_and_refuses_its_prompts(tiny_model, make_runner, make_driver):
+def test_triton_computes_latent_attention_as_torch_does(tiny_model, make_runner, make_driver):
     pytest.importorskip("triton", reason="Triton is not installed")
     tiny = tiny_model("deepseek-v3")
     wanted, _ = served(make_runner, make_driver, tiny)
-    got, info = served(
-        make_runner, make_driver, tiny, attention_backend="prefill=torch,decode=triton", device=DEVICE, dtype="float32"
-    )
-    assert (info.prefill_attention, info.decode_attention) == ("torch", "triton")
+    got, info = served(make_runner, make_driver, tiny, attention_backend="triton", device=DEVICE, dtype="float32")
+    assert (info.prefill_attention, info.decode_attention) == ("triton", "triton")
     assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
-    with pytest.raises(
-        ConfigError, match=r"triton cannot compute the prefill .* no prefill of latent attention \(MLA\)"
-    ):
-        make_runner(tiny.path, attention_backend="triton", device=DEVICE)
+
+
+def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(tiny_model, make_runner, make_driver):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    tiny = tiny_model("deepseek-v2")
+    driver = make_driver(
+        make_runner(tiny.path, attention_backend="prefill=triton,decode=torch", device=DEVICE, dtype="float32")
+    )
+    tokens = [3 + i * 11 % 90 for i in range(60)]
+    wanted = tiny.logits(tokens)
+    driver.add(2, tokens)
+    driver.add(3, tokens[:40])
+    # A prompt whole, then a chunk over a cached prefix beside another prompt.
+    parts = driver.runner.logits(driver.output({2: 30})), driver.runner.logits(driver.output({2: 30, 3: 40}))
+    got = torch.cat((parts[0], parts[1][:30], parts[1][30:])).cpu()
+    torch.testing.assert_close(got, torch.cat((wanted, wanted[:40])), rtol=0, atol=1e-4 * float(wanted.abs().max()))

@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels, prefill and decode."""
+"""Attention by our own Triton kernels, prefill and decode; of latent layers decode, beside torch's flash attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionParts, StepAttention
+from sapwood_worker.model.attention.latent_prefill import LatentPrefill
 from sapwood_worker.model.attention.paged import KernelAttention
 
 _LEAST = (8, 0)
@@ -36,6 +37,8 @@ def _unfit(ops: DeviceOps) -> str | None:
 def _prefill(parts: AttentionParts) -> StepAttention:
     from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
 
+    if parts.needs.latent:
+        return LatentPrefill(parts.pool, parts.ops)
     shape, kinds = parts.needs.shape, parts.needs.kinds
     return KernelAttention(parts.pool, {kind: TiledPrefillAttention(shape, kind, parts.ops) for kind in kinds})
 
@@ -65,5 +68,5 @@ TRITON = AttentionBackend(
     prefill=_prefill,
     decode=_decode,
     graphs=_decodes,
-    latent=frozenset({"decode"}),
+    latent=frozenset({"prefill", "decode"}),
 )

@@ -153,9 +153,13 @@ class DecoderModel(Layer):
         self._kinds = [ropes.index(rope) for rope in config.ropes]
 
     def layer_size(self) -> int:
-        """Numbers of the layers' matrices, however they are held: all but those of embedding and head, and of experts."""
+        """Numbers of the layers' matrices that a token meets, however they are held: all but those of embedding and head."""
         shapes = (each.shape for each in self.layers.modules() if isinstance(each, Linear))
-        return sum(shape.rows * shape.columns.size for shape in shapes)
+        met = sum(shape.rows * shape.columns.size for shape in shapes)
+        if (sparse := self.config.sparse) is not None:
+            expert = 3 * self.config.hidden_size * sparse.intermediate_size
+            met += (len(self.layers) - len(sparse.dense_layers)) * sparse.routing.chosen * expert
+        return met
 
     def expert_tokens(self) -> list[list[int]]:
         """For each layer with experts how many tokens each of them has got so far; waits for the device."""

@@ -11,20 +11,19 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight
 from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart
 from sapwood_worker.model.quantization.linear_method import LinearFormat, LinearMethod, LinearShape, Part, Stored
 from sapwood_worker.model.quantization.packing import divided, stored_slot
 from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _GROUPS = {"F8_E4M3": 16, "U8": 32}
 """Numbers that share a scale, by the scales' type."""
 _EXPONENT_BITS = 7
 """Of a bfloat16 the bits below the exponent."""
 
 
-def powers_of_two(exponents: Tensor) -> Tensor:
+def _powers_of_two(exponents: Tensor) -> Tensor:
     """MXFP4's scales, bfloat16: uint8 exponents with a bias of 127."""
     return (exponents.short() << _EXPONENT_BITS).view(torch.bfloat16)
 
@@ -69,7 +68,7 @@ def _part(part: Part, codes: str, columns: Span, stored: Stored, device: torch.d
     def weight() -> GroupedWeight:
         scales, factors = slots[scale].target, None
         if scales.dtype == torch.uint8:
-            scales = powers_of_two(scales)
+            scales = _powers_of_two(scales)
         if whole_scale is not None:
             value = slots[whole_scale].target.float().reshape(1, 1)
             factors = (1 / value if whole_scale == divisor else value).expand(part.rows.size, 1).contiguous()

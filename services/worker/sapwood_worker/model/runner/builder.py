@@ -104,8 +104,7 @@ class _Builder:
             self._scales = KVScales.largest(self._tp.exchange(own))
         generates = self._config.labels is None  # a graph ends with the choice of a token
         captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
-        # No kernel of latent attention, and none of experts, has been captured yet.
-        self._captures = captures and generates and self._config.latent is None and self._config.sparse is None
+        self._captures = captures and generates
         self._needs = self._attention_needs(self._config)
         setting = options.attention_backend
         self._prefill = choose_backend(setting, "prefill", self._needs, self._ops)
@@ -265,7 +264,7 @@ class _Builder:
         worth = worth_capturing(self._model.layer_size(), float8=self._quantization != "none")
         largest = min(worth, self._sizes.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
-        return PiecewiseGraphs(self._model, backend, pool, sizes)
+        return PiecewiseGraphs(self._model, backend, pool, sizes, self._ops)
 
     def _build_pool(self, counts: Sequence[int]) -> DevicePool:
         options = self._options

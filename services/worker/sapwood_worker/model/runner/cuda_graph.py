@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +149,8 @@ class DecodeGraphs:
         lengths[:count] = positions + 1
         self._plan(captured.attention, lengths, padded)
         self._backend.end_plan()
-        captured.graph.replay()
+        with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
+            captured.graph.replay()
         result = captured.result
         return DecodeResult(result.logits[:count], result.largest[:count], result.greedy[:count], result.slots[:count])
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import KVDestination
+from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
@@ -56,7 +57,7 @@ class _Cut:
         pool: Keys and values.
         slots: int64 [T] for each group of the pool: the cache slots that they are written to.
         query: [T, heads, head_dim]: each piece writes its queries here.
-        context: [T, heads, head_dim]: each piece reads the attention's output here.
+        context: [T, heads, values' head_dim]: each piece reads the attention's output here.
         memory: The graphs' memory pool; None: nothing is captured, the pieces run as they are.
     """
 
@@ -100,9 +101,13 @@ class PiecewiseGraphs:
         backend: The model's attention.
         pool: Keys and values.
         sizes: Numbers of tokens to capture, ascending, as :func:`token_ladder` gives them.
+        ops: The device's operations.
     """
 
-    def __init__(self, model: DecoderModel, backend: PagedAttention, pool: DevicePool, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, model: DecoderModel, backend: PagedAttention, pool: DevicePool, sizes: Sequence[int], ops: DeviceOps
+    ) -> None:
+        self._ops = ops
         self._model = model
         self._backend = backend
         self._pool = pool
@@ -113,8 +118,11 @@ class PiecewiseGraphs:
         self._inputs = torch.zeros(2 + len(self._scratch), most, dtype=torch.int64, device=pool.device)
         for slots, scratch in zip(self._inputs[2:], self._scratch, strict=True):
             slots.fill_(scratch)
-        self._query = torch.zeros(most, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=pool.device)
-        self._context = torch.zeros_like(self._query)
+        latent = model.config.latent
+        dims = (shape.head_dim, shape.head_dim) if latent is None else (latent.query_dim, latent.v_head_dim)
+        self._query, self._context = (
+            torch.zeros(most, shape.num_heads, dim, dtype=shape.dtype, device=pool.device) for dim in dims
+        )
         self._captured: dict[int, tuple[_Cut, Tensor]] = {}
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
@@ -146,10 +154,11 @@ class PiecewiseGraphs:
             slots[count:size].fill_(scratch)
         cut, hidden = self._captured[size]
         query, context = self._query[:count], self._context[:count]
-        for graph, layer in zip(cut.graphs, cut.layers, strict=False):
-            graph.replay()
-            plan.attend_into(layer, query, context)
-        cut.graphs[-1].replay()
+        with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
+            for graph, layer in zip(cut.graphs, cut.layers, strict=False):
+                graph.replay()
+                plan.attend_into(layer, query, context)
+            cut.graphs[-1].replay()
         return hidden[:count]
 
     def _step(self, size: int, memory: Any) -> tuple[_Cut, Tensor]:

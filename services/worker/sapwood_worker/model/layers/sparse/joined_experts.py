@@ -9,14 +9,12 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.stack import DenseStack, ExpertStack
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
 from sapwood_kernels.ops.device import ExpertSum
-from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.experts import own_ids
 from sapwood_worker.model.layers.sparse.matrices import stack_of
-from sapwood_worker.model.quantization.fp4 import E2M1, powers_of_two
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 _GROUP = 32
@@ -89,12 +87,7 @@ class _Mxfp4Stack(_Stack):
         }
 
     def _stack(self, bias: Tensor | None) -> ExpertStack:
-        table = torch.tensor(E2M1, device=self._blocks.device)
-        weights = [
-            GroupedWeight(blocks.flatten(1), powers_of_two(scales), _GROUP, self._columns.size, bits=4, table=table)
-            for blocks, scales in zip(self._blocks, self._scales, strict=True)
-        ]
-        return stack_of(weights, self._context, bias)
+        return stack_of(StoredStack(self._blocks.flatten(2), self._scales, _GROUP, bias), self._context)
 
 
 class JoinedExperts(Layer):

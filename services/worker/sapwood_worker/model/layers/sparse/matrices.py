@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts
-from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
 
@@ -87,11 +86,7 @@ class Float8Matrices(ExpertMatrices):
     def stack(self) -> ExpertStack:
         # A scale for each row and group: 3 % of the weight.
         scales = self._scales.repeat_interleave(_BLOCK, 2)[:, :, : self._rows.size].flatten(1, 2)
-        weights = [
-            GroupedWeight(codes, each, _BLOCK, self._columns.size, bits=8)
-            for codes, each in zip(self._weight.flatten(1, 2), scales, strict=True)
-        ]
-        return stack_of(weights, self._context)
+        return stack_of(StoredStack(self._weight.flatten(1, 2), scales, _BLOCK), self._context)
 
 
 def expert_matrices(
@@ -110,11 +105,11 @@ def expert_matrices(
     return WideMatrices(parts, own, rows, columns, context)
 
 
-def stack_of(weights: Sequence[GroupedWeight], context: LayerContext, bias: Tensor | None = None) -> ExpertStack:
-    """Experts' matrices in few bits: as they are, or in the model's dtype for a GPU, whose grouped product takes no others."""
+def stack_of(stored: StoredStack, context: LayerContext) -> ExpertStack:
+    """Experts' matrices in few bits: for a GPU's grouped product as they are, else by a product of each."""
     if context.ops.captures:
-        return DenseStack(torch.stack([dequantise(each).to(context.dtype) for each in weights]), bias)
-    return StackOfProducts([context.ops.grouped(each) for each in weights], weights[0].rows, bias)
+        return stored
+    return StackOfProducts([context.ops.grouped(each) for each in stored.weights()], stored.outputs, stored.bias)
 
 
 def _in_blocks(span: Span) -> Span:

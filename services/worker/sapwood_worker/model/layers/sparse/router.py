@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.experts.routing import Routing, route
+from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
@@ -32,7 +32,7 @@ class Router(Layer):
         self, hidden_size: int, routing: Routing, *, bias: bool, correction: bool, context: LayerContext
     ) -> None:
         super().__init__()
-        self._prefix, self._routing = context.prefix, routing
+        self._prefix = context.prefix
 
         def empty(*sizes: int) -> Tensor:
             return torch.empty(*sizes, dtype=torch.float32, device=context.device)
@@ -41,14 +41,12 @@ class Router(Layer):
         self._weight = empty(routing.experts, hidden_size)
         self._bias = empty(routing.experts) if bias else None
         self._correction = empty(routing.experts) if correction else None
+        self._route = context.ops.router(routing, self._correction, self.counts)
 
     def slots(self) -> WeightSlots:
         named = {"weight": self._weight, "bias": self._bias, _CORRECTION: self._correction}
         return {f"{self._prefix}.{name}": WeightSlot(each) for name, each in named.items() if each is not None}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] -> each token's experts, int64 [T, k], and their weights, float32 [T, k]."""
-        ids, weights = route(F.linear(x.float(), self._weight, self._bias), self._routing, self._correction)
-        chosen = ids.flatten()
-        self.counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        return ids, weights
+        """[T, hidden_size] -> each token's experts, integers [T, k], and their weights, float32 [T, k]."""
+        return self._route(F.linear(x.float(), self._weight, self._bias))

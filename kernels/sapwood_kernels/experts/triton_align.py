@@ -1,0 +1,88 @@
+"""Triton: sorts tokens by expert into whole tiles, in one launch.
+
+A program for each expert counts all pairs of a token and an expert, so that it knows where its tiles begin, and then writes its
+own pairs there in order. Reading all pairs for each expert costs less than the launches of a sort: 256 tokens have 8 KB of them.
+Shapes depend on the number of pairs only, and nothing waits for the host: it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+_LEAST_BINS = 128
+"""The fewest bins of a histogram: one for each thread of a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pairs of a token and one of its experts, sorted by expert into tiles.
+
+    Attributes:
+        places: int32 [tiles * height]: the pair in each place, its token times k plus its number there; T * k where none is.
+            Undefined in tiles without an expert.
+        experts: int32 [tiles]: each tile's expert; E for tiles left over. Pairs whose expert is not here have no place.
+        height: Places of a tile.
+    """
+
+    places: Tensor
+    experts: Tensor
+    height: int
+
+
+@triton.jit
+def _align_kernel(
+    ids, places, experts, COUNT, TILES, EXPERTS, HEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    own = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    sizes = tl.zeros((BINS,), tl.int32)
+    for start in range(0, COUNT, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        chosen = tl.load(ids + at, mask=at < COUNT, other=EXPERTS).to(tl.int32)
+        sizes += tl.histogram(chosen, BINS)
+    sizes = tl.where(bins < EXPERTS, sizes, 0)
+    first = tl.sum(tl.where(bins < own, (sizes + HEIGHT - 1) // HEIGHT, 0))
+    size = tl.sum(tl.where(bins == own, sizes, 0))
+    # The program after the last expert's marks the tiles that are left over.
+    end = tl.where(own == EXPERTS, TILES, first + (size + HEIGHT - 1) // HEIGHT)
+    for start in range(first, end, BINS):
+        tl.store(experts + start + bins, own + tl.zeros((BINS,), tl.int32), mask=start + bins < end)
+    if size > 0:
+        nth = size + tl.arange(0, HEIGHT)
+        tl.store(
+            places + first * HEIGHT + nth,
+            COUNT + tl.zeros((HEIGHT,), tl.int32),
+            mask=first * HEIGHT + nth < end * HEIGHT,
+        )
+        done = 0
+        for start in range(0, COUNT, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            mine = (tl.load(ids + at, mask=at < COUNT, other=EXPERTS).to(tl.int32) == own).to(tl.int32)
+            tl.store(places + first * HEIGHT + done + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+            done += tl.sum(mine)
+
+
+def align(ids: Tensor, experts: int, height: int) -> Tiles:
+    """Sorts pairs into tiles.
+
+    Args:
+        ids: Integers [T, k], contiguous; E stands for an expert that is not here.
+        experts: E.
+        height: Places of a tile, a power of 2.
+    """
+    count = ids.numel()
+    tiles = (count + min(count, experts) * (height - 1)) // height  # the most that any choice needs
+    places = torch.empty(tiles * height, dtype=torch.int32, device=ids.device)
+    of_tiles = torch.empty(tiles, dtype=torch.int32, device=ids.device)
+    bins = max(_LEAST_BINS, triton.next_power_of_2(experts + 1))
+    _align_kernel[(experts + 1,)](
+        ids, places, of_tiles, count, tiles, experts, HEIGHT=height, BINS=bins,
+        BLOCK=min(_BLOCK, max(_LEAST_BINS, triton.next_power_of_2(count))), num_warps=4,
+    )  # fmt: skip
+    return Tiles(places, of_tiles, height)

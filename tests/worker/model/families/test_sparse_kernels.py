@@ -1,0 +1,96 @@
+"""Mixtures of experts by the GPU's kernels: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+if not torch.cuda.is_available():
+    # Read when a kernel's module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sapwood_testing.models import quantised_layers as layouts
+from sapwood_testing.worker.split_models import logits_of
+from sapwood_worker.model.loader import load_model
+
+pytest.importorskip("triton", reason="Triton is not installed")
+cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SPARSE = ["deepseek-v2", "deepseek-v3", "glm4-moe", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"]
+TOKENS = [3 + i * 7 % 90 for i in range(5)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs whole steps of these models")
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen2-moe", "gpt-oss"])
+def test_layers_of_experts_by_kernels_equal_transformers(tiny_model, name):
+    tiny = tiny_model(name)
+    ops = cuda.CudaOps(torch.device("cpu"))
+    loaded = load_model(tiny.path, "auto", torch.float32, ops, context_length=None, threads=1, seed=0)
+    ours, theirs = logits_of(loaded, TOKENS), tiny.logits(TOKENS)
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    layers = loaded.model.expert_tokens()
+    chosen = loaded.config.sparse.routing.chosen
+    assert [sum(each) for each in layers] == [len(TOKENS) * chosen] * len(layers)
+
+
+def in_float8(tiny, folder):
+    """A copy of a tiny model whose experts are in float8 by blocks."""
+    path = shutil.copytree(tiny.path, folder / "float8")
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        parts, _ = layouts.float8(tensors[name], block=(128, 128), name="weight_scale_inv")
+        tensors |= {f"{name.removesuffix('.weight')}.{kind}": each.contiguous() for kind, each in parts.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def steps(make_runner, make_driver, path, **options):
+    """Logits of a prompt, of a chunk of it beside another prompt, and of ten decodes; and what the decodes chose."""
+    driver = make_driver(make_runner(path, **options))
+    tokens = [3 + i * 11 % 90 for i in range(50)]
+    driver.add(2, tokens)
+    driver.add(3, tokens[:21])
+    parts = [driver.runner.logits(driver.output(each)) for each in ({2: 30}, {2: 19, 3: 20})]
+    chosen = [driver.execute({2: 1, 3: 1})]
+    chosen += [driver.execute({2: 1, 3: 1}) for _ in range(10)]
+    return torch.cat(parts).cpu(), chosen, driver.runner
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_gpu_computes_what_a_cpu_does(tiny_model, make_runner, make_driver, name):
+    path = tiny_model(name).path
+    wanted, chosen, _ = steps(make_runner, make_driver, path)
+    got, tokens, _ = steps(make_runner, make_driver, path, device="cuda", dtype="float32", attention_backend="triton")
+    assert float((got - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
+    assert tokens == chosen
+
+
+@on_gpu
+def test_a_gpu_computes_with_experts_in_float8_as_a_cpu_does(tiny_model, make_runner, make_driver, tmp_path):
+    path = in_float8(tiny_model("qwen3-moe", moe_intermediate_size=256, hidden_size=160), tmp_path)
+    wanted, chosen, _ = steps(make_runner, make_driver, path)
+    got, tokens, _ = steps(make_runner, make_driver, path, device="cuda", dtype="float32", attention_backend="triton")
+    assert float((got - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
+    assert tokens == chosen
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SPARSE)
+def test_captured_steps_choose_what_single_launches_do(tiny_model, make_runner, make_driver, name):
+    path = tiny_model(name).path
+    options = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
+    wanted, chosen, plain = steps(make_runner, make_driver, path, **options, cuda_graphs=False)
+    got, tokens, captured = steps(make_runner, make_driver, path, **options)
+    assert plain._graphs is None and captured._graphs is not None and captured._pieces is not None
+    # Products of padded sizes round otherwise, and a router may then choose another expert.
+    assert float((got - wanted).norm() / wanted.norm()) < 0.1
+    assert sum(one == other for one, other in zip(chosen, tokens, strict=True)) >= 6
+    counted = [sum(each) for each in captured.experts()]
+    assert counted == [sum(each) for each in plain.experts()], "rows that pad a captured step are not counted"

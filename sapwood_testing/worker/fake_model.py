@@ -58,7 +58,8 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
         page_size=config.page_size,
         num_pages=num_pages,
         embedding_size=config.embedding_size,
-        tensor_parallel=place.size,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)

@@ -7,7 +7,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
+from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -17,21 +17,24 @@ from sapwood_worker.model.runner.options import RunnerOptions
 ResultT = TypeVar("ResultT")
 
 
-def run_group(size: int, path: Path, work: Callable[[GroupRunner], ResultT], **options: Any) -> ResultT:
+def run_group(
+    size: int, path: Path, work: Callable[[GroupRunner], ResultT], *, stages: int = 1, **options: Any
+) -> ResultT:
     """What ``work`` returns, given the runner of a model that is split over so many threads.
 
     Args:
-        size: Ranks.
+        size: Ranks of a stage.
         path: The model.
         work: Runs steps, in rank 0's thread.
+        stages: Stages of a pipeline.
         **options: As :class:`RunnerOptions` takes them.
     """
-    pipes = [Pipe() for _ in range(size - 1)]
+    pipes = [Pipe() for _ in range(size * stages - 1)]
 
-    def one(group: ThreadGroup) -> list[ResultT]:
-        runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=Parallel(tp=group), **options))
-        if group.rank:
-            follow(runner, pipes[group.rank - 1][1])
+    def one(rank: int, parallel: Parallel) -> list[ResultT]:
+        runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))
+        if rank:
+            follow(runner, pipes[rank - 1][1])
             return []
         try:
             return [work(GroupRunner(runner, [here for here, _ in pipes]))]
@@ -39,4 +42,4 @@ def run_group(size: int, path: Path, work: Callable[[GroupRunner], ResultT], **o
             for here, _ in pipes:
                 here.close()
 
-    return run_ranks(size, one)[0][0]
+    return run_grid(size, stages, one)[0][0]

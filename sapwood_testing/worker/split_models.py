@@ -31,7 +31,8 @@ def load(path: Path, parallel: Parallel | None = None, quantization: str = "none
 
 def logits_of(loaded: LoadedModel, tokens: list[int], parallel: Parallel | None = None) -> Tensor:
     """Logits after every token, float32 [T, vocab]."""
-    layout = attention_layout(loaded.config, "float32", page_size=16).shard((parallel or Parallel()).tp.size)
+    layout = attention_layout(loaded.config, "float32", page_size=16).stage(loaded.model.own)
+    layout = layout.shard((parallel or Parallel()).tp.size)
     plan = TrialPlan(layout, len(tokens), torch.float32, CPU)
     with torch.inference_mode():
         hidden = loaded.model(torch.tensor(tokens), torch.arange(len(tokens)), plan)

@@ -56,17 +56,20 @@ def worker(model: Path, log: Path, *flags: str) -> Iterator[Any]:
         process.wait()
 
 
-def test_processes_answer_as_one(tiny_model: Any, make_runner: Any, make_driver: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_processes_answer_as_one(
+    tiny_model: Any, make_runner: Any, make_driver: Any, tmp_path: Path, kind: str
+) -> None:
     path = tiny_model("llama", **SHAPE).path
     prompts = {slot: [3 + (slot * 31 + place * 7) % 90 for place in range(5 + 9 * slot)] for slot in range(4)}
     params = {
         slot: SamplingParams(temperature=0.0 if slot % 2 else 0.9, seed=slot, ignore_eos=True) for slot in prompts
     }
     expected = make_driver(make_runner(path)).generate(prompts, 12, params)
-    with worker(
-        path, tmp_path / "log", "--tensor-parallel", "2", "--num-pages", "64", "--no-structured-output"
-    ) as stub:
-        assert stub.GetModelInfo(worker_pb2.GetModelInfoRequest()).tensor_parallel == 2
+    flags = (f"--{kind}-parallel", "2", "--num-pages", "64", "--no-structured-output")
+    with worker(path, tmp_path / "log", *flags) as stub:
+        info = stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
+        assert (info.tensor_parallel, info.pipeline_parallel) == ((2, 1) if kind == "tensor" else (1, 2))
 
         def ask(slot: int) -> list[int]:
             sampling = common_pb2.SamplingParams(
@@ -152,6 +155,7 @@ def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: Path) -> None:
+    sizes = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
     flags = (
         "--num-pages",
         "24",
@@ -165,12 +169,13 @@ def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: 
         "2",
     )
     found = {}
-    for size in (1, 2, 4):
-        with worker(demo_path(), tmp_path / f"log-{size}", *flags, "--tensor-parallel", str(size)) as stub:
+    for size in sizes:
+        split = ("--tensor-parallel", str(size[0]), "--pipeline-parallel", str(size[1]))
+        with worker(demo_path(), tmp_path / f"log-{size}", *flags, *split) as stub:
             found[size] = demo_answers(stub)
             tiers = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
             assert next(each for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST).hit_tokens > 0
-    for size in (2, 4):
-        for (tokens, logprobs), (expected, theirs) in zip(found[size], found[1], strict=True):
+    for size in sizes[1:]:
+        for (tokens, logprobs), (expected, theirs) in zip(found[size], found[1, 1], strict=True):
             assert tokens == expected
             assert logprobs == pytest.approx(theirs, abs=1e-3)

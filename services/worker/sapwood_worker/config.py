@@ -179,6 +179,12 @@ class WorkerConfig(ServiceConfig):
         description="Ranks that each layer is split over, on one machine: a process each, with a GPU each. Has to divide the "
         "model's attention heads and the width of its MLPs.",
     )
+    pipeline_parallel: int = Field(
+        1,
+        ge=1,
+        description="Stages that the layers are spread over, --tensor-parallel ranks each; a step goes through one after the "
+        "other, a long one in pieces, so that all of them compute.",
+    )
     expert_parallel: bool = Field(
         False,
         description="Whether the ranks of --tensor-parallel get whole experts, equally many each, instead of a part of each.",
@@ -366,6 +372,11 @@ class WorkerConfig(ServiceConfig):
         description="Most seconds to compile a grammar that comes as a bare source, and to build one with "
         "--grammar-backend xgrammar.",
     )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run the model together."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def tier_ratio(self) -> float:

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--leader", type=int, required=True, help="File descriptor of the socket to rank 0.")
     arguments = parser.parse_args()
     config = begin(arguments)
-    place = Place(arguments.rank, config.tensor_parallel, f"file://{arguments.folder}/rendezvous")
+    place = Place(arguments.rank, config.ranks, f"file://{arguments.folder}/rendezvous")
     setup_logging(f"rank-{place.rank}", config.log_level, config.log_format)
     Pulse(arguments.folder / progress_file(place.rank))
     leader = Connection(arguments.leader)

@@ -164,9 +164,7 @@ def _make_runner(arguments: argparse.Namespace, config: WorkerConfig) -> LoadedR
     if not arguments.followers:
         return factory(config)
     followers = [Connection(int(descriptor)) for descriptor in arguments.followers.split(",")]
-    return GroupRunner(
-        factory(config, Place(0, config.tensor_parallel, f"file://{arguments.folder}/rendezvous")), followers
-    )
+    return GroupRunner(factory(config, Place(0, config.ranks, f"file://{arguments.folder}/rendezvous")), followers)
 
 
 def _profiler() -> Profiler | None:

@@ -207,6 +207,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             decode_attention=info.decode_attention,
             attention_reason=info.attention_reason,
             tensor_parallel=info.tensor_parallel,
+            pipeline_parallel=info.pipeline_parallel,
             weights=info.weights,
             logit_processors=info.logit_processors,
             max_running=max_running,

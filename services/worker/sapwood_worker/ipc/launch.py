@@ -52,7 +52,7 @@ class SchedulerProcess:
         self._config = config
         self._runner = runner
         self._folder = SocketFolder("sapwood-worker-")
-        self.ranks = [Rank(self._folder.path, rank, config.tensor_parallel) for rank in range(config.tensor_parallel)]
+        self.ranks = [Rank(self._folder.path, rank, config.ranks) for rank in range(config.ranks)]
         """The process, and those that run the model together with it."""
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)

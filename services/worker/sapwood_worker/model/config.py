@@ -90,6 +90,23 @@ class ModelConfig:
     draft_layers: int = 0
     latent: LatentConfig | None = None
 
+    def layer_cost(self, index: int) -> int:
+        """Numbers of a layer's matrices that a token is multiplied with: what a stage of a pipeline costs goes by it."""
+        width, heads, latent, sparse = self.hidden_size, self.num_heads, self.latent, self.sparse
+        if latent is None:
+            attention = 2 * width * self.head_dim * (heads + self.num_kv_heads)
+        else:
+            inner = latent.q_lora_rank
+            queries = width * heads * latent.query_dim if inner is None else inner * (width + heads * latent.query_dim)
+            up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+            attention = queries + width * latent.cached_dim + up + heads * latent.v_head_dim * width
+        if sparse is None or index in sparse.dense_layers:
+            inside = self.intermediate_size
+        else:
+            shared = 0 if sparse.shared is None else sparse.shared.intermediate_size
+            inside = sparse.routing.chosen * sparse.intermediate_size + shared
+        return attention + (3 if self.plain_mlp is None else 2) * width * inside
+
     @property
     def rotary_variants(self) -> tuple[str, ...]:
         """What of its rotary embeddings depends on ``max_position``, so that cached keys are no others'."""

@@ -124,7 +124,7 @@ def load_model(
         if source is None:
             fill_dummy_weights(model.weights(), seed)
         else:
-            load_weights(model.weights(), source, config.norm_offset, threads)
+            load_weights(model.weights(), source, config.norm_offset, threads, model.elsewhere)
     with torch.inference_mode():
         model.prepare()
     return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family, kv_scales)

@@ -168,6 +168,13 @@ class KVLayout:
         """
         return replace(self, components=tuple(_shard(each, ranks) for each in self.components))
 
+    def stage(self, layers: range) -> KVLayout:
+        """The layout of a pipeline's stage that has these layers; its groups are those of all, be they without layers."""
+        components = (
+            replace(each, layers=tuple(layer for layer in each.layers if layer in layers)) for each in self.components
+        )
+        return replace(self, components=tuple(components))
+
     @property
     def identity(self) -> str:
         """A text that is equal for layouts whose pages can be exchanged as they are, page sizes apart."""

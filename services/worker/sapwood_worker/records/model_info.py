@@ -49,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         decode_attention: The same for one token of each request.
         attention_reason: Why they were taken.
         tensor_parallel: Ranks that its layers are split over.
+        pipeline_parallel: Stages that its layers are spread over.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
         max_running: Most requests that its steps have room for.
@@ -79,6 +80,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     decode_attention: str = ""
     attention_reason: str = ""
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     weights: str = ""
     logit_processors: tuple[str, ...] = ()
     max_running: int = 64

@@ -10,7 +10,7 @@ import torch.multiprocessing as multiprocessing
 
 from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.split_models import SHAPE, exchange, load, logits_of, rank_process
-from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
+from sapwood_testing.worker.thread_ranks import ThreadGroup, run_grid, run_ranks
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -55,6 +55,28 @@ def test_logits_of_ranks_are_those_of_one(tiny_model, name, size):
     assert_near(parts[0], whole)
     # Two a layer, one for the embedding, one for the logits.
     assert calls == [2 * load(path).config.num_layers + 2] * size
+
+
+@pytest.mark.parametrize(("name", "tensor", "stages"), [*((name, 1, 2) for name in NAMES), ("llama-biased-tied", 2, 2)])
+def test_logits_of_stages_are_those_of_one(tiny_model, name, tensor, stages):
+    path = tiny_model(name, **SHAPE).path
+    whole = load(path)
+    expected = logits_of(whole, TOKENS)
+
+    def work(rank: int, parallel: Parallel) -> tuple[torch.Tensor, range, set[str]]:
+        loaded = load(path, parallel)
+        return logits_of(loaded, TOKENS, parallel), loaded.model.own, set(loaded.model.weights())
+
+    parts = run_grid(tensor, stages, work)
+    names = set(whole.model.weights())
+    assert set.union(*(read for _, _, read in parts)) == names
+    assert [layer for _, own, _ in parts[::tensor] for layer in own] == list(range(whole.config.num_layers))
+    for logits, own, read in parts:
+        assert torch.equal(logits, parts[0][0])
+        assert_near(logits, expected)
+        assert {int(name.split(".")[2]) for name in read if ".layers." in name} == set(own)
+        table = not own.start or whole.config.tie_word_embeddings
+        assert table == any("embed_tokens" in name for name in read)
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 2), ("qwen3-moe", 4), ("gpt-oss", 2), ("deepseek-v3", 2)])
@@ -129,15 +151,22 @@ def test_a_rank_reads_and_holds_its_part_only(tiny_model, monkeypatch):
         assert sizes[1][name] == (count if "norm" in name else kept), name
 
 
+def test_more_stages_than_layers_are_refused(tiny_model):
+    path = tiny_model("llama", **SHAPE).path
+    stages = ThreadGroup(0, [torch.empty(0)] * 9, threading.Barrier(9))
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel: \d layers cannot be split over 9 stages"):
+        load(path, Parallel(pp=stages))
+
+
 def test_a_group_of_one_is_never_called(tiny_model):
     class Silent(Group):
         def all_reduce(self, x):
             raise AssertionError
 
-        all_gather = reduce_scatter = broadcast = all_reduce
+        all_gather = reduce_scatter = broadcast = send = receive = all_reduce
 
     path = tiny_model("gemma3", **SHAPE).path
-    alone = Parallel(tp=Silent())
+    alone = Parallel(tp=Silent(), pp=Silent())
     assert torch.equal(logits_of(load(path, alone), TOKENS, alone), logits_of(load(path), TOKENS))
 
 

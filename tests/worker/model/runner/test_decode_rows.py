@@ -31,8 +31,9 @@ def part(slot: int, tokens: list[int], start: int, samples: bool = True) -> Part
 def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple[int, int, bool]]):
     requests = [part(i, [10 * i + j for j in range(n)], start, samples) for i, (n, start, samples) in enumerate(shapes)]
     table = np.random.default_rng(0).permutation(6 * 7).astype(np.int32).reshape(6, 7)
-    batch = build_forward_batch(make_step(0, table, requests), PAGE, device_ops("cpu"))
-    rows = decode_rows(make_step(0, table, requests), PAGE, most_rows=64, most_pages=1000)
+    step = make_step(0, table, requests)
+    batch = build_forward_batch(step, PAGE, device_ops("cpu"))
+    rows = decode_rows(step, PAGE, most_rows=64, most_pages=1000)
     assert rows is not None
     assert rows.token_ids.tolist() == batch.token_ids.tolist()
     assert rows.positions.tolist() == batch.positions.tolist()
@@ -40,8 +41,7 @@ def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple
     pages = rows.pages[range(len(rows.slots)), rows.positions // PAGE]
     assert (pages * PAGE + rows.positions % PAGE).tolist() == batch.attention.cache_slots.tolist()
     everything = range(len(rows.token_ids))
-    wanted = everything if batch.logit_rows is None else batch.logit_rows.tolist()
-    assert list(everything if rows.last is None else rows.last) == list(wanted)
+    assert list(everything if rows.last is None else rows.last) == step.sampled().tolist()
 
 
 def test_what_does_not_fit_or_would_read_too_many_keys_is_left_to_prefill():

@@ -36,7 +36,9 @@ class WeightSource(Protocol):
         ...
 
 
-def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, threads: int) -> None:
+def load_weights(
+    slots: WeightSlots, source: WeightSource, norm_offset: float, threads: int, elsewhere: tuple[str, ...] = ()
+) -> None:
     """Fills every slot.
 
     Args:
@@ -44,6 +46,7 @@ def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, t
         source: The checkpoint.
         norm_offset: Added to norm weights as they are stored.
         threads: Tensors read at once.
+        elsewhere: How names of tensors begin that other ranks read.
 
     Raises:
         ConfigError: A tensor is missing, unexpected or of another shape; names it and the file.
@@ -53,6 +56,7 @@ def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, t
     if missing:
         raise ConfigError(f"{source.where('')}: {_list(missing)} missing")
     unexpected = {name for name, tensor in stored.items() if not tensor.scales} - slots.keys()
+    unexpected = {name for name in unexpected if not name.startswith(elsewhere)}
     if unexpected:
         raise ConfigError(
             f"{source.where(min(unexpected))}: {_list(unexpected)} unexpected: the model has no such weight"

@@ -38,6 +38,14 @@ class Group:
         """Overwrites x with that of the rank ``source``; returns x."""
         return x
 
+    def send(self, x: Tensor, target: int) -> None:
+        """Hands x to another rank, which receives in the order of sending; may return before. x is not to be changed any more."""
+        raise AssertionError("there is no other rank")
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Overwrites x with what another rank sends next; returns x."""
+        raise AssertionError("there is no other rank")
+
     def exchange(self, value: ValueT) -> list[ValueT]:
         """The ranks' values in their order; plain Python values, for the start: slow."""
         return [value]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.group import Group, ValueT
+from sapwood_worker.model.distributed.stages import split_layers
 from sapwood_worker.model.weight_slot import Span, whole
 
 
@@ -15,7 +17,7 @@ class Parallel:
 
     Attributes:
         tp: Tensor parallel: heads, MLP and vocabulary of each layer are split.
-        pp: Pipeline parallel: layers are split.
+        pp: Pipeline parallel: each rank, a *stage*, has some of the layers.
         dp: Data parallel: requests are split.
         ep: Expert parallel: each rank has some of the experts, whole; of one rank: all have a part of each by ``tp``.
     """
@@ -24,6 +26,20 @@ class Parallel:
     pp: Group = field(default_factory=Group)
     dp: Group = field(default_factory=Group)
     ep: Group = field(default_factory=Group)
+
+    def own_layers(self, costs: Sequence[int]) -> range:
+        """The layers that this rank's stage has, given what each costs.
+
+        Raises:
+            ConfigError: There are fewer layers than stages.
+        """
+        if len(costs) < self.pp.size:
+            raise ConfigError(f"--pipeline-parallel: {len(costs)} layers cannot be split over {self.pp.size} stages")
+        return split_layers(costs, self.pp.size)[self.pp.rank]
+
+    def exchange(self, value: ValueT) -> list[ValueT]:
+        """The values of all ranks that the model is split over, in their order: stage by stage; for the start: slow."""
+        return [each for stage in self.pp.exchange(self.tp.exchange(value)) for each in stage]
 
     def shard(self, what: str, count: int, width: int = 1, *, copies: bool = False) -> Span:
         """This rank's part, by tensor parallelism, of a dimension that holds ``count`` things of ``width`` numbers each.

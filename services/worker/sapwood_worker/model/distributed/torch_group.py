@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
@@ -19,6 +20,9 @@ from sapwood_worker.model.distributed.parallel import Parallel
 
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put a host's GPUs, which others may share, out of service."""
+
+_MOST_SENT = 16
+"""Tensors that a rank sends on a CPU before it waits for the first of them to be received."""
 
 
 class TorchGroup(Group):
@@ -37,6 +41,7 @@ class TorchGroup(Group):
         self.size = len(ranks)
         self._ranks = ranks
         self._group = group
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.is_cpu:
@@ -58,6 +63,20 @@ class TorchGroup(Group):
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         dist.broadcast(x, self._ranks[source], group=self._group)
+        return x
+
+    def send(self, x: Tensor, target: int) -> None:
+        if not x.is_cpu:  # in the order of the stream, and in its graphs
+            dist.send(x, self._ranks[target], group=self._group)
+            return
+        if len(self._sent) == _MOST_SENT:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+        self._sent.append((dist.isend(x, self._ranks[target], group=self._group), x))
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        dist.recv(x, self._ranks[source], group=self._group)
         return x
 
     def exchange(self, value: ValueT) -> list[ValueT]:

@@ -119,12 +119,19 @@ class DecoderLayer(Layer, ABC):
 
 
 class DecoderModel(Layer):
-    """A decoder-only language model.
+    """A decoder-only language model, or a stage's part of one.
+
+    Each stage of a pipeline has some of the layers, and all have the head: what the last layer gives goes to all of them, so that
+    every rank has the same logits.
 
     Args:
         config: The model's configuration.
         layer_class: The family's layer.
         context: Where and how it is built. Weights are not set: fill :meth:`weights`, then call :meth:`prepare`.
+
+    Attributes:
+        config: The argument.
+        own: The layers that this rank's stage has.
     """
 
     def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer], context: LayerContext) -> None:
@@ -132,15 +139,19 @@ class DecoderModel(Layer):
         self.config = config
         vocab, width = config.vocab_size, config.hidden_size
         inside = context.inside("model")
-        self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, inside.inside("embed_tokens"))
-        self.layers = nn.ModuleList(
-            layer_class(config, i, inside.inside(f"layers.{i}")) for i in range(config.num_layers)
-        )
+        self._stages = context.parallel.pp
+        self.own = context.parallel.own_layers([config.layer_cost(i) for i in range(config.num_layers)])
+        tied = config.tie_word_embeddings and config.labels is None
+        self.embedding: VocabParallelEmbedding | None = None
+        if self._stages.rank == 0 or tied:
+            named = inside.inside("embed_tokens")
+            self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, named)
+        self.layers = nn.ModuleList(layer_class(config, i, inside.inside(f"layers.{i}")) for i in self.own)
         self.norm = _norm(config, inside.inside("norm"))
         if config.labels is None:
-            tied, softcap = self.embedding.table if config.tie_word_embeddings else None, config.final_softcap
-            inside, scale = context.inside("lm_head"), config.logit_scale
-            self.head = VocabParallelHead(vocab, width, tied=tied, softcap=softcap, scale=scale, context=inside)
+            table = self.embedding.table if tied and self.embedding is not None else None
+            inside, scale, softcap = context.inside("lm_head"), config.logit_scale, config.final_softcap
+            self.head = VocabParallelHead(vocab, width, tied=table, softcap=softcap, scale=scale, context=inside)
         else:
             count = len(config.labels.names)
             self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=context.inside("score"))
@@ -151,6 +162,13 @@ class DecoderModel(Layer):
         )
         # The index of each layer's rotary embedding.
         self._kinds = [ropes.index(rope) for rope in config.ropes]
+        self._dtype = context.dtype
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """How names of weights begin that other stages have."""
+        others = tuple(f"model.layers.{i}." for i in range(self.config.num_layers) if i not in self.own)
+        return others if self.embedding is not None else ("model.embed_tokens.", *others)
 
     def layer_size(self) -> int:
         """Numbers of the layers' matrices that a token meets, however they are held: all but those of embedding and head."""
@@ -172,6 +190,12 @@ class DecoderModel(Layer):
             if isinstance(each, Router):
                 each.counts.zero_()
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden_size]: what the first layer gets. Of the first stage."""
+        assert self.embedding is not None
+        hidden: Tensor = self.embedding(token_ids)
+        return hidden
+
     def run_layer(self, index: int, hidden: Tensor, plan: AttentionPlan) -> Tensor:
         """Runs one layer over one text from its first token on, for who looks between layers.
 
@@ -187,21 +211,42 @@ class DecoderModel(Layer):
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Runs the layers over a flat ragged batch; writes keys and values to the cache.
 
+        Stages hand what their layers give on to the next.
+
         Args:
             token_ids: int64 [T].
             positions: int64 [T].
             plan: The step's attention.
 
         Returns:
-            [T, hidden_size], before the final norm.
+            [T, hidden_size], before the final norm: that of this stage's layers, good for :meth:`logits` and :meth:`normed`.
         """
-        hidden: Tensor = self.embedding(token_ids)
+        stages = self._stages
+        if stages.rank == 0:
+            hidden = self.embed(token_ids)
+        else:
+            shape = len(token_ids), self.config.hidden_size
+            hidden = stages.receive(torch.empty(shape, dtype=self._dtype, device=token_ids.device), stages.rank - 1)
         angles = [rotary(positions) for rotary in self.rotary]
-        for layer, kind in zip(self.layers, self._kinds, strict=True):
-            hidden = layer(hidden, angles[kind], plan)
+        for layer, index in zip(self.layers, self.own, strict=True):
+            hidden = layer(hidden, angles[self._kinds[index]], plan)
+        if stages.rank < stages.size - 1:
+            stages.send(hidden, stages.rank + 1)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size or labels], float32 or the model's dtype."""
-        result: Tensor = self.head(hidden, self.norm)
+        """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size or labels], float32 or the model's dtype.
+
+        May overwrite ``hidden``; called by all ranks.
+        """
+        result: Tensor = self.head(self._last(hidden), self.norm)
         return result
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] as :meth:`forward` returns -> the same after the final norm; called as :meth:`logits` is."""
+        result: Tensor = self.norm(self._last(hidden))
+        return result
+
+    def _last(self, hidden: Tensor) -> Tensor:
+        """What the last stage has of it."""
+        return hidden if self._stages.size == 1 else self._stages.broadcast(hidden, self._stages.size - 1)

@@ -22,7 +22,8 @@ from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, memory_limit, pool_bytes
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Pages beyond those that the scheduler knows of, to which padding rows write.
 _SCRATCH_PAGES = 1
+_TRIED_TOKENS = 512
 
 
 def build_runner(options: RunnerOptions) -> ModelRunner:
@@ -82,6 +84,7 @@ class _Builder:
             parallel=options.parallel,
             stored_weights=options.stored_weights,
         )
+        self._parallel = options.parallel
         self._tp = options.parallel.tp
         self._assure_equal()
         self._config = loaded.config
@@ -92,7 +95,8 @@ class _Builder:
         logger.info("linear layers: %s", self._weights)
         float8 = options.kv_cache_dtype == "fp8_e4m3"
         kept = "float8_e4m3fn" if float8 else self._dtype_name
-        self._layout = loaded.family.kv_layout(self._config, kept, options.page_size).shard(self._tp.size)
+        layout = loaded.family.kv_layout(self._config, kept, options.page_size)
+        self._layout = layout.stage(self._model.own).shard(self._tp.size)
         self._sizes = self._choose_sizes()
         running = self._sizes.max_running
         self._largest_graph = min(options.cuda_graph_max_batch or running, running)
@@ -101,7 +105,7 @@ class _Builder:
         self._scales: KVScales | None = None
         if float8:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
-            self._scales = KVScales.largest(self._tp.exchange(own))
+            self._scales = KVScales.largest(self._parallel.exchange(own))
         generates = self._config.labels is None  # a graph ends with the choice of a token
         captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
         self._captures = captures and generates
@@ -116,7 +120,7 @@ class _Builder:
         """Makes the parts for good; called once."""
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts())
-        host_pool = _build_host_pool(options, pool, self._tp)
+        host_pool = _build_host_pool(options, pool, self._parallel)
         backend, graphs = self._build_backend(config, pool, None)
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
@@ -137,6 +141,7 @@ class _Builder:
             host_pool=host_pool,
             transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
             identity=self._identity,
+            cuts=self._micro_batches(pool, backend),
         )
 
     def _attention_needs(self, config: ModelConfig) -> AttentionNeeds:
@@ -175,6 +180,7 @@ class _Builder:
                 if group
             ),
             tensor_parallel=self._tp.size,
+            pipeline_parallel=self._parallel.pp.size,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
             max_running=self._sizes.max_running,
             max_step_tokens=self._sizes.max_step_tokens,
@@ -203,7 +209,7 @@ class _Builder:
             memory_fraction=options.memory_fraction,
         )
         # Ranks may find different amounts of memory: all take what the one with the least chose.
-        sizes = min(self._tp.exchange(choose_sizes(facts, model, given)), key=lambda each: each.least)
+        sizes = min(self._parallel.exchange(choose_sizes(facts, model, given)), key=lambda each: each.least)
         for reason in sizes.reasons:
             logger.info("%s", reason)
         return sizes
@@ -212,7 +218,7 @@ class _Builder:
         """Raises ConfigError if another rank has read other model files, or runs another torch."""
         path = self._options.model_path
         own = torch.__version__, _stamps(path)
-        for rank, (version, files) in enumerate(self._tp.exchange(own)):
+        for rank, (version, files) in enumerate(self._parallel.exchange(own)):
             if version != own[0]:
                 raise ConfigError(f"rank {rank} runs torch {version}, this one {own[0]}")
             if files != own[1]:
@@ -231,6 +237,7 @@ class _Builder:
             self._layout.identity,
             self._device.type,
             *((f"{self._tp.size} ranks",) if self._tp.size > 1 else ()),
+            *((f"{self._parallel.pp.size} stages",) if self._parallel.pp.size > 1 else ()),
             *self._model.config.rotary_variants,
         )
         return "|".join(parts)
@@ -241,10 +248,15 @@ class _Builder:
     ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
         kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
-        for index, kind in enumerate(config.kinds):
-            kinds[pool.group[index]][kind] = None
+        for index in pool.layout.layers:
+            kinds[pool.group[index]][config.kinds[index]] = None
         backend = PagedAttention(
-            self._needs, pool, self._ops, self._prefill.backend, self._decode.backend, [tuple(each) for each in kinds]
+            self._needs,
+            pool,
+            self._ops,
+            self._prefill.backend,
+            self._decode.backend,
+            [tuple(each) or self._needs.kinds for each in kinds],
         )
         make = backend.graphs() if self._captures else None
         if make is None:
@@ -282,7 +294,7 @@ class _Builder:
         if options.num_pages is None and memory is None:
             memory = measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step)
         own = plan_pages(self._layout, options.num_pages, memory or 0, sizes.max_running, sizes.max_step_tokens)
-        return tuple(map(min, zip(*self._tp.exchange(own), strict=True)))
+        return tuple(map(min, zip(*self._parallel.exchange(own), strict=True)))
 
     @torch.inference_mode()
     def _try_largest_step(self) -> int:
@@ -305,6 +317,20 @@ class _Builder:
         return pool.num_bytes
 
     @torch.inference_mode()
+    def _micro_batches(self, pool: DevicePool, backend: PagedAttention) -> MicroBatches | None:
+        """How steps are cut for the stages of a pipeline, by what steps of few tokens and of many take; None: there is one."""
+        stages = self._parallel.pp
+        if stages.size == 1:
+            return None
+        room = (min(pool.counts) - _SCRATCH_PAGES) * pool.page_size
+        most = min(_TRIED_TOKENS, self._sizes.max_step_tokens, self._config.max_position, room)
+        cuts = measured(self._parallel, lambda count: self._compute([count], pool, backend).cpu(), most)
+        own, step = self._model.own, self._sizes.max_step_tokens
+        logger.info("pipeline: layers %d to %d of %d are here", own.start, own.stop - 1, self._config.num_layers)
+        logger.info("pipeline: %s: a step of %d tokens is cut in %d", cuts.reason, step, cuts.count(step))
+        return cuts
+
+    @torch.inference_mode()
     def _compute(self, prompts: Sequence[int], pool: DevicePool, backend: PagedAttention) -> Tensor:
         """The hidden states of prompts of so many tokens, made up, in the pool's first pages."""
         counts = np.array(prompts, np.int64)
@@ -320,30 +346,33 @@ class _Builder:
         return hidden
 
 
-def _build_host_pool(options: RunnerOptions, pool: DevicePool, ranks: Group) -> HostPool | None:
+def _build_host_pool(options: RunnerOptions, pool: DevicePool, parallel: Parallel) -> HostPool | None:
     """The second tier; ranks share it, each with its part of every record.
 
-    Where ranks keep the same, there is one part, to which all write the same bytes.
+    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes.
     """
-    size, count = pool.layout.page_bytes, 1 if pool.layout.replicated else ranks.size
     if not options.host_cache_gb and not options.host_cache_ratio:
         return None
+    own, each = pool.layout.page_bytes, 1 if pool.layout.replicated else parallel.tp.size
+    stages = parallel.pp.exchange(own)
+    start = sum(stages[: parallel.pp.rank]) * each + parallel.tp.rank % each * own
+    size = sum(stages) * each
+    leads = parallel.tp.rank == parallel.pp.rank == 0
     pages = 0
-    if ranks.rank == 0:
+    if leads:
         pages = host_pool_pages(
-            page_bytes=size * count,
+            page_bytes=size,
             num_device_pages=pool.num_pages - _SCRATCH_PAGES,
             gigabytes=options.host_cache_gb,
             ratio=options.host_cache_ratio,
         )
-    if ranks.size == 1:
+    if parallel.tp.size == parallel.pp.size == 1:
         return HostPool(pages, size)
-    memory = SharedMemory.create(pool_bytes(pages, size * count)) if ranks.rank == 0 else None
-    pages, path = ranks.exchange((pages, "" if memory is None else memory.path))[0]
+    memory = SharedMemory.create(pool_bytes(pages, size)) if leads else None
+    pages, path = parallel.exchange((pages, "" if memory is None else memory.path))[0]
     memory = memory or SharedMemory.open(path)
-    ranks.exchange("")  # all have opened it
-    start = ranks.rank % count * size
-    return HostPool(pages, size * count, memory, slice(start, start + size))
+    parallel.exchange("")  # all have opened it
+    return HostPool(pages, size, memory, slice(start, start + own))
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:

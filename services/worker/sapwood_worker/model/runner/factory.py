@@ -30,7 +30,7 @@ ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, 
 OF_ENCODERS = (
     Needs(
         (
-            *("tensor_parallel", "expert_parallel", "quantization", "stored_weights"),
+            *("tensor_parallel", "pipeline_parallel", "expert_parallel", "quantization", "stored_weights"),
             *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
@@ -89,7 +89,8 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and place.size > 1:
         if place.size > torch.cuda.device_count():
-            raise ConfigError(f"--tensor-parallel {place.size}: there are {torch.cuda.device_count()} GPUs here")
+            flags = f"--tensor-parallel {config.tensor_parallel} --pipeline-parallel {config.pipeline_parallel}"
+            raise ConfigError(f"{flags}: there are {torch.cuda.device_count()} GPUs here")
         device = f"cuda:{place.rank}"
         torch.cuda.set_device(place.rank)
     if place.rank:  # rank 0 comes when the model is on this machine
@@ -148,8 +149,9 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         return Parallel()
     return join_groups(
         place.rank,
-        tensor=place.size,
-        expert=place.size if config.expert_parallel else 1,
+        tensor=config.tensor_parallel,
+        pipeline=config.pipeline_parallel,
+        expert=config.tensor_parallel if config.expert_parallel else 1,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         timeout=_EXCHANGE_SECONDS if place.rank else _MEETING_SECONDS,

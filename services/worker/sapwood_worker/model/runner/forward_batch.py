@@ -11,16 +11,14 @@ from sapwood_worker.model.attention.backend import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens, request after request; after R of them a token is sampled.
+    """T tokens, request after request.
 
     Attributes:
         token_ids: int64 [T].
         positions: int64 [T].
         attention: Which tokens belong to which request, and where the cache keeps their keys and values.
-        logit_rows: int64 [R]: rows of T whose logits are wanted; None for all.
     """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
-    logit_rows: Tensor | None

@@ -50,5 +50,4 @@ def build_forward_batch(
         token_ids=tokens,
         positions=move(positions),
         attention=in_tables(batches),
-        logit_rows=None if step.samples.sum() == total else move(step.sampled()),
     )

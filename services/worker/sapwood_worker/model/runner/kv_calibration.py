@@ -85,6 +85,8 @@ def kv_scales(
 ) -> KVScales:
     """The scales for a model's cache: those that its checkpoint stores, for other layers those of :func:`calibrate`.
 
+    Of layers that other stages of a pipeline have they are 0.
+
     Args:
         stored: By layer those of keys and of values.
         model: As of :func:`calibrate`, like the rest.
@@ -92,8 +94,10 @@ def kv_scales(
     found = dict(stored)
     if len(found) < config.num_layers:
         calibrated = calibrate(model, config, layout, dtype, device)
-        found = {layer: found.get(layer, calibrated.of(layer)) for layer in range(config.num_layers)}
-    keys, values = zip(*(found[layer] for layer in range(config.num_layers)), strict=True)
+        found = {layer: found.get(layer, calibrated.of(layer)) for layer in model.own}
+    keys, values = zip(
+        *(found[layer] if layer in model.own else (0.0, 0.0) for layer in range(config.num_layers)), strict=True
+    )
     return KVScales(keys, values)
 
 
@@ -115,8 +119,9 @@ def calibrate(
     tokens = torch.randint(config.vocab_size, (count,), generator=generator).to(device)
     plan = TrialPlan(layout, count, dtype, device)
     model(tokens, torch.arange(count, device=device), plan)
-    largest = torch.stack([plan.largest[i] for i in range(config.num_layers)]).tolist()
+    largest = dict(zip(model.own, torch.stack([plan.largest[i] for i in model.own]).tolist(), strict=True))
+    pairs = [largest.get(i, (0.0, 0.0)) for i in range(config.num_layers)]
     return KVScales(
-        tuple(scale_for(key) for key, _ in largest),
-        tuple(scale_for(value) for _, value in largest),
+        tuple(scale_for(key) for key, _ in pairs),
+        tuple(scale_for(value) for _, value in pairs),
     )

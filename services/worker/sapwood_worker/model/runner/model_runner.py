@@ -12,12 +12,12 @@ from torch import Tensor
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.model.runner.decode_rows import DecodeRows, decode_rows
-from sapwood_worker.model.runner.forward_batch import ForwardBatch
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.pooling import pool_chunk
@@ -54,6 +54,7 @@ class ModelRunner:
         host_pool: The memory of the KV cache's second tier; None: there is none.
         transfer: Copies pages to it and from it.
         identity: Makes :meth:`cache_identity`'s answer.
+        cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ModelRunner:
         host_pool: HostPool | None,
         transfer: Transfer | None,
         identity: Callable[[], str],
+        cuts: MicroBatches | None = None,
     ) -> None:
         self.info = info
         self.vocabulary = vocabulary
@@ -88,6 +90,7 @@ class ModelRunner:
         self._last_tokens = last_tokens
         self._transfer = transfer
         self._identity = identity
+        self._cuts = cuts
         self._entries: dict[int, Entry] = {}
         # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
         self._plain_from = np.zeros(len(last_tokens), np.int64)
@@ -113,18 +116,20 @@ class ModelRunner:
             rows = decode_rows(step, size, graphs.largest, graphs.most_pages, prompts=not loads)
             if rows is not None:
                 return LaunchedStep(step, at, self._replay(graphs, step, rows, at), {}, self._copied, self._ops)
-        batch = build_forward_batch(step, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
-        hidden = self._forward(batch)
+        hidden = self._forward(step)
         tokens: SampledTokens | None = None
         if len(at.rows):
-            last = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+            every = int(step.samples.sum()) == len(hidden)
+            last = hidden if every else hidden.index_select(0, self._ops.to_device(step.sampled()))
             tokens = self._sampler.sample(self._model.logits(last), step, at)
             self._keep(tokens, self._ops.to_device(at.rows))
         prompts: dict[int, Logprobs] = {}
         pooled: dict[int, Tensor] = {}
+        ends = np.cumsum(step.counts)
         for i in explained.tolist():
             entry = self._entries[int(step.rows[i])]
-            first, end = batch.attention.query_starts[i : i + 2].tolist()
+            end = int(ends[i])
+            first = end - int(step.counts[i])
             if entry.pooling:
                 pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
             else:
@@ -141,10 +146,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        hidden = self._forward(
-            build_forward_batch(step, self._pool.page_size, self._ops, tables=len(self._pool.counts))
-        )
-        return self._model.logits(hidden).float()
+        return self._model.logits(self._forward(step)).float()
 
     def _enter(self, entry: Entry) -> None:
         self._sampler.enter(entry)
@@ -155,7 +157,15 @@ class ModelRunner:
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
 
-    def _forward(self, batch: ForwardBatch) -> Tensor:
+    def _forward(self, step: Step) -> Tensor:
+        """The hidden states after every token, [T, hidden_size]."""
+        cuts = [step] if self._cuts is None else self._cuts.of(step)
+        if len(cuts) == 1:
+            return self._compute(step)
+        return torch.cat([self._compute(each).clone() for each in cuts])
+
+    def _compute(self, step: Step) -> Tensor:
+        batch = build_forward_batch(step, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
         if self._pieces is not None and len(batch.token_ids) <= self._pieces.largest:
             return self._pieces.run(batch)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
@@ -187,7 +197,7 @@ class ModelRunner:
     def _pool_chunk(self, hidden: Tensor, pooling: Pooling) -> Tensor:
         if pooling == "labels":
             return self._model.logits(hidden[-1:])[0].float()
-        return pool_chunk(self._model.norm(hidden), pooling)
+        return pool_chunk(self._model.normed(hidden), pooling)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:
         """Log probabilities of the prompt tokens, at least one, that follow those from ``start`` on, of which ``hidden`` are."""

@@ -39,7 +39,7 @@ def plan_pages(
             min(even, each, max(most, _least(layout, group))) for group, each in zip(groups, wanted, strict=True)
         ]
         left = memory - sum(count * size for count, size in zip(windows, bytes_of[1:], strict=True))
-        num_pages = left // bytes_of[0]
+        num_pages = left // max(bytes_of[0], 1)  # a stage of a pipeline may have no such layer
     else:
         windows = [min(num_pages, each) for each in wanted]
     for group, count in zip(groups, windows, strict=True):

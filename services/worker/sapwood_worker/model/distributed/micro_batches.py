@@ -1,0 +1,93 @@
+"""Cuts a step into micro-batches, so that all stages of a pipeline compute at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.records.step import Step
+
+_FEWEST_TOKENS = 16
+"""Tokens of a micro-batch, at least."""
+_TRIES = 3
+
+
+class MicroBatches:
+    """What a step is cut into: token after token in order, so that a part of a prompt may begin in one and end in the next.
+
+    A stage takes ``fixed + n * each`` seconds for n tokens. M micro-batches of T tokens together are through S stages after
+    ``(M + S - 1) * (fixed + T / M * each)``, which is least for ``M = sqrt((S - 1) * T * each / fixed)``. A step of decodes takes
+    about as long for one token as for many, so it stays whole.
+
+    Args:
+        stages: Stages: S.
+        fixed: Seconds that a stage takes however few tokens there are.
+        each: Seconds for each token more.
+
+    Attributes:
+        reason: What a stage takes, for people.
+    """
+
+    def __init__(self, stages: int, fixed: float, each: float) -> None:
+        self._ratio = (stages - 1) * each / max(fixed, 1e-9)
+        self.reason = f"a stage takes {fixed * 1e3:.2f} ms and {each * 1e6:.1f} us for each token"
+
+    def count(self, tokens: int) -> int:
+        """Into how many a step of so many tokens is cut."""
+        return max(1, min(round(math.sqrt(self._ratio * tokens)), tokens // _FEWEST_TOKENS))
+
+    def of(self, step: Step) -> list[Step]:
+        """The step's micro-batches, about equally large. They sample nothing by themselves."""
+        total = len(step.token_ids)
+        count = self.count(total)
+        if count == 1:
+            return [step]
+        return [_cut(step, start, end) for start, end in pairwise(total * i // count for i in range(count + 1))]
+
+
+def measured(parallel: Parallel, compute: Callable[[int], object], most: int) -> MicroBatches:
+    """Cuts by what steps of few tokens and of ``most`` take; called by all ranks together.
+
+    Args:
+        parallel: The groups; of several stages.
+        compute: Computes a step of so many tokens to its end.
+        most: Tokens of the larger step.
+    """
+    few = min(_FEWEST_TOKENS, most)
+    seconds = []
+    for tokens in (few, most):
+        tries = []
+        for _ in range(_TRIES):  # the first is slower
+            began = time.perf_counter()
+            compute(tokens)
+            tries.append(time.perf_counter() - began)
+        seconds.append(min(tries))
+    # Of all ranks the slowest's, so that all cut steps alike.
+    stages = parallel.pp.size
+    short, long = (max(each) / stages for each in zip(*parallel.exchange(seconds), strict=True))
+    each = max(long - short, 0.0) / max(most - few, 1)
+    return MicroBatches(stages, max(short - few * each, short / 2), each)
+
+
+def _cut(step: Step, start: int, end: int) -> Step:
+    """What computes the step's tokens from ``start`` up to ``end``."""
+    ends = np.cumsum(step.counts)
+    begins = ends - step.counts
+    own = (begins < end) & (ends > start)
+    first = np.maximum(begins[own], start)
+    counts = np.minimum(ends[own], end) - first
+    return replace(
+        step,
+        rows=step.rows[own],
+        starts=step.starts[own] + first - begins[own],
+        counts=counts,
+        samples=np.zeros_like(counts),
+        token_ids=step.token_ids[start:end],
+        pages=step.pages[own],
+    )

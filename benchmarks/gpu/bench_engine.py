@@ -75,6 +75,7 @@ class Engine:
         kv_gb: float,
         overlap: bool = True,
         ranks: int = 1,
+        stages: int = 1,
         **options: Any,
     ) -> None:
         self.overlap = overlap
@@ -85,7 +86,7 @@ class Engine:
             kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
             max_step_tokens=max_step_tokens, **options,
         )  # fmt: skip
-        self.runner = TimedRunner(next(self._ranks.enter_context(group_runners(ranks, [wanted]))))
+        self.runner = TimedRunner(next(self._ranks.enter_context(group_runners(ranks, [wanted], stages=stages))))
         torch.cuda.synchronize()
         self.start_seconds = time.perf_counter() - started
         info = self.runner.info
@@ -179,6 +180,7 @@ def main() -> None:
         help="Of the linear layers.",
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs to split the model over (default: 1).")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
     parser.add_argument(
         "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."
     )
@@ -194,6 +196,8 @@ def main() -> None:
         variant += "+fp8-kv"
     if arguments.tensor_parallel > 1:
         variant += f"+tp{arguments.tensor_parallel}"
+    if arguments.pipeline_parallel > 1:
+        variant += f"+pp{arguments.pipeline_parallel}"
 
     def report(what: str, value: float, unit: str) -> None:
         row = {
@@ -207,7 +211,8 @@ def main() -> None:
 
     engine = Engine(
         arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
-        kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization, ranks=arguments.tensor_parallel,
+        kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
+        ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
     )  # fmt: skip
 
     def profile(what: str, run: Callable[[], None], steps: int) -> None:

@@ -84,7 +84,9 @@ def equal_up_to_ties(found: list[Answer], other: list[Answer]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="2", help="Ranks to split over (default: 2).")
+    parser.add_argument(
+        "--sizes", default="2", help="GPUs to split over (default: 2); in stages of a pipeline: 2x2 for 2 of 2."
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself.")
     arguments = parser.parse_args()
     wrong = 0
@@ -107,8 +109,10 @@ def main() -> int:
                 )
         with group_runners(1, options, arguments.device) as runners:
             alone = dict(zip(cases, map(answers, runners), strict=True))
-        for size in map(int, arguments.sizes.split(",")):
-            with group_runners(size, options, arguments.device) as runners:
+        for split_in in arguments.sizes.split(","):
+            tensor, _, stages = split_in.partition("x")
+            count = int(stages or 1)
+            with group_runners(int(tensor) * count, options, arguments.device, count) as runners:
                 for case, split in zip(cases, map(answers, runners), strict=True):
                     name, dtype = case
                     exact, one = alone[name, "float32"], alone[case]
@@ -120,7 +124,7 @@ def main() -> int:
                         fine = mine <= 1.5 * theirs and equal_up_to_ties(split, one)
                         said = f"prompts differ from float32 by {mine:.2e}, on one GPU by {theirs:.2e}"
                     wrong += not fine
-                    print(f"{'ok' if fine else 'WRONG'}: {name} {dtype} on {size} GPUs: {said}", flush=True)
+                    print(f"{'ok' if fine else 'WRONG'}: {name} {dtype} on {split_in} GPUs: {said}", flush=True)
     return 1 if wrong else 0
 
 

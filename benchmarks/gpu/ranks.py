@@ -25,22 +25,26 @@ Options = dict[str, Any]
 
 
 @contextmanager
-def group_runners(size: int, models: Sequence[Options], device: str = "cuda") -> Iterator[Iterator[LoadedRunner]]:
-    """The runners of models over so many GPUs, one after another; with one GPU there are no other processes. Or ``cpu``."""
+def group_runners(
+    size: int, models: Sequence[Options], device: str = "cuda", stages: int = 1
+) -> Iterator[Iterator[LoadedRunner]]:
+    """The runners of models over so many GPUs, one after another, in so many stages; with one GPU there are no other processes.
+    Or ``cpu``."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"
         context = multiprocessing.get_context("spawn")
         pipes = [[context.Pipe() for _ in models] for _ in range(1, size)]
         processes = [
             context.Process(
-                target=_follow, args=(Place(rank, size, rendezvous), models, device, [there for _, there in ways])
+                target=_follow,
+                args=(Place(rank, size, rendezvous), stages, models, device, [there for _, there in ways]),
             )
             for rank, ways in enumerate(pipes, 1)
         ]
         for process in processes:
             process.start()
         try:
-            runners = _build(Place(0, size, rendezvous), models, device)
+            runners = _build(Place(0, size, rendezvous), stages, models, device)
             yield _lead(runners, [[here for here, _ in ways] for ways in pipes])
         finally:
             for ways in pipes:
@@ -60,18 +64,19 @@ def _lead(runners: list[ModelRunner], followers: list[list[Connection]]) -> Iter
             way.close()
 
 
-def _follow(place: Place, models: Sequence[Options], device: str, leader: list[Connection]) -> None:
-    for runner, way in zip(_build(place, models, device), leader, strict=True):
+def _follow(place: Place, stages: int, models: Sequence[Options], device: str, leader: list[Connection]) -> None:
+    for runner, way in zip(_build(place, stages, models, device), leader, strict=True):
         follow(runner, way)
 
 
-def _build(place: Place, models: Sequence[Options], device: str) -> list[ModelRunner]:
+def _build(place: Place, stages: int, models: Sequence[Options], device: str) -> list[ModelRunner]:
     if device == "cuda":
         torch.cuda.set_device(place.rank)
         device = f"cuda:{place.rank}"
     parallel = join_groups(
         place.rank,
-        tensor=place.size,
+        tensor=place.size // stages,
+        pipeline=stages,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         timeout=120,

@@ -99,7 +99,7 @@ OF_BERT = [
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
     "--grammar-backend xgrammar",
     *("--no-cuda-graphs", "--cuda-graph-max-batch 8", "--attention-backend torch", "--speculate prefix"),
-    *("--tensor-parallel 2 --expert-parallel", "--stored-weights widen", "--role prefill"),
+    *("--tensor-parallel 2 --expert-parallel", "--pipeline-parallel 2", "--stored-weights widen", "--role prefill"),
 ]
 
 

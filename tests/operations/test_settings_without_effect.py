@@ -98,7 +98,13 @@ OF_BERT = [
     *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
     "--grammar-backend xgrammar",
-    *("--no-cuda-graphs", "--cuda-graph-max-batch 8", "--attention-backend torch", "--speculate prefix"),
+    *(
+        "--no-cuda-graphs",
+        "--cuda-graph-max-batch 8",
+        "--attention-backend torch",
+        "--speculate prefix",
+        "--shared-prefix-attention off",
+    ),
     *("--tensor-parallel 2 --expert-parallel", "--pipeline-parallel 2", "--stored-weights widen", "--role prefill"),
 ]
 

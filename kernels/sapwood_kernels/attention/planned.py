@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,30 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRuns:
+    """Stretches of keys that several requests of a batch have in common, as a forest: who shares a run shares its parent, too.
+
+    Attributes:
+        order: int64 [B]: the requests, so that those of a run stand side by side.
+        first: int64 [R]: where in ``order`` a run's requests begin; parents come before their children.
+        count: int64 [R]: how many they are, at least 2.
+        begin: int64 [R]: the position of a run's first key.
+        end: int64 [R]: the position after its last; a multiple of the page size, and less than each request's keys.
+    """
+
+    order: IntArray
+    first: IntArray
+    count: IntArray
+    begin: IntArray
+    end: IntArray
+
+    @property
+    def spared(self) -> int:
+        """Keys that need not be read, as another request of the batch reads them."""
+        return int(((self.count - 1) * (self.end - self.begin)).sum())
+
+
+@dataclass(frozen=True, slots=True)
 class PagedKeys:
     """Where each request's keys are.
 
@@ -46,20 +74,22 @@ class PagedKeys:
         indptr: int32 [B + 1] on the host: request i has entries ``indptr[i]`` .. ``indptr[i + 1] - 1`` of ``indices``.
         indices: int32 [sum] on the device: page ids.
         last_page_len: int32 [B] on the host: tokens in each request's last page.
+        runs: What the requests share, if that is to be read once.
     """
 
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    runs: SharedRuns | None = None
 
     def lengths(self, page_size: int) -> Tensor:
         """int32 [B] on the host: each request's keys."""
         return (self.indptr[1:] - self.indptr[:-1] - 1) * page_size + self.last_page_len
 
     def split(self, count: int) -> tuple[PagedKeys, PagedKeys]:
-        """The keys of the first ``count`` requests, and those of the others."""
+        """The keys of the first ``count`` requests, to which alone ``runs`` belong, and those of the others."""
         at = int(self.indptr[count])
-        first = PagedKeys(self.indptr[: count + 1], self.indices[:at], self.last_page_len[:count])
+        first = PagedKeys(self.indptr[: count + 1], self.indices[:at], self.last_page_len[:count], self.runs)
         return first, PagedKeys(self.indptr[count:] - at, self.indices[at:], self.last_page_len[count:])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
-from sapwood_kernels.attention.triton_decode import decode_attention, num_splits
+from sapwood_kernels.attention.triton_decode import SharedWork, decode_attention, num_splits
 from sapwood_kernels.ops.device import DeviceOps
 
 MOST_SPLIT = 128
@@ -40,6 +40,7 @@ class SplitDecodeAttention:
         self._ops = ops
         self._indptr = torch.zeros((batch or 0) + 1, dtype=torch.int32, device=ops.device)
         self._lengths = torch.ones(batch or 0, dtype=torch.int32, device=ops.device)
+        self._shared: SharedWork | None = None
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
         indptr, lengths = keys.indptr.numpy(), keys.lengths(self._shape.page_size).numpy()
@@ -67,5 +68,6 @@ class SplitDecodeAttention:
             softcap=variant.softcap,
             sinks=cache.sinks,
             kv_scales=cache.scales,
+            shared=self._shared,
             out=out,
         )

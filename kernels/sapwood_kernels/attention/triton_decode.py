@@ -4,7 +4,8 @@ Algorithm (Flash-Decoding; Dao et al., 2023): a program takes one request, one k
 it, and one of up to ``SPLITS`` stretches of the keys; it keeps a running maximum and sum (online softmax) and writes its part of
 the result with the logarithm of its sum. A second kernel adds the parts, weighted by these sums. With few requests the splits
 fill the chip; with many only long requests are split, so that none outlasts the others by much. This needs no plan on the host:
-the kernel reads the lengths on the device.
+the kernel reads the lengths on the device. Where requests share keys, ``triton_shared`` reads these once for all of them; a
+program here then takes what is a request's own, and the parts of both are added.
 
 Keys and values in float8 are widened to float16, which holds each of their numbers; their scales go into the query and the
 result. Instructions, not memory, are the limit there: on NVIDIA's GPUs four numbers are read as a word and widened two at a
@@ -17,10 +18,14 @@ Bound: no stretch is longer than its share of the request's keys, rounded up to 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sapwood_kernels.attention.triton_shared import attend_shared
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
 _MOST_SPLITS = 32
@@ -107,12 +112,19 @@ def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _first(length, starts, request, WINDOW: tl.constexpr, SHARED: tl.constexpr):
+    """The first key that a request reads by itself."""
+    start = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    return tl.maximum(start, tl.load(starts + request)) if SHARED else start
+
+
+@triton.jit
 def _split_kernel(
-    query, keys, values, indptr, lengths, pages, sinks, part, sums, out, scale, value_scale, softcap, page_stride, slot_stride,
-    head_stride,  # With WORDS, keys and values are float8 in words of four, and strides count words.
-    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FLOAT8: tl.constexpr, WORDS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    query, keys, values, indptr, lengths, starts, counts, pages, sinks, part, sums, out, scale, value_scale, softcap, page_stride,
+    slot_stride, head_stride,  # With WORDS, keys and values are float8 in words of four, and strides count words.
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, FLOAT8: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
@@ -120,8 +132,9 @@ def _split_kernel(
     own = pages + tl.load(indptr + request)
     keys += head * head_stride
     values += head * head_stride
-    start = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    start = _first(length, starts, request, WINDOW, SHARED)
     count = _stretches(length - start, LEAST, SPLITS)
+    others = tl.load(counts + request) if SHARED else 0
     if split < count:
         share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK
         at = start + split * share
@@ -161,33 +174,53 @@ def _split_kernel(
                 at += BLOCK
         empty = total == 0.0
         result = result / tl.where(empty, 1.0, total)[:, None] * value_scale
-        if count == 1:
+        if count + others == 1:
             tl.store(out + head_rows[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=wanted)
         else:
-            slots = head_rows * SPLITS + split
+            slots = head_rows * SLOTS + split
             tl.store(part + slots[:, None] * D + columns[None, :], result, mask=wanted)
             tl.store(sums + slots, tl.where(empty, float("-inf"), highest + tl.log2(total)), mask=rows < GROUP)
 
 
 @triton.jit
 def _merge_kernel(
-    part, sums, lengths, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
+    part, sums, lengths, starts, counts, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    LEAST: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Adds a row's parts, weighted by their sums: the first of ``SPLITS`` slots its own, those after them of shared runs."""
     row = tl.program_id(0)
-    length = tl.load(lengths + row // HEADS)
-    if WINDOW > 0:
-        length = tl.minimum(length, WINDOW)
-    count = _stretches(length, LEAST, SPLITS)
-    if count > 1:
-        splits, columns = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-        logs = tl.load(sums + row * SPLITS + splits, mask=splits < count, other=float("-inf"))
+    request = row // HEADS
+    length = tl.load(lengths + request)
+    own = _stretches(length - _first(length, starts, request, WINDOW, SHARED), LEAST, SPLITS)
+    others = tl.load(counts + request) if SHARED else 0
+    if own + others > 1:
+        slots, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+        there = slots < own
+        if SHARED:
+            there = there | ((slots >= SPLITS) & (slots < SPLITS + others))
+        logs = tl.load(sums + row * SLOTS + slots, mask=there, other=float("-inf"))
         weights = tl.exp2(logs - tl.max(logs, axis=0))
         weights /= tl.sum(weights, axis=0)
-        inside = (splits < count)[:, None] & (columns < D)[None, :]
-        parts = tl.load(part + (row * SPLITS + splits)[:, None] * D + columns[None, :], mask=inside, other=0.0)
+        inside = there[:, None] & (columns < D)[None, :]
+        parts = tl.load(part + (row * SLOTS + slots)[:, None] * D + columns[None, :], mask=inside, other=0.0)
         result = tl.sum(parts * weights[:, None], axis=0)
         tl.store(out + row * D + columns, result.to(out.dtype.element_ty), mask=columns < D)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWork:
+    """What ``triton_shared`` reads for several requests at once. On the device.
+
+    Attributes:
+        order, items, starts, counts: int32, as :class:`SharedRuns` and :class:`SharedItems` have them.
+        slots: The most parts of a request's result that ``items`` leave.
+    """
+
+    order: Tensor
+    items: Tensor
+    starts: Tensor
+    counts: Tensor
+    slots: int
 
 
 def num_splits(batch: int, kv_heads: int, processors: int, *, float8: bool = False) -> tuple[int, int]:
@@ -227,6 +260,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    shared: SharedWork | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Computes ``reference.paged_attention`` with one query token for each request; does not wait for the device.
@@ -242,6 +276,7 @@ def decode_attention(
         scale, window, softcap, sinks: As in ``reference.attention``.
         least: Fewest keys of a program, as :func:`num_splits` gives it.
         kv_scales: Factors of the stored keys and values.
+        shared: What several requests have in common and is read once; None: each request reads all that is its own.
         out: [B, H, D], contiguous: the result is written here; None: to a new tensor.
 
     Returns:
@@ -252,8 +287,15 @@ def decode_attention(
     assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
     group = heads // kv_heads
     float8 = key_pages.dtype == torch.float8_e4m3fn
-    part = torch.empty((batch * heads, splits, dim), dtype=torch.float32, device=query.device)
-    sums = torch.empty((batch * heads, splits), dtype=torch.float32, device=query.device)
+    slots = splits + (0 if shared is None else shared.slots)
+    part = torch.empty((batch * heads, slots, dim), dtype=torch.float32, device=query.device)
+    sums = torch.empty((batch * heads, slots), dtype=torch.float32, device=query.device)
+    starts, counts = (lengths, lengths) if shared is None else (shared.starts, shared.counts)
+    if shared is not None:
+        attend_shared(
+            query, key_pages, value_pages, indptr, pages, lengths, shared.order, shared.items, part, sums, splits, scale=scale,
+            window=window, softcap=softcap, kv_scales=kv_scales,
+        )  # fmt: skip
     out = torch.empty_like(query) if out is None else out
     block_d = max(16, triton.next_power_of_2(dim))
     words = float8 and takes_words(key_pages)
@@ -267,15 +309,16 @@ def decode_attention(
     if words:
         key_pages, value_pages = key_pages.view(torch.int32), value_pages.view(torch.int32)
     _split_kernel[(kv_heads, batch, splits)](
-        query, key_pages, value_pages, indptr, lengths, pages, query if sinks is None else sinks, part, sums, out,
+        query, key_pages, value_pages, indptr, lengths, starts, counts, pages, query if sinks is None else sinks, part, sums, out,
         scale * kv_scales[0], kv_scales[1], softcap or 1.0, *key_pages.stride()[:3],
-        GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, LEAST=least, WINDOW=window or 0, CAPPED=softcap is not None,
-        SINKS=sinks is not None, FLOAT8=float8, WORDS=words, ROWS=rows, BLOCK_D=block_d, BLOCK=block,
+        GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=window or 0,
+        CAPPED=softcap is not None, SINKS=sinks is not None, SHARED=shared is not None, FLOAT8=float8, WORDS=words, ROWS=rows,
+        BLOCK_D=block_d, BLOCK=block,
         STAGES=stages if query.is_cuda else 0, num_warps=warps,
     )  # fmt: skip
-    if splits > 1:
+    if slots > 1:
         _merge_kernel[(batch * heads,)](
-            part, sums, lengths, out, HEADS=heads, D=dim, SPLITS=splits, LEAST=least, WINDOW=window or 0,
-            BLOCK_D=block_d, num_warps=1,
+            part, sums, lengths, starts, counts, out, HEADS=heads, D=dim, SPLITS=splits, SLOTS=slots, LEAST=least,
+            WINDOW=window or 0, SHARED=shared is not None, BLOCK_D=block_d, BLOCK=triton.next_power_of_2(slots), num_warps=1,
         )  # fmt: skip
     return out

@@ -139,6 +139,7 @@ def latent_decode(
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(batch * heads,)](
-            part, sums, lengths, out, HEADS=heads, D=rank, SPLITS=splits, LEAST=least, WINDOW=0, BLOCK_D=block_r, num_warps=1
+            part, sums, lengths, lengths, lengths, out, HEADS=heads, D=rank, SPLITS=splits, SLOTS=splits, LEAST=least, WINDOW=0,
+            SHARED=False, BLOCK_D=block_r, BLOCK=splits, num_warps=1,
         )  # fmt: skip
     return out

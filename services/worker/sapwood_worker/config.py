@@ -173,6 +173,11 @@ class WorkerConfig(ServiceConfig):
         description="What computes attention: flashinfer, triton, torch or a package's own; for prompts and decodes apart: "
         "prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model on this device.",
     )
+    shared_prefix_attention: Literal["auto", "off"] = Field(
+        "auto",
+        description="Whether decodes whose prompts have their first pages in common read these once for all of them: auto does "
+        "where it spares the reading of 8192 tokens or more in a step; off never does.",
+    )
     tensor_parallel: int = Field(
         1,
         ge=1,

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_qkv
 from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
+from sapwood_kernels.attention import triton_shared as sharing
 
 capability = int(sys.argv[1])
 
@@ -48,8 +49,12 @@ PREFILL = kinds(
     "scale:fp32 value_scale:fp32 softcap:fp32 heads:i32 page_stride:i32 slot_stride:i32 head_stride:i32"
 )
 DECODE = kinds(
-    "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 pages:*i32 sinks:*fp32 part:*fp32 sums:*fp32 out:*bf16 "
-    "scale:fp32 value_scale:fp32 softcap:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
+    "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 starts:*i32 counts:*i32 pages:*i32 sinks:*fp32 part:*fp32 "
+    "sums:*fp32 out:*bf16 scale:fp32 value_scale:fp32 softcap:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
+)
+SHARED = kinds(
+    "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 pages:*i32 order:*i32 items:*i32 part:*fp32 sums:*fp32 "
+    "scale:fp32 value_scale:fp32 softcap:fp32 page_stride:i32 slot_stride:i32 head_stride:i32 first_slot:i32 slots_of_row:i32"
 )
 QKV = kinds(
     "qkv:*bf16 query:*bf16 keys:*bf16 values:*bf16 slots:*i64 cos:*bf16 sin:*bf16 q_weight:*fp32 k_weight:*fp32 eps:fp32 "
@@ -78,9 +83,23 @@ for words in (False, True)[: 1 + (capability >= 89)]:
     cache = "*i32" if words else "*bf16"
     check(
         decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
-        LEAST=1, WINDOW=0, CAPPED=False, SINKS=words, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128, BLOCK=64,
-        STAGES=2 if words else 3,
+        SLOTS=24, LEAST=1, WINDOW=0, CAPPED=False, SINKS=words, SHARED=True, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128,
+        BLOCK=64, STAGES=2 if words else 3,
     )
+for dim, group, batch, window, cache in (
+    (128, 4, 256, 0, "*bf16"), (128, 4, 4, 0, "*bf16"), (256, 2, 256, 512, "*bf16"), (64, 5, 256, 0, "*bf16"),
+    (128, 4, 256, 0, "*fp8e4nv"),
+)[: 4 + (capability >= 89)]:
+    rows = sharing.tile_rows(group, dim, batch)
+    check(
+        sharing._shared_kernel, {**SHARED, "keys": cache, "values": cache}, 8 if rows >= 128 else 4, GROUP=group, D=dim, PAGE=16,
+        FIELDS=8, WINDOW=window, CAPPED=dim == 256, FLOAT8="fp8" in cache, ROWS=rows, BLOCK_D=dim, BLOCK=sharing.tile_keys(dim),
+        STAGES=sharing._STAGES,
+    )
+check(
+    decoding._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,
+    SPLITS=8, SLOTS=24, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=128, BLOCK=32,
+)
 for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
     check(
         latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, LEAST=1,

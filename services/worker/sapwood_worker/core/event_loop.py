@@ -282,7 +282,7 @@ class EventLoop:
                 return outputs + self._fail(error)
             self._failures = 0
             outputs += self._scheduler.update(result)
-            self._clock.done(result.copied.load_seconds)
+            self._clock.done(result.copied.load_seconds, result.spared_tokens)
         return outputs
 
     def _fail(self, error: Exception) -> list[RequestOutput]:

@@ -41,15 +41,15 @@ class StepClock:
         loads = () if step.copies is None else step.copies.loads
         self._current.append((self._clock(), prefill, int(decodes.sum()), started, loads))
 
-    def done(self, load_seconds: float = 0.0) -> None:
-        """Notes that the oldest unfinished step has ended; its loads took so many seconds."""
+    def done(self, load_seconds: float = 0.0, spared_tokens: int = 0) -> None:
+        """Notes that the oldest unfinished step has ended; its loads took so many seconds, and so many tokens were not read."""
         at, prefill, decode, started, loads = self._current.popleft()
         times: list[LoadTime] = []
         for load in loads:
             if load.fetched:
                 times.append(LoadTime(load.serial, "storage", load.fetched, load.began, load.ended))
             times.append(LoadTime(load.serial, "host", load.pages, at, at + load_seconds))
-        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times))
+        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times, spared_tokens))
 
     def failed(self) -> None:
         """Drops all unfinished steps, which have failed."""

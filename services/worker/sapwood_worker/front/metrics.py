@@ -44,6 +44,11 @@ class WorkerMetrics:
         self._tokens = metrics.counter(
             "sapwood_worker_step_tokens_total", "Tokens computed.", kind=OneOf("prefill", "decode")
         )
+        self._spared = metrics.counter(
+            "sapwood_worker_spared_tokens_total",
+            "Cached tokens that attention did not read for a request, as it read them in the same step for another that has the "
+            "same prefix.",
+        )
 
     def step(self, step: StepTime) -> None:
         """Counts a step."""
@@ -51,6 +56,7 @@ class WorkerMetrics:
         self._step.at(kind=kind).observe(step.seconds)
         self._tokens.at(kind="prefill").inc(step.prefill_tokens)
         self._tokens.at(kind="decode").inc(step.decode_tokens)
+        self._spared.at().inc(step.spared_tokens)
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Adds the metrics that read the load at each scrape."""

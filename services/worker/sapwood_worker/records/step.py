@@ -121,6 +121,7 @@ class ModelOutput:
         copied: Stores that have ended since the last report, whatever step they went with.
         logprobs: Of ``token_ids`` but for -1, by the part's index, where asked for.
         failures: Why a part's token is -1, by its index, where a logit processor failed.
+        spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
             the first.
@@ -133,6 +134,7 @@ class ModelOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    spared_tokens: int = 0
 
 
 class LaunchedStep(Protocol):

@@ -35,6 +35,7 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
         started: Serials of the requests for which it was the first step.
         at: When it was planned, in seconds on ``time.monotonic``'s clock, which all processes of a machine share.
         loads: What requests that started with it got from the cache's lower tiers.
+        spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
     """
 
     seconds: float
@@ -43,3 +44,4 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
     started: list[int]
     at: float
     loads: list[LoadTime] = []
+    spared_tokens: int = 0

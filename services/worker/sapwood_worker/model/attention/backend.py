@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.attention.latent import LatentHeads
-from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, Variant
 from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.pools.device_pool import DevicePool
 
@@ -68,6 +68,7 @@ class AttentionBatch:
         cache_slots: int64 [T] on the device: where each token's key and value go.
         keys: The pages as kernels read them, on the device; None unless a backend ``reads_keys``.
         windows: The same step in the page table of each further group of the cache's layout.
+        runs: What the first requests, of each of which one token is computed, share, if it is to be read once.
     """
 
     query_starts: npt.NDArray[np.int64]
@@ -76,6 +77,7 @@ class AttentionBatch:
     cache_slots: Tensor
     keys: PagedKeys | None = None
     windows: tuple[AttentionBatch, ...] = ()
+    runs: SharedRuns | None = None
 
     @property
     def tables(self) -> tuple[AttentionBatch, ...]:
@@ -83,7 +85,7 @@ class AttentionBatch:
         return (self, *self.windows)
 
     def split(self, count: int) -> tuple[AttentionBatch, AttentionBatch]:
-        """The first ``count`` requests, and the others."""
+        """The first ``count`` requests, which have all ``runs``, and the others."""
         row = int(self.query_starts[count])
         first, rest = (None, None) if self.keys is None else self.keys.split(count)
         windows = [window.split(count) for window in self.windows]
@@ -96,7 +98,7 @@ class AttentionBatch:
             replace(
                 self, query_starts=self.query_starts[count:] - row, seq_lens=self.seq_lens[count:],
                 page_table=self.page_table[count:], cache_slots=self.cache_slots[row:], keys=rest,
-                windows=tuple(each for _, each in windows),
+                windows=tuple(each for _, each in windows), runs=None,
             ),
         )  # fmt: skip
 
@@ -252,6 +254,9 @@ class AttentionBackend:
         decode: Makes the attention of one token for each of any number of requests; None: it has none.
         graphs: Makes what makes the attention of so many decodes that can be captured in a CUDA graph: ``plan`` writes to the
             addresses that a captured ``attend`` reads. None: steps run without graphs.
+        shared: Likewise makes what makes the attention of decodes that share keys (``AttentionBatch.runs``), of so many or, for
+            None, of any number; it may give None, if it cannot for this model. Only with ``graphs`` is it captured. None: each
+            request reads its keys by itself.
         reads_keys: Whether it reads ``AttentionBatch.keys``.
         latent: The halves that it computes of latent attention, too.
     """
@@ -260,6 +265,7 @@ class AttentionBackend:
     prefill: Callable[[AttentionParts], StepAttention] | None = None
     decode: Callable[[AttentionParts], StepAttention] | None = None
     graphs: Callable[[AttentionParts], Callable[[int], StepAttention]] | None = None
+    shared: Callable[[AttentionParts], Callable[[int | None], StepAttention] | None] | None = None
     reads_keys: bool = True
     latent: frozenset[Half] = frozenset()
 

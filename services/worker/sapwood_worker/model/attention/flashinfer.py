@@ -12,7 +12,7 @@ from sapwood_kernels.attention.planned import PlannedAttention, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionParts, StepAttention
 from sapwood_worker.model.attention.paged import KernelAttention
-from sapwood_worker.model.attention.triton import gpu_refusal
+from sapwood_worker.model.attention.triton import gpu_refusal, shared_decodes
 
 # The package is imported where it is used: only the extra [gpu] installs it.
 
@@ -80,4 +80,5 @@ FLASHINFER = AttentionBackend(
     prefill=_prefill,
     decode=_decode,
     graphs=_decodes,
+    shared=shared_decodes,
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from sapwood_worker.model.attention.backend import (
     StepAttention,
     in_tables,
 )
+from sapwood_worker.model.attention.shared_prefix import Runs, SharedPrefixes
 from sapwood_worker.model.pools.device_pool import DevicePool
 
 
@@ -139,6 +141,7 @@ class PagedAttention:
         decode: The backend of decodes; one that has ``decode``. The same as ``prefill`` without ``reads_keys`` computes whole
             steps as one.
         kinds: The kinds of each group's layers; None: the cache has one group.
+        share: Whether decodes read what they share once for all of them, where the backend can and it pays.
     """
 
     def __init__(
@@ -149,6 +152,8 @@ class PagedAttention:
         prefill: AttentionBackend,
         decode: AttentionBackend,
         kinds: Sequence[tuple[Variant, ...]] | None = None,
+        *,
+        share: bool = False,
     ) -> None:
         assert prefill.prefill is not None and decode.decode is not None
         self.shape = needs.shape
@@ -168,6 +173,10 @@ class PagedAttention:
         whole = prefill is decode and not self._reads_keys
         self._decode = self._prefill if whole else self._joined([decode.decode(parts) for parts in self._parts])
         self._make_graphs = decode.graphs
+        self._prefixes = SharedPrefixes(pool.page_size)
+        makes = [decode.shared(parts) for parts in self._parts] if share and decode.shared is not None else []
+        self._make_shared = [make for make in makes if make is not None]
+        self._shared = self._joined([make(None) for make in self._make_shared]) if self._make_shared else None
         self._planned = ops.fence()
 
     @property
@@ -181,6 +190,20 @@ class PagedAttention:
             return None
         makes = [self._make_graphs(parts) for parts in self._parts]
         return lambda batch: self._joined([make(batch) for make in makes])
+
+    def shared_graphs(self) -> Callable[[int], StepAttention] | None:
+        """Does :meth:`graphs` for decodes that share keys; None: there are none."""
+        if self._make_graphs is None or self._shared is None:
+            return None
+        return lambda batch: self._joined([make(batch) for make in self._make_shared])
+
+    def find_shared(self, tables: Sequence[npt.NDArray[np.int32]], lengths: npt.NDArray[np.int64]) -> Runs | None:
+        """What decodes share in each of their page tables, if reading it once is possible and pays."""
+        return None if self._shared is None or len(lengths) < 2 else self._prefixes.find(tables, lengths)
+
+    def take_spared(self) -> int:
+        """Keys that each layer did not read since the last call, as another request of the same step did."""
+        return self._prefixes.take()
 
     def _joined(self, groups: list[StepAttention]) -> StepAttention:
         return groups[0] if len(groups) == 1 else GroupedAttention(self._pool, groups)
@@ -210,26 +233,31 @@ class PagedAttention:
         indices = buffer[: len(pages)]
         self._ops.fill(indices, pages)
         last = (batch.seq_lens - (counts - 1) * page_size).astype(np.int32)
-        return replace(batch, keys=PagedKeys(torch.from_numpy(indptr), indices, torch.from_numpy(last)))
+        return replace(batch, keys=PagedKeys(torch.from_numpy(indptr), indices, torch.from_numpy(last), batch.runs))
 
     def plan(self, batch: AttentionBatch) -> PagedPlan:
         """Prepares a step. Does not mutate the batch; the plan is valid until the next call."""
         self.begin_plan()
-        batch = self.with_keys(batch)
-        if self._decode is self._prefill:
+        longer = np.flatnonzero(np.diff(batch.query_starts) > 1)
+        decodes = int(longer[0]) if len(longer) else len(batch.seq_lens)
+        decode = self._decode
+        runs = self.find_shared([each.page_table[:decodes] for each in batch.tables], batch.seq_lens[:decodes])
+        if runs is not None:
+            assert self._shared is not None
+            decode = self._shared
+            batch = in_tables([replace(each, runs=own) for each, own in zip(batch.tables, runs, strict=True)])
+        elif decode is self._prefill:
             decodes = 0
-        else:
-            longer = np.flatnonzero(np.diff(batch.query_starts) > 1)
-            decodes = int(longer[0]) if len(longer) else len(batch.seq_lens)
+        batch = self.with_keys(batch)
         every = decodes == len(batch.seq_lens)
         if every:
-            self._decode.plan(batch)
+            decode.plan(batch)
         elif decodes == 0:
             self._prefill.plan(batch)
         else:
             first, rest = batch.split(decodes)
-            self._decode.plan(first)
+            decode.plan(first)
             self._prefill.plan(rest)
         self.end_plan()
         slots = [each.cache_slots for each in batch.tables]
-        return PagedPlan(self._pool, self._decode, self._prefill, None if every else decodes, slots)
+        return PagedPlan(self._pool, decode, self._prefill, None if every else decodes, slots)

@@ -27,6 +27,7 @@ from sapwood_worker.model.attention.backend import (
     AttentionParts,
     StepAttention,
 )
+from sapwood_worker.model.attention.torch_shared import TorchSharedAttention
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.records.kv_layout import KVComponent
 
@@ -249,6 +250,7 @@ TORCH = AttentionBackend(
     ),
     prefill=_make,
     decode=_make,
+    shared=lambda parts: lambda batch: TorchSharedAttention(parts.pool, parts.needs.shape.dtype),
     reads_keys=False,
     latent=frozenset({"prefill", "decode"}),
 )

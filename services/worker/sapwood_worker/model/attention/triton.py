@@ -58,6 +58,18 @@ def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
     )
 
 
+def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention] | None:
+    """Makes the attention of so many decodes that share keys, or of any number (None); nothing for latent attention."""
+    from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
+
+    needs, ops = parts.needs, parts.ops
+    if needs.latent:
+        return None
+    return lambda batch: KernelAttention(
+        parts.pool, {kind: SharedDecodeAttention(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds}
+    )
+
+
 TRITON = AttentionBackend(
     Abilities(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
@@ -68,5 +80,6 @@ TRITON = AttentionBackend(
     prefill=_prefill,
     decode=_decode,
     graphs=_decodes,
+    shared=shared_decodes,
     latent=frozenset({"prefill", "decode"}),
 )

@@ -257,6 +257,7 @@ class _Builder:
             self._prefill.backend,
             self._decode.backend,
             [tuple(each) or self._needs.kinds for each in kinds],
+            share=self._options.shared_prefix_attention,
         )
         make = backend.graphs() if self._captures else None
         if make is None:
@@ -264,7 +265,8 @@ class _Builder:
         from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
 
         sizes = ladder(self._largest_graph) if sizes is None else sizes
-        return backend, DecodeGraphs(self._model, backend, make, pool, sizes, self._last_tokens, self._ops)
+        makes = make, backend.shared_graphs()
+        return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, self._last_tokens, self._ops)
 
     @torch.inference_mode()
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:

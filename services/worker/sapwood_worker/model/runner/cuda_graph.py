@@ -21,14 +21,27 @@ from torch import Tensor
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention, in_tables
 from sapwood_worker.model.attention.paged import PagedAttention, PagedPlan
+from sapwood_worker.model.attention.shared_prefix import Runs
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
+
+_LEAST_SHARING, _STEP_DOWN = 4, 0.7
+"""The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""
 
 
 def ladder(largest: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, then steps that grow, so that padding stays under a fifth beyond 16."""
     sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 257, 32), *range(320, 4097, 64)]
     return [size for size in sizes if size < largest] + [largest]
+
+
+def sparse_ladder(sizes: Sequence[int]) -> list[int]:
+    """Of a ladder's sizes, ascending, those for batches that share keys, which gain more than padding costs them."""
+    chosen = [sizes[-1]]
+    for size in reversed(sizes):
+        if _LEAST_SHARING <= size <= _STEP_DOWN * chosen[-1]:
+            chosen.append(size)
+    return chosen[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,8 @@ class DecodeGraphs:
         model: The model.
         backend: The model's attention.
         make: Makes its part for so many decodes, as ``backend.graphs()`` gives it.
+        make_shared: The same for decodes that share keys, as ``backend.shared_graphs()`` gives it; they have graphs of their
+            own, so that others pay nothing for them. None: there are none.
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
@@ -78,6 +93,7 @@ class DecodeGraphs:
         model: DecoderModel,
         backend: PagedAttention,
         make: Callable[[int], StepAttention],
+        make_shared: Callable[[int], StepAttention] | None,
         pool: DevicePool,
         sizes: Sequence[int],
         last_tokens: Tensor,
@@ -86,7 +102,6 @@ class DecodeGraphs:
         self._ops = ops
         self._model = model
         self._backend = backend
-        self._make = make
         self._pool = pool
         self._scratch = pool.scratch_slots()
         self._last_tokens = last_tokens
@@ -95,12 +110,9 @@ class DecodeGraphs:
         rows = 3 + len(pool.counts)
         self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
-        self._captured: dict[int, _Captured] = {}
-        memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
-        for size in reversed(self._sizes):
-            captured = self._capture(size, memory)
-            memory = captured.graph.pool()
-            self._captured[size] = captured
+        self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
+        self._shared = {} if make_shared is None else self._capture_all(sparse_ladder(self._sizes), make_shared)
+        self._captured = self._capture_all(self._sizes, make)
 
     @property
     def largest(self) -> int:
@@ -129,15 +141,19 @@ class DecodeGraphs:
         """
         self._backend.begin_plan()
         count = len(token_ids)
-        size = self._sizes[bisect_left(self._sizes, count)]
-        captured = self._captured[size]
+        lengths = positions + 1
+        tables = page_table.reshape(count, len(self._scratch), -1).swapaxes(0, 1)
+        runs = self._backend.find_shared(list(tables), lengths) if self._shared else None
+        graphs = self._captured if runs is None else self._shared
+        sizes = list(graphs)
+        size = sizes[bisect_left(sizes, count)]
+        captured = graphs[size]
         page_size = self._pool.page_size
         rows = np.arange(count)
         staged = self._staging.numpy()
         staged[:, :size] = 0
         staged[0, :count], staged[1, :count] = token_ids, positions
         staged[2, :count] = slots
-        tables = page_table.reshape(count, len(self._scratch), -1).swapaxes(0, 1)
         padded = []
         for row, (own, scratch) in enumerate(zip(tables, self._scratch, strict=True), 3):
             staged[row, :count] = own[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
@@ -145,9 +161,8 @@ class DecodeGraphs:
             padded.append(np.full((size, own.shape[1]), scratch // page_size, np.int32))
             padded[-1][:count] = own
         self._inputs.copy_(self._staging, non_blocking=True)
-        lengths = np.ones(size, np.int64)
-        lengths[:count] = positions + 1
-        self._plan(captured.attention, lengths, padded)
+        lengths = np.concatenate((lengths, np.ones(size - count, np.int64)))
+        self._plan(captured.attention, lengths, padded, runs)
         self._backend.end_plan()
         with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
             captured.graph.replay()
@@ -159,15 +174,22 @@ class DecodeGraphs:
         attention: StepAttention,
         lengths: npt.NDArray[np.int64],
         tables: list[npt.NDArray[np.int32]],
+        runs: Runs | None = None,
     ) -> None:
         starts = np.arange(len(lengths) + 1)
-        batches = [
-            AttentionBatch(starts, lengths, pages, slots) for pages, slots in zip(tables, self._inputs[3:], strict=True)
-        ]
+        every = zip(tables, self._inputs[3:], runs or (None,) * len(tables), strict=True)
+        batches = [AttentionBatch(starts, lengths, pages, slots, runs=shared) for pages, slots, shared in every]
         attention.plan(self._backend.with_keys(in_tables(batches)))
 
-    def _capture(self, size: int, memory: Any) -> _Captured:
-        attention = self._make(size)
+    def _capture_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
+        """Captures from the largest down; the result is ascending."""
+        captured = {}
+        for size in reversed(sizes):
+            captured[size] = self._capture(size, make(size))
+            self._memory = captured[size].graph.pool()
+        return dict(reversed(captured.items()))
+
+    def _capture(self, size: int, attention: StepAttention) -> _Captured:
         size_of_page = self._pool.page_size
         tables = [np.full((size, 1), slot // size_of_page, np.int32) for slot in self._scratch]
         for slots, scratch in zip(self._inputs[3:], self._scratch, strict=True):
@@ -181,7 +203,7 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # NCCL's own threads may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = self._step(size, plan)
         return _Captured(graph, attention, result)
 

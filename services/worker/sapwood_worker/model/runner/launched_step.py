@@ -26,6 +26,7 @@ class LaunchedStep:
         pooled: float32 [hidden_size] of each chunk that is to be pooled, by the part's index.
         copied: Asked, when the result is taken, which copies between tiers have ended.
         ops: The operations of the results' device.
+        spared_tokens: As :class:`ModelOutput` has them.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class LaunchedStep:
         copied: Callable[[], CopyReport],
         ops: DeviceOps,
         pooled: Mapping[int, Tensor] | None = None,
+        spared_tokens: int = 0,
     ) -> None:
+        self._spared_tokens = spared_tokens
         self._step = step.number
         self._count = len(step.rows)
         self._at = at
@@ -76,7 +79,9 @@ class LaunchedStep:
         prompts = {index: Logprobs(next(tensors), next(tensors), next(tensors)).to_list() for index in self._prompts}
         pooled = {index: next(tensors).numpy() for index in self._pooled}
         failures = {} if self._tokens is None else dict(self._tokens.failures)
-        return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts, pooled, failures)
+        return ModelOutput(
+            self._step, token_ids, self._copied(), logprobs, prompts, pooled, failures, self._spared_tokens
+        )
 
 
 def _parts(values: list[int], at: Positions) -> Sequence[int]:

@@ -115,9 +115,11 @@ class ModelRunner:
             graphs, size = self._graphs, self._pool.page_size
             rows = decode_rows(step, size, graphs.largest, graphs.most_pages, prompts=not loads)
             if rows is not None:
-                return LaunchedStep(step, at, self._replay(graphs, step, rows, at), {}, self._copied, self._ops)
+                tokens = self._replay(graphs, step, rows, at)
+                spared = self._backend.take_spared()
+                return LaunchedStep(step, at, tokens, {}, self._copied, self._ops, spared_tokens=spared)
         hidden = self._forward(step)
-        tokens: SampledTokens | None = None
+        tokens = None
         if len(at.rows):
             every = int(step.samples.sum()) == len(hidden)
             last = hidden if every else hidden.index_select(0, self._ops.to_device(step.sampled()))
@@ -134,7 +136,7 @@ class ModelRunner:
                 pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
             else:
                 prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
-        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled)
+        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, self._backend.take_spared())
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.

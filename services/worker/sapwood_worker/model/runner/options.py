@@ -40,6 +40,7 @@ class RunnerOptions:
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of made-up weights.
         attention_backend: As ``attention.registry.choose_backend`` takes it.
+        shared_prefix_attention: Whether decodes read what they share once for all of them, where it can and pays.
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
@@ -65,6 +66,7 @@ class RunnerOptions:
     threads: int | None = None
     seed: int = 0
     attention_backend: str = "auto"
+    shared_prefix_attention: bool = True
     structured_output: bool = False
     host_cache_gb: float = 0.0
     host_cache_ratio: float = 0.0

@@ -1,0 +1,84 @@
+"""Cuts shared runs of keys into pieces of work: which program reads which keys for which requests. On the host, vectorised."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_kernels.attention.planned import IntArray, SharedRuns
+
+SLOTS = 16
+"""The most parts of a request's result that come from shared runs."""
+FIELDS = 8
+"""Numbers of an item: its place in ``order``, its requests, the request whose pages are read, its first key, the position after
+its last, its slot; two are spare."""
+_LEAST = 256
+"""Fewest keys of an item, unless a run has fewer: what is written and read again for it costs about as much as eight keys."""
+_WAVES = 2
+"""Programs for each multiprocessor that a batch is to be cut into, about."""
+
+
+class SharedItems(NamedTuple):
+    """The work.
+
+    Attributes:
+        items: int32 [N, ``FIELDS``].
+        starts: int64 [B]: how many keys of each request the items read; the others are its own.
+        counts: int64 [B]: in how many slots, from 0 up, they leave parts of its result.
+    """
+
+    items: npt.NDArray[np.int32]
+    starts: IntArray
+    counts: IntArray
+
+
+def cut_runs(
+    runs: SharedRuns, *, page_size: int, tile: int, kv_heads: int, processors: int, most: int, slots: int = SLOTS
+) -> SharedItems:
+    """The items of some runs: each a stretch of a run's keys for at most ``tile`` of its requests.
+
+    A run whose items would be too many, or that would need too many slots, is left to its requests to read, and with it what
+    hangs on it. O(runs + items).
+
+    Args:
+        runs: What is shared.
+        page_size: Tokens in a page.
+        tile: Requests of an item.
+        kv_heads: Programs of an item.
+        processors: The device's multiprocessors.
+        most: The most items.
+        slots: The most parts of a request's result.
+    """
+    starts, counts = np.zeros_like(runs.order), np.zeros_like(runs.order)
+    tiles = -(-runs.count // tile)
+    work = int((tiles * (runs.end - runs.begin)).sum()) * kv_heads
+    stretch = -(-max(_LEAST, work // (_WAVES * processors)) // page_size) * page_size
+    items: list[IntArray] = []
+    left = most
+    for first, count, begin, end, parts in zip(
+        runs.first.tolist(), runs.count.tolist(), runs.begin.tolist(), runs.end.tolist(), tiles.tolist(), strict=True
+    ):
+        members = runs.order[first : first + count]
+        one = int(members[0])
+        used = int(counts[one])
+        pieces = min(-(-(end - begin) // stretch), slots - used)
+        if starts[one] != begin or pieces < 1 or pieces * parts > left:
+            continue
+        share = -(-(end - begin) // (pieces * page_size)) * page_size
+        pieces = -(-(end - begin) // share)
+        made = np.zeros((pieces, parts, FIELDS), np.int64)
+        at = begin + share * np.arange(pieces)[:, None]
+        tile_at = tile * np.arange(parts)
+        made[..., 0] = first + tile_at
+        made[..., 1] = np.minimum(tile, count - tile_at)
+        made[..., 2] = one
+        made[..., 3] = at
+        made[..., 4] = np.minimum(at + share, end)
+        made[..., 5] = used + np.arange(pieces)[:, None]
+        items.append(made.reshape(-1, FIELDS))
+        left -= pieces * parts
+        starts[members], counts[members] = end, used + pieces
+    every = np.concatenate(items) if items else np.zeros((0, FIELDS), np.int64)
+    return SharedItems(every.astype(np.int32), starts, counts)

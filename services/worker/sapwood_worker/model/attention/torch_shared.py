@@ -1,0 +1,164 @@
+"""Decode attention in plain torch that reads what requests share once for all of them, for any device: the reference of
+``sapwood_kernels.attention.triton_shared``, and what a CPU uses.
+
+A part of the result is computed for each shared run, with the queries of all who share it as rows of one product, and one for
+each request's own keys. The parts are added, each weighted by its sum of weights (log-sum-exp), which is exact but for rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sapwood_kernels.attention.planned import IntArray, SharedRuns
+from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
+from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.records.kv_layout import KVComponent
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the results of N requests.
+
+    Attributes:
+        rows: int64 [N]: the requests.
+        keys: int64 [B * K * M]: the pool's rows of B stretches of M keys, each shared by N / B requests.
+        mask: [B, 1, N / B, M]: 0 where a request sees a key, else -inf; None: it sees all.
+        size: B.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    mask: Tensor | None
+    size: int
+
+
+class TorchSharedAttention:
+    """Implements :class:`sapwood_worker.model.attention.backend.StepAttention` for one token of each request, where some share
+    keys: ``batch.runs``.
+
+    Args:
+        pool: Keys and values.
+        dtype: The dtype of the queries.
+    """
+
+    def __init__(self, pool: DevicePool, dtype: torch.dtype) -> None:
+        self._pool = pool
+        self._dtype = dtype
+        self._batch: AttentionBatch
+        self._parts: dict[tuple[int | None, KVComponent], list[_Part]] = {}
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+        self._parts = {}
+
+    def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
+        kind = layer.window, self._pool.kept[layer.index]
+        if kind not in self._parts:
+            self._parts[kind] = self._cut(layer)
+        latent = layer.latent
+        asked = query if latent is None else latent.absorb(query)
+        width = asked.shape[2] if latent is None else latent.rank
+        # What is found so far: the highest score, the sum of weights and of values relative to it.
+        highest = asked.new_full(asked.shape[:2], float("-inf"), dtype=torch.float32)
+        total = torch.zeros_like(highest)
+        result = highest.new_zeros(*asked.shape[:2], width)
+        if layer.sinks is not None:  # a key without a value
+            highest, total = highest.copy_(layer.sinks), total + 1.0
+        for part in self._parts[kind]:
+            own, count, values = _attend(self._pool, layer, asked.index_select(0, part.rows), part, width)
+            before = highest.index_select(0, part.rows)
+            above = torch.maximum(before, own)
+            base = above.clamp(min=torch.finfo(torch.float32).min)  # nothing seen yet
+            fade, weight = (before - base).exp(), (own - base).exp()
+            highest.index_copy_(0, part.rows, above)
+            total.index_copy_(0, part.rows, total.index_select(0, part.rows) * fade + count * weight)
+            summed = result.index_select(0, part.rows) * fade[..., None] + values * weight[..., None]
+            result.index_copy_(0, part.rows, summed)
+        found = (result / total[..., None]).to(query.dtype)
+        if latent is not None:
+            found = latent.values(found).contiguous()
+        return found if out is None else out.copy_(found)
+
+    def _cut(self, layer: AttentionLayer) -> list[_Part]:
+        batch = self._batch
+        lengths = batch.seq_lens
+        oldest = np.zeros_like(lengths) if layer.window is None else np.maximum(lengths - layer.window, 0)
+        starts = np.zeros_like(lengths)
+        parts = []
+        runs = batch.runs or SharedRuns(*np.zeros((5, 0), np.int64))
+        for first, count, begin, end in zip(runs.first, runs.count, runs.begin, runs.end, strict=True):
+            members = runs.order[first : first + count]
+            starts[members] = end
+            begin = max(int(begin), int(oldest[members].min()))  # pages that none of them sees any more may be gone
+            if begin < end:
+                at = np.arange(begin, int(end))[None]
+                hidden = at < oldest[members][:, None]
+                parts.append(self._part(layer, members, members[:1], at, hidden[None]))
+        # Requests with about as many keys of their own go together.
+        begins = np.maximum(starts, oldest)
+        counts = lengths - begins
+        kinds = np.ceil(np.log2(counts)).astype(np.int64)
+        for kind in np.unique(kinds):
+            members = np.flatnonzero(kinds == kind)
+            nth = np.arange(int(counts[members].max()))[None]
+            at = begins[members][:, None] + np.minimum(nth, counts[members][:, None] - 1)
+            hidden = nth >= counts[members][:, None]
+            parts.append(self._part(layer, members, members, at, hidden[:, None]))
+        return parts
+
+    def _part(
+        self,
+        layer: AttentionLayer,
+        members: IntArray,
+        pages_of: IntArray,
+        at: IntArray,
+        hidden: npt.NDArray[np.bool_],
+    ) -> _Part:
+        """The part of some requests over keys ``at``, int64 [B, M], of B of them; ``hidden`` is [B, N / B, M]."""
+        size = self._pool.page_size
+        pages = self._batch.page_table[pages_of[:, None], at // size]
+        slots = pages.astype(np.int64) * size + at % size
+        mask = None
+        if hidden.any():
+            mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None]
+        return _Part(
+            rows=self._tensor(members),
+            keys=self._tensor(self._pool.rows(layer.index, slots).ravel()),
+            mask=None if mask is None else mask.to(self._pool.device),
+            size=len(pages_of),
+        )
+
+    def _tensor(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device)
+
+
+def _attend(
+    pool: DevicePool, layer: AttentionLayer, query: Tensor, part: _Part, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries [N, H, D] the highest score and the sum of weights, float32 [N, H], and of weighted values, [N, H, width]."""
+    keys, values = pool.gather(layer.index, part.keys, query.dtype)
+    kv_heads = pool.kept[layer.index].heads
+    count, heads, dim = query.shape
+    sharers, group = count // part.size, heads // kv_heads
+    # [B, K, sharers * group, D]; keys and values [B, K, M, D].
+    stacked = query.view(part.size, sharers, kv_heads, group, dim).transpose(1, 2).reshape(part.size, kv_heads, -1, dim)
+    keys = keys.view(part.size, kv_heads, -1, keys.shape[1])
+    values = values.view(part.size, kv_heads, -1, values.shape[1])[..., :width]
+    scores = torch.matmul(stacked, keys.transpose(2, 3)).float().mul_(layer.scale)
+    if layer.softcap is not None:
+        scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+    if part.mask is not None:
+        scores.view(part.size, kv_heads, sharers, group, -1).add_(part.mask[:, :, :, None])
+    highest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(highest.clamp(min=torch.finfo(torch.float32).min)).exp_()
+    summed = torch.matmul(weights.to(query.dtype), values).float()
+
+    def by_request(found: Tensor) -> Tensor:
+        return found.view(part.size, kv_heads, sharers, group, -1).transpose(1, 2).reshape(count, heads, -1)
+
+    return by_request(highest)[..., 0], by_request(weights.sum(-1, keepdim=True))[..., 0], by_request(summed)

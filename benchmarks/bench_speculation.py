@@ -28,7 +28,7 @@ from sapwood_common.models.model_files import demo_path
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.speculation.drafter import Drafter
+from sapwood_worker.core.scheduler.speculation.drafter import Drafter, HostDrafter
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -61,7 +61,7 @@ def overdue(orders, today):
 """
 
 
-class Dial:
+class Dial(HostDrafter):
     """Implements :class:`Drafter` with the answers themselves, of which it knows a share.
 
     Args:

@@ -1,4 +1,4 @@
-"""`sapwood model fetch|path|list|quantize`: models on this machine."""
+"""`sapwood model fetch|path|list|quantize|drafter`: models on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli import quantize
+from sapwood.cli import drafter, quantize
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
 from sapwood.cli.terminal import open_terminal
 
@@ -42,7 +42,8 @@ def configure(verbs: Any) -> None:
     path.set_defaults(run=run_path)
     listed = nouns.add_parser("list", help="list the models that are here: name, revisions, size", description=_KEPT)
     listed.set_defaults(run=run_list)
-    quantize.configure(nouns, lambda name, revision: fetch_model(name, revision).path)
+    for verb in (quantize, drafter):
+        verb.configure(nouns, lambda name, revision: fetch_model(name, revision).path)
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:

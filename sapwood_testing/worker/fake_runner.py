@@ -163,6 +163,7 @@ class FakeRunner:
         self.host_pool = host_pool
         self.vocabulary = vocabulary
         self.experts = None
+        self.draft = None
         self.asynchronous = True
         self._step_seconds = step_seconds
         self._busy_until = 0.0

@@ -37,6 +37,16 @@ def _is_quantization(name: str) -> str:
     return name
 
 
+def _is_speculation(name: str) -> str:
+    kind, colon, model = name.partition(":")
+    if kind not in ("draft",) if colon else name not in ("auto", "off", "prefix"):
+        raise ValueError(f"{name!r} is none of auto, off, prefix and draft:MODEL")
+    if colon and not model:
+        raise ValueError(f"{name!r} names no model")
+    return name
+
+
+SpeculateChoice = Annotated[str, AfterValidator(_is_speculation)]
 QuantizationName = Annotated[str, AfterValidator(_is_quantization)]
 
 
@@ -365,11 +375,12 @@ class WorkerConfig(ServiceConfig):
         True,
         description="Append tokens that a grammar forces without asking the model; outputs are the same with and without.",
     )
-    speculate: Literal["auto", "off", "prefix"] = Field(
+    speculate: SpeculateChoice = Field(
         "off",
-        description="Draft the tokens that probably come next, as they came before in the prompt, in the output or in the prefix "
-        "cache, and check several of them in one step; outputs are the same with and without. auto does so where the steps' "
-        "measured times say that it pays, prefix wherever the drafts are often right, off never.",
+        description="Draft the tokens that probably come next, and check several of them in one step; outputs are the same with "
+        "and without. auto drafts what came before in the prompt, in the output or in the prefix cache, where the steps' "
+        "measured times say that it pays; prefix wherever that is often right; draft:MODEL what a smaller model with the same "
+        "vocabulary says, where it pays; off nothing. MODEL is named as --model's is.",
     )
     grammar_timeout: float = Field(
         10.0,

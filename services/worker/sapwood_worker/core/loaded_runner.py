@@ -8,6 +8,17 @@ from typing import Protocol
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_worker.core.tiering import TieredRunner
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import Runner
+
+
+class DraftRunner(Runner, Protocol):
+    """A runner of a draft model.
+
+    Attributes:
+        info: Facts about it.
+    """
+
+    info: ModelInfo
 
 
 class LoadedRunner(TieredRunner, Protocol):
@@ -22,3 +33,8 @@ class LoadedRunner(TieredRunner, Protocol):
     info: ModelInfo
     vocabulary: TokenVocabulary | None
     experts: Callable[[], list[list[int]]] | None
+
+    @property
+    def draft(self) -> DraftRunner | None:
+        """Runs a model that drafts for this one, over as many pages; None: there is none."""
+        ...

@@ -24,10 +24,11 @@ from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.expert_watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
-from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
-from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.core.tiering import build_tiering
 from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
@@ -50,16 +51,24 @@ class RunnerFactory(Protocol):
 
 
 def build_scheduler(
-    config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None, masks: MaskFiller | None = None
+    config: WorkerConfig,
+    info: ModelInfo,
+    tiers: HierarchicalCache | None = None,
+    masks: MaskFiller | None = None,
+    draft: DraftRunner | None = None,
 ) -> Scheduler:
-    """The scheduler for a loaded model."""
+    """The scheduler for a loaded model, and the one that drafts for it."""
+    max_running = config.max_running or info.max_running
+    drafter = None
+    if draft is not None:
+        drafter = DraftModel(draft, draft.info.context_length, max(max_running, draft.info.max_step_tokens))
     return Scheduler(
         SchedulerConfig(
             page_size=info.page_size,
             num_pages=info.num_pages,
             context_length=info.context_length,
             eos_token_ids=frozenset(info.eos_token_ids),
-            max_running=config.max_running or info.max_running,
+            max_running=max_running,
             max_waiting=config.max_waiting,
             max_step_tokens=config.max_step_tokens or info.max_step_tokens,
             policy=config.policy,
@@ -70,12 +79,19 @@ def build_scheduler(
             kv_events=True,
             conservativeness=config.conservativeness,
             jump_forward=config.jump_forward,
-            speculate=config.speculate if info.generates else "off",
+            speculate=_speculate(config) if info.generates else "off",
             windows=info.windows,
         ),
         tiers,
         masks=masks,
+        drafter=drafter,
     )
+
+
+def _speculate(config: WorkerConfig) -> SpeculateName:
+    """Whether to draft: with a model, where it pays."""
+    name = config.speculate.partition(":")[0]
+    return "off" if name == "off" else "prefix" if name == "prefix" else "auto"
 
 
 def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend | None:
@@ -112,7 +128,8 @@ def main() -> int:
         tiering = build_tiering(config, runner)
         grammars = build_grammars(config, runner)
         masks = None if grammars is None else grammars.masks()
-        scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache, masks)
+        tiers = None if tiering is None else tiering.cache
+        scheduler = build_scheduler(config, runner.info, tiers, masks, runner.draft)
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("the model could not be loaded")

@@ -12,6 +12,7 @@ from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
 _EXPERTS = 512
+_DRAFTERS = OneOf("prefix", "draft")
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -93,12 +94,20 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_drafted_tokens_total",
-            "Tokens that were drafted and checked in a step, by whether the model chose them too.",
+            "Tokens that were drafted and checked in a step, by what drafted them and whether the model chose them too.",
             lambda: [
-                (("accepted",), load().accepted_tokens),
-                (("rejected",), load().drafted_tokens - load().accepted_tokens),
+                ((_drafter(load()), "accepted"), load().accepted_tokens),
+                ((_drafter(load()), "rejected"), load().drafted_tokens - load().accepted_tokens),
             ],
+            drafter=_DRAFTERS,
             outcome=OneOf("accepted", "rejected"),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_drafts_total",
+            "Drafts that were checked: each brings its request a token and those that were accepted.",
+            lambda: [((_drafter(load()),), load().drafts)],
+            drafter=_DRAFTERS,
         )
         self._metrics.polled(
             "counter",
@@ -238,6 +247,10 @@ def _reader(
     load: Callable[[], Load], read: Callable[[Load], float]
 ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
     return _reading(lambda: read(load()))
+
+
+def _drafter(load: Load) -> str:
+    return load.drafter or "prefix"
 
 
 def _by_expert(tokens: tuple[int, ...]) -> list[tuple[tuple[str], float]]:

@@ -160,6 +160,10 @@ class KVLayout:
                 at += self.layer_bytes(each)
         return found
 
+    def kept_whole(self) -> KVLayout:
+        """The layout with every token kept for as long as its request, so that all pages are in one table."""
+        return replace(self, components=tuple(replace(each, needed="all") for each in self.components))
+
     def shard(self, ranks: int) -> KVLayout:
         """The layout of one of so many equal ranks; with fewer heads than ranks, neighbours keep the same head.
 

@@ -45,6 +45,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         pull_stale_pages: Pages that the source no longer had, or that failed their check.
         pull_fallbacks: Requests that had to compute pages for which they had a ticket.
         storage_id: Names the third tier's store for all who share it; empty: there is none, or nothing is read from it.
+        drafts: Drafts of requests' next tokens that were checked, whatever their length.
+        drafter: What makes them; empty: nothing does.
     """
 
     running_requests: int = 0
@@ -83,3 +85,5 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pull_failures: int = 0
     pull_stale_pages: int = 0
     pull_fallbacks: int = 0
+    drafts: int = 0
+    drafter: str = ""

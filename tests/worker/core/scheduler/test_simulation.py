@@ -14,18 +14,20 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
 from sapwood_common.contract.page_hash import cache_namespace
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ResourceExhaustedError
+from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.checked_tree import CheckedTree
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt, random_windows
-from sapwood_testing.worker.scripted_drafter import ScriptedDrafter
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput
 
@@ -80,16 +82,6 @@ class Simulation:
         self.limit = min(self.config.context_length, num_pages * page_size)
         self.longest_wait = 0
         self.now = 0.0
-        drafter = ScriptedDrafter(
-            lambda request: continuation(request.token_ids[: request.prompt_length], request.sampling, VOCAB),
-            random.Random(seed),
-            right=0.8,
-            vocab_size=VOCAB,
-        )
-        self.scheduler = Scheduler(self.config, clock=lambda: self.now, drafter=drafter)
-        self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
-        if self.tree is not None:
-            self.scheduler._cache._tree = self.scheduler._cache.pins._tree = self.tree
         info = ModelInfo(
             architecture="fake",
             dtype="none",
@@ -100,6 +92,19 @@ class Simulation:
             num_pages=num_pages,
             windows=self.config.windows,
         )
+        drafter: ScriptedDrafter | DraftModel = ScriptedDrafter(
+            lambda request: continuation(request.token_ids[: request.prompt_length], request.sampling, VOCAB),
+            random.Random(seed),
+            right=0.8,
+            vocab_size=VOCAB,
+        )
+        if random.Random(seed + 2).random() < 0.4:  # it agrees with the model
+            alone = msgspec.structs.replace(info, windows=())
+            drafter = DraftModel(FakeRunner(alone), self.limit - 3, max(self.config.max_running, 5))
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now, drafter=drafter)
+        self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
+        if self.tree is not None:
+            self.scheduler._cache._tree = self.scheduler._cache.pins._tree = self.tree
         # Whether steps are planned while others are in flight, and computed some time between launch and result.
         self.overlap = seed % 4 < 2
         self.runner = FakeRunner(info, poison=POISON, chance=random.Random(seed) if self.overlap else None)

@@ -42,6 +42,8 @@ def measure_load(
         forced_tokens=forced_tokens,
         drafted_tokens=0 if speculation is None else speculation.drafted_tokens,
         accepted_tokens=0 if speculation is None else speculation.accepted_tokens,
+        drafts=0 if speculation is None else speculation.drafts,
+        drafter="" if speculation is None else speculation.drafter_name,
         window_pages=sum(window.num_pages for window in cache.windows),
         used_window_pages=sum(window.num_used for window in cache.windows),
         passed_window_pages=sum(window.num_freed for window in cache.windows),

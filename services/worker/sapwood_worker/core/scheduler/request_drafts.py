@@ -8,6 +8,11 @@ _LEARNING = 0.15
 """How much one token changes the rate."""
 
 
+def learned(rate: float, right: int, wrong: int, weight: float = _LEARNING) -> float:
+    """A rate, once so many more tokens were foreseen and so many were not."""
+    return (1 - (1 - rate) * (1 - weight) ** right) * (1 - weight) ** wrong
+
+
 class RowDrafter(Protocol):
     """Guesses the next tokens of one request."""
 
@@ -19,12 +24,17 @@ class RowDrafter(Protocol):
         ...
 
     def propose(self, unknown: int, most: int) -> list[int]:
-        """The tokens that it expects, at most so many, after those that the request has and ``unknown`` further ones."""
+        """The tokens that it expects, at most so many, after those that the request has and ``unknown`` further ones; -1 for
+        one that it would have to compute."""
         ...
 
 
 class RequestDrafts:
     """What is known of one request's drafts.
+
+    Args:
+        drafter: The attribute.
+        rate: What to begin with.
 
     Attributes:
         drafter: Makes them.
@@ -35,14 +45,12 @@ class RequestDrafts:
 
     __slots__ = ("accepted", "drafted", "drafter", "rate")
 
-    def __init__(self, drafter: RowDrafter) -> None:
+    def __init__(self, drafter: RowDrafter, rate: float = 0.0) -> None:
         self.drafter = drafter
-        self.rate = 0.0
+        self.rate = rate
         self.drafted = self.accepted = 0
 
     def learn(self) -> float:
         """The rate, once the tokens since the last call are known too."""
-        right, wrong = self.drafter.follow()
-        kept = (1 - _LEARNING) ** right
-        self.rate = (1 - (1 - self.rate) * kept) * (1 - _LEARNING) ** wrong
+        self.rate = learned(self.rate, *self.drafter.follow())
         return self.rate

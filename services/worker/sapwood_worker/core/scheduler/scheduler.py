@@ -37,6 +37,7 @@ from sapwood_worker.core.scheduler.running.running_plan import plan_running
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.factory import make_speculation
+from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
@@ -59,7 +60,7 @@ class Scheduler:
         clock: Seconds, the clock of the requests' deadlines.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
         masks: Fills the masks of requests with a grammar while the model computes; None: no such requests come.
-        drafter: Guesses tokens, if ``config`` wants that; None: from the prefix cache and what a request holds itself.
+        drafter: Guesses tokens, if ``config`` wants that, or a model that does; None: as ``make_speculation`` says.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Scheduler:
         tiers: HierarchicalCache | None = None,
         clock: Callable[[], float] = time.monotonic,
         masks: MaskFiller | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | DraftModel | None = None,
     ) -> None:
         self._config = config
         self._masks = masks
@@ -111,7 +112,7 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         self._forced_tokens = 0
-        self._speculation = make_speculation(config, drafter, self._cache, self._running)
+        self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
 
     @property
@@ -200,6 +201,8 @@ class Scheduler:
     @property
     def plans_ahead(self) -> bool:
         """Whether the next step may be planned while one is in flight: not if it must be known first what that one samples."""
+        if self._in_flight and self._speculation is not None and self._speculation.waits:
+            return False
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     def schedule(self) -> Step:

@@ -37,8 +37,8 @@ class CheckpointWriter:
             self._write()
         self._held[name] = tensor.detach().to("cpu").contiguous().clone()
 
-    def finish(self, source: Path, quantization: dict[str, Any]) -> None:
-        """Writes what is left, the configuration with ``quantization_config``, and copies of the source's other files."""
+    def finish(self, source: Path, changes: dict[str, Any]) -> None:
+        """Writes what is left, the configuration with these changes, and copies of the source's other files."""
         self._write()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -52,7 +52,7 @@ class CheckpointWriter:
         for file_ in source.iterdir():
             if file_.is_file() and file_.suffix not in _WEIGHTS and file_.name not in ("config.json", _INDEX):
                 shutil.copy(file_, self._unfinished / file_.name)
-        config = json.loads((source / "config.json").read_text()) | {"quantization_config": quantization}
+        config = json.loads((source / "config.json").read_text()) | changes
         (self._unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         self._unfinished.rename(self._folder)
 

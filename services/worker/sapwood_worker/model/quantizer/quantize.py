@@ -88,7 +88,7 @@ def quantize(
     try:
         wide = _Rounding(loaded, scheme, run, writer, _scales_dtype(source), progress).all_layers()
         _copy_others(source, loaded, writer, set(wide))
-        writer.finish(source, scheme.configuration(["lm_head", *wide]))
+        writer.finish(source, {"quantization_config": scheme.configuration(["lm_head", *wide])})
     finally:
         writer.abandon()
     del run, loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,30 @@ def build_runner(options: RunnerOptions) -> ModelRunner:
     return _Builder(options).build()
 
 
+def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelRunner:
+    """Does :func:`build_runner`, and the same for a draft model, which is the runner's ``draft``.
+
+    Args:
+        options: The model's.
+        draft: The draft model's, which gets as many pages and rows as the model, all in one table.
+
+    Raises:
+        ConfigError: Either cannot be loaded, or the draft model has another vocabulary.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    builder = _Builder(options)
+    beside = _Builder(replace(draft, max_running=builder.max_running, one_table=True))  # before memory is measured
+    if beside.vocab_size != builder.vocab_size:
+        raise ConfigError(
+            f"--speculate draft:{draft.model_path}: its vocabulary has {beside.vocab_size} tokens, the model's has "
+            f"{builder.vocab_size}: a draft model must have the model's own"
+        )
+    runner = builder.build(beside.page_bytes)
+    runner.draft = beside.build(num_pages=runner.info.num_pages)
+    return runner
+
+
 class _Builder:
     """Loads a model, and makes its parts: for a trial step that measures memory, and for good."""
 
@@ -96,7 +121,8 @@ class _Builder:
         float8 = options.kv_cache_dtype == "fp8_e4m3"
         kept = "float8_e4m3fn" if float8 else self._dtype_name
         layout = loaded.family.kv_layout(self._config, kept, options.page_size)
-        self._layout = layout.stage(self._model.own).shard(self._tp.size)
+        layout = layout.stage(self._model.own).shard(self._tp.size)
+        self._layout = layout.kept_whole() if options.one_table else layout
         self._sizes = self._choose_sizes()
         running = self._sizes.max_running
         self._largest_graph = min(options.cuda_graph_max_batch or running, running)
@@ -116,10 +142,30 @@ class _Builder:
         for half, chosen in (("prefill", self._prefill), ("decode", self._decode)):
             logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
 
-    def build(self) -> ModelRunner:
-        """Makes the parts for good; called once."""
+    @property
+    def max_running(self) -> int:
+        """Most requests in a step."""
+        return self._sizes.max_running
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self._config.vocab_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of all layers."""
+        return self._layout.page_bytes
+
+    def build(self, beside: int = 0, num_pages: int | None = None) -> ModelRunner:
+        """Makes the parts for good; called once.
+
+        Args:
+            beside: Bytes that another model keeps of each page, out of the same memory.
+            num_pages: Pages of the pool; None: as the options say.
+        """
         options, config = self._options, self._config
-        pool = self._build_pool(self._page_counts())
+        pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
         host_pool = _build_host_pool(options, pool, self._parallel)
         backend, graphs = self._build_backend(config, pool, None)
         if self._ops.asynchronous:
@@ -290,12 +336,13 @@ class _Builder:
             )
         return DevicePool(self._layout, [count + _SCRATCH_PAGES for count in counts], self._device, self._scales)
 
-    def _page_counts(self) -> tuple[int, ...]:
-        options, sizes = self._options, self._sizes
+    def _page_counts(self, beside: int, num_pages: int | None) -> tuple[int, ...]:
+        sizes = self._sizes
         memory = sizes.cache_bytes
-        if options.num_pages is None and memory is None:
-            memory = measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step)
-        own = plan_pages(self._layout, options.num_pages, memory or 0, sizes.max_running, sizes.max_step_tokens)
+        if num_pages is None and memory is None:
+            memory = measure_pool_bytes(self._device, self._options.memory_fraction, self._try_largest_step)
+        share = self.page_bytes / (self.page_bytes + beside)
+        own = plan_pages(self._layout, num_pages, int((memory or 0) * share), sizes.max_running, sizes.max_step_tokens)
         return tuple(map(min, zip(*self._parallel.exchange(own), strict=True)))
 
     @torch.inference_mode()

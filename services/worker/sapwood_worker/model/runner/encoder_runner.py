@@ -43,6 +43,7 @@ class EncoderRunner:
         running = options.max_running or CPU_RUNNING
         self._poolings: dict[int, Pooling] = {}
         self.vocabulary = None
+        self.draft = None
         self.experts = None
         self.host_pool: HostPool | None = None
         self.info = ModelInfo(

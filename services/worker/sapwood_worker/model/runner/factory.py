@@ -17,7 +17,7 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
 from sapwood_worker.model.gpu import check_gpu, read_gpu
-from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -142,7 +142,34 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
         host_cache_ratio=config.tier_ratio if config.prefix_cache else 0.0,
     )
-    return EncoderRunner(options) if encodes else build_runner(options)
+    if encodes:
+        return EncoderRunner(options)
+    drafter = config.speculate.partition("draft:")[2]
+    if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
+        return build_runner(options)
+    return build_drafted_runner(options, _draft_options(config, options, drafter))
+
+
+def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> RunnerOptions:
+    """What a draft model is made of."""
+    try:
+        path = resolve_model(model, weights=config.load_format != "dummy", progress=logged(logger))
+    except ConfigError as error:
+        raise ConfigError(f"--speculate: {str(error).removeprefix('--model: ')}") from error
+    if is_bert(path) or (path.is_dir() and classifies(path)):
+        raise ConfigError(f"--speculate draft:{model}: it generates nothing")
+    return RunnerOptions(
+        model_path=path,
+        load_format=options.load_format,
+        device=options.device,
+        dtype=options.dtype,
+        page_size=options.page_size,
+        memory_fraction=options.memory_fraction,
+        max_step_tokens=options.max_step_tokens,
+        cuda_graphs=options.cuda_graphs,
+        cuda_graph_max_batch=options.cuda_graph_max_batch,
+        threads=options.threads,
+    )
 
 
 def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:

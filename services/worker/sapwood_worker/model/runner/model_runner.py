@@ -55,6 +55,9 @@ class ModelRunner:
         transfer: Copies pages to it and from it.
         identity: Makes :meth:`cache_identity`'s answer.
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
+
+    Attributes:
+        draft: Runs a model that drafts for this one, over as many pages; None: there is none.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ModelRunner:
         cuts: MicroBatches | None = None,
     ) -> None:
         self.info = info
+        self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
         self.experts = None if model.config.sparse is None else model.expert_tokens
         self.host_pool = host_pool

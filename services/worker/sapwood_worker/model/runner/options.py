@@ -44,6 +44,7 @@ class RunnerOptions:
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
+        one_table: Whether all layers' pages are in one page table, windows or not.
         parallel: The groups of ranks that this process runs the model with.
     """
 
@@ -70,4 +71,5 @@ class RunnerOptions:
     structured_output: bool = False
     host_cache_gb: float = 0.0
     host_cache_ratio: float = 0.0
+    one_table: bool = False
     parallel: Parallel = field(default_factory=Parallel)

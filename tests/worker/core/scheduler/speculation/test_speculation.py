@@ -8,6 +8,7 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 from sapwood_worker.core.scheduler.speculation.speculation import MOST_DRAFTED, Speculation
 from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 
@@ -30,7 +31,7 @@ class Row:
         return self.draft[unknown : unknown + most]
 
 
-class Drafter:
+class Drafter(HostDrafter):
     name = "test"
 
     def __init__(self, rows: list[Row]) -> None:

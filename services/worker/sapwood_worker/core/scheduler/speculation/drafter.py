@@ -3,6 +3,7 @@ have chosen is thrown away."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from sapwood_worker.core.scheduler.request import Request
@@ -13,11 +14,36 @@ class Drafter(Protocol):
     """Makes the drafts of all requests.
 
     Attributes:
-        name: For people.
+        name: For people and metrics.
+        computes: Whether a draft takes time on the device. Then rows propose -1 for each token, which :meth:`fill` computes,
+            rates are learned of what is drafted alone, and nothing is drafted after a token that is not known yet.
+        caught_up: Tokens of requests' past that the last :meth:`fill` had to compute first.
     """
 
     name: str
+    computes: bool
+    caught_up: int
 
     def begin(self, request: Request) -> RowDrafter:
         """A request's own, for as long as the request lives."""
         ...
+
+    def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
+        """The drafts, each as long as proposed at most, with tokens in place of -1.
+
+        Args:
+            decodes: The requests, none of them with an unknown token where any is drafted for.
+            drafts: What of their proposals is wanted; for each of these tokens there are pages.
+        """
+        ...
+
+
+class HostDrafter:
+    """The base of drafters that need no device: their rows propose the tokens themselves."""
+
+    computes = False
+    caught_up = 0
+
+    def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
+        """As they are."""
+        return drafts

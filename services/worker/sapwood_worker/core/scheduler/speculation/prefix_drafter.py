@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable
 
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 from sapwood_worker.core.scheduler.speculation.ngram_index import NgramIndex
 
 _BACK, _AHEAD = 8, 24
@@ -20,7 +21,7 @@ _ASK_AGAIN = 16
 """Tokens after which the cache is asked again: it knows whole pages, so that little changes from one to the next."""
 
 
-class PrefixDrafter:
+class PrefixDrafter(HostDrafter):
     """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
 
     Args:

@@ -17,6 +17,7 @@ from sapwood_worker.core.scheduler.request_drafts import RequestDrafts
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.step_costs import LADDER, StepCosts
+from sapwood_worker.core.scheduler.speculation.trials import Trials
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.records.step import ModelOutput
 
@@ -31,6 +32,10 @@ _HOPELESS, _SELDOM = 0.05, 8
 """Rate below which a request is looked at only once in so many tokens, to save the host's time."""
 _CLEARLY = 1.08
 """Times as many tokens a second that drafting must promise: measurements are noisy."""
+_TRIED = 3
+"""Tokens of a draft that is made to see whether drafts are right."""
+_MUCH = 64
+"""Tokens of requests' past that a drafter may compute in a step whose time counts."""
 _DRAFTED_STEPS, _PLAIN_STEPS = 192, 3
 """After so many steps with drafts in a row, so many without are measured again."""
 
@@ -43,6 +48,13 @@ class Speculation:
         most_positions: Most sampled positions of a step.
         costs: What steps cost; None: whatever is likely enough is drafted.
         room: Gives a request pages for so many tokens after its next one; returns for how many it has some.
+
+    Attributes:
+        waits: Whether the last plan would have drafted, but for tokens that are not known yet.
+        drafter_name: The drafter's name.
+        drafts: Drafts that were checked.
+        drafted_tokens: Tokens of these.
+        accepted_tokens: Of these, tokens that became output.
     """
 
     def __init__(
@@ -54,15 +66,22 @@ class Speculation:
         self._room = room
         self._resting = 0
         self._ended: float | None = None
+        self._trials = Trials()
+        self.waits = False
+        self.drafter_name = drafter.name
+        self.drafts = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
 
     def plan(self, decodes: Sequence[Request]) -> list[list[int]]:
         """The draft of each of these requests, which decode; empty if none has any. O(requests), and O(tokens drafted)."""
+        self.waits = False
         rows = len(decodes)
         room = self._most_positions - rows
         if rows == 0 or room < 1 or not self._may_pay(rows):
             return []
+        if self._drafter.computes and self._trials.due():
+            return self._try(decodes[self._trials.turn % rows], decodes)
         drafts: list[list[int]] = []
         worths: list[float] = []
         for request in decodes:
@@ -76,7 +95,12 @@ class Speculation:
             return []
         worths.sort(reverse=True)
         count, least = self._best(rows, worths[:room])
-        return self._cut(decodes, drafts, count, least) if count else []
+        if not count:
+            return []
+        if self._drafter.computes and any(request.unknown for request in decodes):
+            self.waits = True
+            return []
+        return self._fill(decodes, self._cut(decodes, drafts, count, least))
 
     def took(self, step: StepInFlight, output: ModelOutput, now: float, fairness: TenantFairness) -> None:
         """Notes how far each draft of a step was right, so much more than a token is computed of its request, and what it cost.
@@ -94,8 +118,10 @@ class Speculation:
                 request.planned += right
                 fairness.charge(request.tenant, right)
                 self._count(request, len(draft), 0 if request.over else right)
+        if step.chunks:
+            self.waits = False
         before, self._ended = self._ended, now
-        if before is not None and not step.chunks:
+        if before is not None and not step.chunks and not (step.drafts and self._drafter.caught_up > _MUCH):
             self.measured(len(step.decodes), len(step.plan.token_ids), now - before)
 
     def measured(self, rows: int, positions: int, seconds: float) -> None:
@@ -113,6 +139,26 @@ class Speculation:
         request.drafts.accepted += accepted
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
+        self.drafts += 1
+        if self._drafter.computes:
+            self._trials.drafted(accepted, wrong=accepted < drafted)
+
+    def _try(self, request: Request, decodes: Sequence[Request]) -> list[list[int]]:
+        """A short draft for one request, whatever its rate: nobody would know if drafts were right again."""
+        if any(each.unknown for each in decodes):
+            self.waits = True
+            return []
+        self._trials.began()
+        draft, _ = self._draft(request, _TRIED, least=0.0)
+        count = self._room(request, len(draft)) if draft else 0
+        return self._fill(decodes, [draft[:count] if each is request else [] for each in decodes]) if count else []
+
+    def _fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
+        """The drafts with all their tokens; empty if there are none."""
+        if drafts and self._drafter.computes:
+            drafts = self._drafter.fill(decodes, drafts)
+            drafts = [self._usable(request, draft) for request, draft in zip(decodes, drafts, strict=True)]
+        return drafts if any(drafts) else []
 
     def _may_pay(self, rows: int) -> bool:
         """Whether drafts would pay if all of them were right."""
@@ -131,27 +177,37 @@ class Speculation:
         most = min(self._most_positions, rows * (1 + MOST_DRAFTED))
         return any(rung * plain > _CLEARLY * rows * costs.drafted(rows, rung) for rung in LADDER if rows < rung <= most)
 
-    def _draft(self, request: Request, most: int) -> tuple[list[int], float]:
-        """What a request may draft, and its rate."""
+    def _draft(self, request: Request, most: int, least: float = _LEAST_RATE) -> tuple[list[int], float]:
+        """What a request may draft, and its rate; nothing if that is below ``least``."""
         if not request.sampling.speculate or request.sampling.logit_processors:  # these see one position at a time
             return [], 0.0
         drafts = request.drafts
+        computes = self._drafter.computes
         if drafts is None:
-            drafts = request.drafts = RequestDrafts(self._drafter.begin(request))
-        elif drafts.rate < _HOPELESS and (len(request.token_ids) + request.serial) % _SELDOM:
+            drafts = request.drafts = RequestDrafts(
+                self._drafter.begin(request), self._trials.rate if computes else 0.0
+            )
+        elif not computes and drafts.rate < _HOPELESS and (len(request.token_ids) + request.serial) % _SELDOM:
             return [], 0.0
         rate, unknown = drafts.learn(), request.unknown
         most = min(most, request.max_length - len(request.token_ids) - unknown - 1)
-        draft = drafts.drafter.propose(unknown, most if rate >= _LEAST_RATE else 0)
-        worth = rate**unknown
+        draft = drafts.drafter.propose(unknown, most if rate >= least else 0)
+        if least:
+            worth = rate**unknown
+            for count in range(len(draft)):
+                worth *= rate
+                if worth < _LEAST_WORTH:
+                    draft = draft[:count]
+                    break
+        return draft if computes else self._usable(request, draft), rate
+
+    def _usable(self, request: Request, draft: list[int]) -> list[int]:
+        """A draft up to what ends the request, after which nothing follows, or what its grammar forbids."""
         for count, token in enumerate(draft):
-            worth *= rate
-            if worth < _LEAST_WORTH or token in request.stops:  # nothing follows a stop token
+            if token in request.stops:
                 draft = draft[:count]
                 break
-        if draft and request.grammar is not None:
-            draft = draft[: request.grammar.validate(draft)]
-        return draft, rate
+        return draft[: request.grammar.validate(draft)] if draft and request.grammar is not None else draft
 
     def _best(self, rows: int, worths: Sequence[float]) -> tuple[int, float]:
         """How many drafted tokens to take, and how much the last of them is worth. ``worths`` are sorted, the most first."""

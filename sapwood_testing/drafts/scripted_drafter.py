@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(HostDrafter):
     """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
 
     Args:

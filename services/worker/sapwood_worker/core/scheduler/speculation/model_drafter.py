@@ -1,0 +1,235 @@
+"""Drafts of a model: a smaller one says what the large one probably will.
+
+The draft model runs steps as the model does, but for itself: first what it has not computed yet of the requests (a token or two,
+or a prompt), then token after token. It draws with the request's own seed, and a draw is a function of logits, seed and position;
+so it draws what the model will, as far as they agree, at any temperature. Penalties, bans and grammars are left out: what they
+forbid is found when the draft is checked.
+
+It follows its requests late: nothing is computed for one that nothing is drafted for. What it has computed lies in pages that
+are those of the ledger (``draft_pages.py``), and goes with them where requests go: shared, retracted, resumed, evicted.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.draft_pages import DraftPages
+from sapwood_worker.records.step import Entry, LaunchedStep, Runner, Step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts.
+
+    Attributes:
+        runner: Runs it, over a pool with a page for each of the model's.
+        context_length: Most tokens that it takes.
+        max_step_tokens: Most tokens of one of its steps; at least as many as requests may run.
+    """
+
+    runner: Runner
+    context_length: int
+    max_step_tokens: int
+
+
+class ModelRow:
+    """Implements :class:`~sapwood_worker.core.scheduler.request_drafts.RowDrafter`.
+
+    Attributes:
+        computed: Tokens that the draft model has computed, if ``mark`` is still the page of the last.
+        filled: Of these, tokens that the pages are known to hold.
+        mark: Of the page where ``computed`` ends; None: nothing is computed.
+
+    Args:
+        tokens: The request's; grows.
+        longest: Most tokens that the draft model takes.
+    """
+
+    def __init__(self, tokens: array[int], longest: int) -> None:
+        self._tokens = tokens
+        self._longest = longest
+        self._draft: list[int] = []
+        self._at = 0
+        self.computed = self.filled = 0
+        self.mark: tuple[int, int] | None = None
+
+    def follow(self) -> tuple[int, int]:
+        draft, self._draft = self._draft, []
+        came = self._tokens[self._at : self._at + len(draft)]
+        right = 0
+        while right < len(came) and came[right] == draft[right]:
+            right += 1
+        self.computed += min(right, max(0, len(draft) - 1))  # the last one it has only said
+        return right, int(right < len(came))
+
+    def propose(self, unknown: int, most: int) -> list[int]:
+        return [-1] * max(0, min(most, self._longest - len(self._tokens) - unknown))
+
+    def drafted(self, draft: list[int]) -> None:
+        """Takes the draft of what follows the tokens known now, all of which the draft model has computed."""
+        self._draft, self._at = draft, len(self._tokens)
+        self.computed = self.filled = self._at
+
+
+@dataclass(slots=True)
+class _Part:
+    """A request in one draft: ``start`` of its tokens are computed, ``wanted`` more are to be guessed."""
+
+    index: int
+    request: Request
+    row: ModelRow
+    start: int
+    wanted: int
+    draft: list[int]
+
+
+class ModelDrafter:
+    """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
+
+    A draft model that fails drafts nothing any more; the model goes on without.
+
+    Args:
+        model: The draft model.
+        pages: What it has computed.
+        name: The drafter's.
+    """
+
+    computes = True
+
+    def __init__(self, model: DraftModel, pages: DraftPages, name: str = "draft") -> None:
+        self.name = name
+        self.caught_up = 0
+        self._model = model
+        self._pages = pages
+        self._rows: dict[
+            int, int
+        ] = {}  # row of the page table -> serial of the request that the draft model knows there
+        self._steps = 0
+        self._broken = False
+
+    def begin(self, request: Request) -> ModelRow:
+        return ModelRow(request.token_ids, self._model.context_length)
+
+    def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
+        parts = [self._part(at, decodes[at], len(draft)) for at, draft in enumerate(drafts) if draft]
+        filled: list[list[int]] = [[] for _ in drafts]
+        if self._broken or not parts:
+            return filled
+        try:
+            self._guess(parts, self._catch_up(parts))
+        except Exception:
+            logger.exception("the draft model failed; nothing is drafted any more")
+            self._broken = True
+            return filled
+        for part in parts:
+            slot, known = part.request.slot, len(part.request.token_ids)
+            filled[part.index] = part.draft
+            part.row.drafted(part.draft)
+            self._pages.fill(slot, part.start, known)
+            part.row.mark = self._pages.mark(slot, known)
+        return filled
+
+    def _part(self, index: int, request: Request, wanted: int) -> _Part:
+        assert request.drafts is not None and request.unknown == 0
+        row, slot, known = request.drafts.drafter, request.slot, len(request.token_ids)
+        assert isinstance(row, ModelRow)
+        own = row.mark is not None and self._pages.mark(slot, row.filled) == row.mark
+        if own:  # what was drafted and has become output
+            self._pages.fill(slot, row.filled, row.computed)
+        start = self._pages.leading(slot, known - 1)
+        if own and start == row.computed // self._pages.page_size * self._pages.page_size:
+            start = min(row.computed, known - 1)
+        return _Part(index, request, row, start, wanted, [])
+
+    def _catch_up(self, parts: Sequence[_Part]) -> list[int]:
+        """Computes what one step has no room for of the requests' known tokens; returns where each goes on."""
+        most = self._model.max_step_tokens
+        self.caught_up = sum(len(part.request.token_ids) - part.start for part in parts) - len(parts)
+        starts = [part.start for part in parts]
+        while sum(len(part.request.token_ids) for part in parts) - sum(starts) > most:
+            chunk: list[tuple[_Part, int, int]] = []
+            left = most
+            for at, part in enumerate(parts):
+                count = min(left, len(part.request.token_ids) - 1 - starts[at])
+                if count > 0:
+                    chunk.append((part, starts[at], count))
+                    starts[at] += count
+                    left -= count
+            self._launch(chunk, samples=False).result()
+        return starts
+
+    def _guess(self, parts: Sequence[_Part], starts: Sequence[int]) -> None:
+        """Guesses token after token, after all that are known from ``starts`` on; the next is launched while one is computed."""
+        launched: deque[tuple[list[_Part], LaunchedStep]] = deque()
+        for place in range(max(part.wanted for part in parts)):
+            running = [part for part in parts if part.wanted > place]
+            if place:
+                chunk = [(part, len(part.request.token_ids) + place - 1, 1) for part in running]
+            else:
+                ends = [len(part.request.token_ids) for part in parts]
+                chunk = [(part, start, end - start) for part, start, end in zip(parts, starts, ends, strict=True)]
+            launched.append((running, self._launch(chunk, samples=True)))
+            if len(launched) > 1:
+                self._take(*launched.popleft())
+        self._take(*launched.popleft())
+        for part in parts:
+            if -1 in part.draft:  # its logits were no numbers
+                del part.draft[part.draft.index(-1) :]
+
+    @staticmethod
+    def _take(parts: list[_Part], launched: LaunchedStep) -> None:
+        for part, tokens in zip(parts, launched.result().token_ids, strict=True):
+            part.draft += tokens
+
+    def _launch(self, chunk: Sequence[tuple[_Part, int, int]], *, samples: bool) -> LaunchedStep:
+        """Launches a step: of each part so many tokens from a position on."""
+        rows = np.array([part.request.slot for part, _, _ in chunk], np.int64)
+        starts = np.array([start for _, start, _ in chunk], np.int64)
+        counts = np.array([count for _, _, count in chunk], np.int64)
+        tokens = [_tokens(part.request.token_ids, start, count) for part, start, count in chunk]
+        step = Step(
+            self._steps, rows, starts, counts, np.full(len(rows), int(samples), np.int64), np.concatenate(tokens)
+        )
+        step.pages = self._pages.rows(rows, int((starts + counts).max()))
+        step.entries = tuple(self._entries(chunk))
+        self._steps += 1
+        return self._model.runner.launch(step)
+
+    def _entries(self, chunk: Sequence[tuple[_Part, int, int]]) -> list[Entry]:
+        """Those of the requests that the draft model does not know yet."""
+        found = []
+        for part, _, _ in chunk:
+            request = part.request
+            if self._rows.get(request.slot) != request.serial:
+                self._rows[request.slot] = request.serial
+                found.append(Entry(request.slot, request.serial, _draw(request.sampling), request.output_start))
+        return found
+
+
+def _draw(sampling: SamplingParams) -> SamplingParams:
+    """What of a request's settings is the same for both models."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        logit_bias=sampling.logit_bias,
+    )
+
+
+def _tokens(known: array[int], start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A request's tokens from a position on; -1 for the one that the draft model has guessed itself."""
+    if start >= len(known):
+        return np.full(count, -1, np.int64)
+    return np.frombuffer(known, np.uint32, count, start * known.itemsize).astype(np.int64)

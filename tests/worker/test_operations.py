@@ -339,6 +339,11 @@ async def test_the_command_line_operates_a_worker(start, capsys) -> None:
         assert await operate("flush") == {"freed_pages": 0}
         assert await operate("unpin", "p") == {"found": True}
         assert await operate("flush") == {"freed_pages": 2}
+        assert await operate("role", "both") == {"state": "role both"}
+        assert (await operate("info"))["role"] == "both"
+        asked = ["worker", "role", "prefill", "--worker", worker.address]
+        assert await asyncio.to_thread(main, asked) == REFUSED
+        assert "this worker's KV cache has no second tier" in capsys.readouterr().err
         assert await asyncio.to_thread(main, ["worker", "profile", "stop", "--worker", worker.address]) == REFUSED
         assert "no profile is being recorded" in capsys.readouterr().err
         assert await operate("drain") == {"state": "drained"}

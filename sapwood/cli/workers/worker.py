@@ -56,6 +56,8 @@ def configure(verbs: Any) -> None:
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")
     action("resume", "go on after a pause")
     action("drain", "refuse new requests and wait for those that run")
+    role = action("role", "change what a worker does of a request: both, or prefill or decode for others")
+    role.add_argument("role", choices=("both", "prefill", "decode"), metavar="ROLE", help="both, prefill or decode")
     action("flush", "forget every prefix that no request and no pin holds, in memory of device and host")
     pin = action("pin", "keep what is cached of a prefix")
     pin.add_argument("name", metavar="NAME", help="what to call it; a pin of this name is replaced")
@@ -84,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.WorkerStub], Answer]]:
     """What each action asks a worker, and what is shown of the answer."""
+    from sapwood.generation import role_name
     from sapwood.v1 import worker_pb2 as pb
 
     def load(worker: worker_pb2_grpc.WorkerStub) -> Answer:
@@ -91,6 +94,10 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
         report = next(iter(stream)).load
         stream.cancel()
         return _shown(report, _LOAD)
+
+    def info(worker: worker_pb2_grpc.WorkerStub) -> Answer:
+        told = worker.GetModelInfo(pb.GetModelInfoRequest())
+        return _shown(told, _INFO) | {"role": role_name(told.role)}
 
     def pin(worker: worker_pb2_grpc.WorkerStub) -> Answer:
         request = pb.PinPrefixRequest(
@@ -115,11 +122,14 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
 
     return {
         "experts": experts,
-        "info": lambda worker: _shown(worker.GetModelInfo(pb.GetModelInfoRequest()), _INFO),
+        "info": info,
         "load": load,
         "pause": lambda worker: _done(worker.Pause(pb.PauseRequest(retract=given.retract)), "paused"),
         "resume": lambda worker: _done(worker.Resume(pb.ResumeRequest()), "resumed"),
         "drain": lambda worker: _done(worker.Drain(pb.DrainRequest()), "drained"),
+        "role": lambda worker: _done(
+            worker.SetRole(pb.SetRoleRequest(role=f"WORKER_ROLE_{given.role.upper()}")), f"role {given.role}"
+        ),
         "flush": lambda worker: {"freed_pages": worker.FlushCache(pb.FlushCacheRequest()).freed_pages},
         "pin": pin,
         "unpin": lambda worker: {"found": worker.UnpinPrefix(pb.UnpinPrefixRequest(name=given.name)).found},

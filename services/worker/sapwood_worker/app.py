@@ -83,7 +83,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         health_address=config.health_address,
         implementation=config.grpc_server,
     )
-    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
+    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing), config.role)
     health = _Health(server, engine.vitals)
     worker_metrics.watch(lambda: engine.load)
     worker_metrics.watch_experts(lambda: engine.experts)
@@ -92,7 +92,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
-    service = WorkerService(engine, server.draining, health.drain, telemetry, config.role)
+    service = WorkerService(engine, server.draining, health.drain, telemetry)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     if sglang is not None:
         sglang.add_to(server.grpc, service, engine, config, server.draining)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from sapwood.cli.main import main
 from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.network.channel import open_channel
@@ -131,7 +132,7 @@ async def started(*workers: Worker) -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers() -> AsyncIterator[dict[str, Worker]]:
-    made = {role: Worker(role) for role in ("prefill", "decode", "both")}
+    made = {"prefill": Worker("prefill"), "decode": Worker("decode"), "both": Worker("both", "--host-cache-ratio", "1")}
     async with started(*made.values()):
         yield made
 
@@ -293,6 +294,55 @@ async def test_a_worker_killed_while_the_stream_runs_changes_no_token(workers: d
         await router.available(3)
         again = new_prompt()
         assert tokens_of(await router.answer(again)) == expected(again)
+
+
+async def _role_is(router: Front, worker: Worker, role: str) -> None:
+    """Waits until the router knows."""
+    async with asyncio.timeout(60):
+        while True:
+            listed = (await router.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+            if {each.address: ROLES[each.role] for each in listed}[worker.address] == role:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def _set_role(worker: Worker, role: str) -> None:
+    assert await asyncio.to_thread(main, ["worker", "role", role, "--worker", worker.address]) == 0
+
+
+async def test_roles_change_with_work_in_flight_and_no_token_does(workers: dict[str, Worker]) -> None:
+    changing, other = workers["both"], workers["decode"]
+    async with front([changing, other]) as router:
+        prompt, before = new_prompt(), await other.count("pulled_pages")
+        assert tokens_of(await router.answer(prompt)) == expected(prompt)
+        assert router.count("handoffs") == 0
+        await _set_role(changing, "prefill")
+        await _role_is(router, changing, "prefill")
+        tokens: list[int] = []
+        async for response in router.stream(new := new_prompt(), 150):
+            if (
+                len(tokens) < 5 <= len(tokens) + len(response.token_ids)
+            ):  # its ticket's lease is renewed over the change
+                await _set_role(changing, "decode")
+                await _set_role(other, "prefill")
+                await _role_is(router, changing, "decode")
+                await _role_is(router, other, "prefill")
+            tokens += response.token_ids
+        assert tokens == expected(new, 150)
+        assert router.count("handoffs") == 1 and router.count("resumptions") == 0
+        await other.reaches("pulled_pages", lambda count: count > before)
+        assert tokens_of(await router.answer(back := new_prompt())) == expected(back)
+        assert router.count("handoffs") == 2
+        await changing.reaches("pulled_pages", lambda count: count > 0)
+        changing.send_to_scheduler(signal.SIGKILL)  # the next one is what this one was made
+        await router.available(1)
+        await router.available(2)
+        await _role_is(router, changing, "decode")
+        pulled = await changing.count("pulled_pages")
+        assert tokens_of(await router.answer(again := new_prompt())) == expected(again)
+        await changing.reaches("pulled_pages", lambda count: count > pulled)
+        await _set_role(changing, "both")
+        await _set_role(other, "decode")
 
 
 async def _kill(router: Front, worker: Worker, load: Load) -> None:

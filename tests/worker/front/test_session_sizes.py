@@ -33,7 +33,7 @@ class Sessions:
             self._begin,
             self._embed,
             engine,
-            info,
+            lambda: info,
             lambda: 0,
             asyncio.Event(),
             lambda: None,  # type: ignore[arg-type]

@@ -108,7 +108,11 @@ class WorkerConnection:
         worker, session = self._worker, self._session
         if first:
             worker.session = session
-            self._served, self._was_up = served_model_of(response.info), False
+            self._was_up = False
+        if response.HasField("info"):
+            self._served = served_model_of(response.info)
+            if worker.available and not first:  # its role has changed
+                self._registry.mark_up(worker, self._served)
         if response.HasField("load"):
             worker.report(load_of(response.load))
         worker.loop_lag = response.loop_lag_ms / 1000

@@ -53,6 +53,10 @@ _STORAGE_WAIT_SECONDS = 0.001
 """Seconds that a loop with nothing to compute waits for the KV cache's third tier before it looks at its messages again."""
 
 
+_WITHOUT_TIERS = (("stats", ""), ("clear", "device"), ("clear", "all"), ("role", "both"))
+"""Commands on the cache's tiers that need none but the device's."""
+
+
 class Mailbox(Protocol):
     """Where the loop gets its messages and sends its answers."""
 
@@ -200,7 +204,7 @@ class EventLoop:
         if self._tiering is not None:
             self._tiering.command(verb, argument, answer)
         else:
-            known = verb == "stats" or (verb == "clear" and argument in ("device", "all"))
+            known = (verb, argument) in _WITHOUT_TIERS
             flag = service_flag("worker", "host-cache-ratio")
             answer("" if known else f"this worker's KV cache has no second tier: {flag} gives it one")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
-from sapwood_worker.config import WorkerConfig
+from sapwood_worker.config import Role, WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.pulls import Pulls
 from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
@@ -80,11 +80,9 @@ class Tiering:
             parse_storage(config.storage)
         host = HostPages(pool.num_pages)
         storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
-        leases = _build_leases(config, runner, host, pool) if config.role == "prefill" else None
-        pulls = _build_pulls(config, runner, host, pool) if config.role == "decode" else None
-        self.cache = HierarchicalCache(
-            host, info.num_pages, info.page_size, config.host_write_policy, storage, leases, pulls
-        )
+        self._config, self._runner, self._pool = config, runner, pool
+        self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
+        self._take_role(config.role)
         counts = [info.num_pages, *(window.num_pages for window in info.windows)]
         longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)
         speed = measure_prefill(runner, info.page_size, counts, longest)
@@ -113,8 +111,29 @@ class Tiering:
                     self._storage.clear(answer)
                 else:
                     answer("")
+            case "role":
+                try:
+                    self._take_role(cast(Role, argument))
+                except ConfigError as error:
+                    answer(str(error))
+                else:
+                    answer("")
             case "stats":
                 answer("")
+
+    def _take_role(self, role: Role) -> None:
+        """Makes what the role needs. What an earlier one needed stays: tickets that were given are still good.
+
+        Raises:
+            ConfigError: Pages cannot be handed off from here.
+        """
+        config, cache = self._config, self.cache
+        if role == "prefill" and cache.leases is None:
+            if config.host_write_policy != "write_through":
+                raise ConfigError(f"--host-write-policy {config.host_write_policy}: pages must go to the host at once")
+            cache.leases = _build_leases(config, self._runner, cache.host, self._pool)
+        if role == "decode" and cache.pulls is None:
+            cache.pulls = _build_pulls(config, self._runner, cache.host, self._pool)
 
     def report(self, load: Load) -> list[TierReport]:
         """The tiers as they are now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
@@ -189,18 +190,18 @@ def to_namespace(cache_salt: str, lora_name: str) -> bytes:
     return cache_namespace(cache_salt)
 
 
-def to_handoff(request: worker_pb2.WorkerGenerateRequest, role: Role, count: int) -> Handoff:
+def to_handoff(request: worker_pb2.WorkerGenerateRequest, roles: Collection[Role], count: int) -> Handoff:
     """Whether the prompt's pages are to be kept for another worker, and the ticket for those that another keeps.
 
     Args:
         request: The request.
-        role: This worker's.
+        roles: This worker's now and before: a router may not know yet that it has changed.
         count: The number of continuations.
 
     Raises:
         InvalidArgumentError: This worker hands nothing off, or not that, or the ticket is none.
     """
-    if request.hand_off and role != "prefill":
+    if request.hand_off and "prefill" not in roles:
         raise InvalidArgumentError("this worker hands nothing off: its role is not prefill", field="hand_off")
     if request.hand_off and count > 1:
         raise InvalidArgumentError(f"hand_off with {count} continuations; it must be one", field="hand_off")
@@ -219,7 +220,15 @@ def to_handoff(request: worker_pb2.WorkerGenerateRequest, role: Role, count: int
         list(zip(given.places, given.place_epochs, strict=True)),
         given.lease_ms,
     )
-    return Handoff(request.hand_off, ticket if role == "decode" else None)
+    return Handoff(request.hand_off, ticket if "decode" in roles else None)
+
+
+def to_role(role: worker_pb2.WorkerRole) -> Role:
+    """What a worker is to be for. Raises InvalidArgumentError: that is not said."""
+    found = next((name for name, value in _ROLE.items() if value == role), None)
+    if found is None:
+        raise InvalidArgumentError("role is missing or unknown", field="role")
+    return found
 
 
 def from_role(role: Role) -> worker_pb2.WorkerRole:

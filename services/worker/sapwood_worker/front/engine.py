@@ -13,6 +13,7 @@ import msgspec
 from sapwood_common import errors
 from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.config import Role
 from sapwood_worker.front.embedding_calls import EmbeddingCalls
 from sapwood_worker.front.generation import Generation
 from sapwood_worker.front.kv_event_stream import KvEventStream
@@ -60,10 +61,13 @@ class Engine:
     Args:
         send: Hands a message to the scheduler process; never blocks.
         observer: Told what happens.
+        role: What the worker does of a request.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None], observer: EngineObserver) -> None:
+    def __init__(self, send: Callable[[ToScheduler], None], observer: EngineObserver, role: Role = "both") -> None:
         self._send = send
+        self.roles: tuple[Role, ...] = (role,)
+        """Those that the worker has had, the present one last."""
         self._observer = observer
         self._serials = itertools.count()
         # By serial: the generation, and the index of its continuation.
@@ -141,6 +145,15 @@ class Engine:
             self._observer.submitted(serial, request_id, traceparent)
             self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens, terms, "", *handoff))
         return generation
+
+    async def set_role(self, role: Role) -> None:
+        """Makes ready what a role needs; what an earlier one needed is kept.
+
+        Raises:
+            InvalidArgumentError: The worker cannot take it; the message says why.
+        """
+        await self.cache_command("role", role)
+        self.roles = (*(each for each in self.roles if each != role), role)
 
     def keep_handoffs(self, renewed: Iterable[bytes], released: Iterable[bytes]) -> None:
         """Begins the leases of handed-off prompts anew and ends others', by their transfer ids."""
@@ -272,6 +285,8 @@ class Engine:
         self._lost = None
         self.experts = ExpertLoad()
         self.kv_events.begin(epoch)
+        for role in self.roles if len(self.roles) > 1 else ():  # nobody waits for the answers
+            self._send(CacheCommand(next(self._serials), "role", role))
         self._load_is(Load())
 
     def scheduler_lost(self, reason: str) -> None:

@@ -16,7 +16,6 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
-from sapwood_worker.config import Role
 from sapwood_worker.front.convert import (
     check_prompt,
     from_activation,
@@ -30,6 +29,7 @@ from sapwood_worker.front.convert import (
     to_namespace,
     to_pooling,
     to_response,
+    to_role,
     to_sampling,
     to_terms,
 )
@@ -72,7 +72,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         draining: Set when the service is about to stop or has been told to drain.
         begin_drain: Sets it and turns the service unhealthy.
         telemetry: Measures what comes over sessions.
-        role: What the worker does of a request.
 
     Attributes:
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
@@ -84,10 +83,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         draining: asyncio.Event,
         begin_drain: Callable[[], Awaitable[None]],
         telemetry: RpcTelemetry,
-        role: Role = "both",
     ) -> None:
         self._telemetry = telemetry
-        self._role: Role = role
         self._engine = engine
         self._draining = draining
         self._begin_drain = begin_drain
@@ -125,7 +122,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self.start,
             self._embed_measured,
             self._engine,
-            self._info(),
+            self._info,
             self._epoch,
             self._draining,
             self._session_idle,
@@ -170,7 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
         terms = to_terms(request, seconds)
-        handoff = to_handoff(request, self._role, count)
+        handoff = to_handoff(request, self._engine.roles, count)
         with self._engine.preparing():
             grammar = await grammars.compiled(request, seconds)
             return self._engine.submit(
@@ -215,7 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             sizes_reason=info.sizes_reason,
             labels=info.labels.names if info.labels is not None else (),
             activation=from_activation(info),
-            role=from_role(self._role),
+            role=from_role(self._engine.roles[-1]),
         )
 
     async def WatchLoad(
@@ -272,6 +269,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for tier in to_tier_names(request):
             reports = await self._engine.cache_command("clear", tier)
         return worker_pb2.ClearCacheResponse(tiers=to_tier_stats(reports))
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Context) -> worker_pb2.SetRoleResponse:
+        """Changes what the worker does of a request; its sessions tell it with their next message."""
+        self.loaded()
+        await self._engine.set_role(to_role(request.role))
+        for session in self._sessions:
+            session.info_changed()
+        return worker_pb2.SetRoleResponse()
 
     async def AttachStorage(
         self, request: worker_pb2.AttachStorageRequest, context: Context

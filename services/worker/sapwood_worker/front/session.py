@@ -45,7 +45,7 @@ class Session:
         start: Starts a generation.
         embed: Embeds.
         engine: Its load is reported.
-        info: Goes with the first response.
+        info: Returns what goes with the first response, and again with the next after :meth:`info_changed`.
         epoch: Returns which start of the scheduler runs now, None if none does; the session ends when that changes.
         draining: Set when the worker is about to stop.
         on_idle: Called whenever the last open stream ends.
@@ -56,7 +56,7 @@ class Session:
         start: Start,
         embed: Embed,
         engine: Engine,
-        info: worker_pb2.GetModelInfoResponse,
+        info: Callable[[], worker_pb2.GetModelInfoResponse],
         epoch: Callable[[], int | None],
         draining: asyncio.Event,
         on_idle: Callable[[], None],
@@ -65,6 +65,7 @@ class Session:
         self._embed = embed
         self._engine = engine
         self._info = info
+        self._tells_info = False
         self._epoch = epoch
         self._draining = draining
         self._on_idle = on_idle
@@ -89,6 +90,7 @@ class Session:
 
         Raises:
             InvalidArgumentError: A message makes no sense.
+            UnavailableError: The model is not loaded.
             SchedulerLostError: The scheduler has ended, and the streams that it had end with the call.
         """
         loop = asyncio.get_running_loop()
@@ -100,13 +102,14 @@ class Session:
         reader = asyncio.ensure_future(self._read(first, requests))
         drain = asyncio.ensure_future(self._until_draining())
         try:
-            response = worker_pb2.SessionResponse(info=self._info)
+            response = worker_pb2.SessionResponse(info=self._info())
+            epoch = response.info.epoch
             while True:
                 self._fill(response)
                 yield response
                 if self._problem is not None:
                     raise self._problem
-                if self._epoch() != self._info.epoch and not self._dirty:
+                if self._epoch() != epoch and not self._dirty:
                     raise SchedulerLostError("the worker's scheduler stopped", retry_after=1.0)
                 if self._over or (self._draining.is_set() and not self._streams):
                     return
@@ -124,6 +127,11 @@ class Session:
         """Ends every stream. May be called again."""
         for stream_id in tuple(self._streams):
             self._drop(stream_id)
+
+    def info_changed(self) -> None:
+        """Has the next message tell it."""
+        self._tells_info = True
+        self._wake.set()
 
     async def _read(self, first: worker_pb2.SessionRequest, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         try:
@@ -203,6 +211,9 @@ class Session:
                 self._mark(stream_id)
             elif (stream := self._streams.get(stream_id)) is not None and not stream.paused:
                 filled += self._add_output(response, stream_id, stream)
+        if self._tells_info and self._epoch() is not None:
+            self._tells_info = False
+            response.info.CopyFrom(self._info())
         now = asyncio.get_running_loop().time()
         if self._engine.load_version != self._load_version and now - self._load_sent >= _LOAD_INTERVAL:
             self._load_version = self._engine.load_version

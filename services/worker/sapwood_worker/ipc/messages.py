@@ -108,8 +108,8 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop-profile"):
 Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
 
 
-CacheVerb = Literal["stats", "clear", "attach", "detach"]
-CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers"}
+CacheVerb = Literal["stats", "clear", "attach", "detach", "role"]
+CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers", "role": "role"}
 """The field of the gRPC request that a command's argument comes from, for error messages."""
 
 
@@ -117,7 +117,8 @@ class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
     """Show or change the tiers of the KV cache; answered like an operation, with the tiers as they are
     then.
 
-    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store; the others take nothing.
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store, ``role`` what the worker is for from now on;
+    the others take nothing.
     """
 
     call: int

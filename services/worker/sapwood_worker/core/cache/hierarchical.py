@@ -99,7 +99,7 @@ class HierarchicalCache:
     Attributes:
         host: The second tier.
         storage: The third tier.
-        leases, pulls: The arguments.
+        leases, pulls: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
     """
 

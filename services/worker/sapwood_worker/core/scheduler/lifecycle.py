@@ -52,7 +52,6 @@ class Lifecycle:
         self._fairness = fairness
         self._cache = cache
         self._tiers = tiers
-        self._leases = None if tiers is None else tiers.leases
         self._deadlines = Deadlines()
         self._arrivals = 0
         self.requests: dict[int, Request] = {}
@@ -100,14 +99,15 @@ class Lifecycle:
         """
         request = self.requests.get(serial)
         if request is None or request.over:
-            return self._leases is not None and self._leases.cancel(serial)
+            leases = None if self._tiers is None else self._tiers.leases
+            return leases is not None and leases.cancel(serial)
         self.end(request)
         return True
 
     def hand_off(self, request: Request) -> None:
         """Ends a request whose prompt is computed, and keeps its pages for another worker."""
-        assert self._leases is not None, "the front lets no such request through"
-        self._leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
+        assert self._tiers is not None and self._tiers.leases is not None, "the front lets no such request through"
+        self._tiers.leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
         self.end(request)
 
     def expire(self, now: float) -> list[RequestOutput]:

@@ -24,6 +24,7 @@ from ranks import group_runners
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.child import spare_the_collector
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -89,6 +90,7 @@ class Engine:
         self.runner = TimedRunner(next(self._ranks.enter_context(group_runners(ranks, [wanted], stages=stages))))
         torch.cuda.synchronize()
         self.start_seconds = time.perf_counter() - started
+        spare_the_collector()
         info = self.runner.info
         self.scheduler = Scheduler(
             SchedulerConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -41,3 +42,11 @@ def load(name: str) -> Any:
     """What ``module:attribute`` names."""
     module, _, attribute = name.partition(":")
     return vars(importlib.import_module(module))[attribute]
+
+
+def spare_the_collector() -> None:
+    """Called once the model is loaded: Python's collector never looks again at what lives by then, hundreds of thousands of
+    objects with torch and the kernels' compilers. Decoding would stop meanwhile.
+    """
+    gc.collect()
+    gc.freeze()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry.logs import setup_logging
-from sapwood_worker.core.child import add_arguments, begin, load
+from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.ipc.progress import Pulse, progress_file
 from sapwood_worker.ipc.rank import last_words
@@ -32,7 +32,9 @@ def main() -> int:
     Pulse(arguments.folder / progress_file(place.rank))
     leader = Connection(arguments.leader)
     try:
-        follow(load(arguments.runner)(config, place), leader)
+        runner = load(arguments.runner)(config, place)
+        spare_the_collector()
+        follow(runner, leader)
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("%s failed", place)

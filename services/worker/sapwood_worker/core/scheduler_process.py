@@ -19,7 +19,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.child import add_arguments, begin, load
+from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.expert_watch import ExpertWatch
@@ -136,6 +136,7 @@ def main() -> int:
         mailbox.send(Failed(str(error) or type(error).__name__))
         mailbox.close()
         return 1
+    spare_the_collector()
     mailbox.send(Ready(_with_vocabulary(runner)))
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     try:

@@ -14,11 +14,19 @@ class ForwardBatch:
     """T tokens, request after request.
 
     Attributes:
-        token_ids: int64 [T].
-        positions: int64 [T].
+        lines: int64 [2 + page tables, T]: token ids, positions, and each table's cache slots.
         attention: Which tokens belong to which request, and where the cache keeps their keys and values.
     """
 
-    token_ids: Tensor
-    positions: Tensor
+    lines: Tensor
     attention: AttentionBatch
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [T]."""
+        return self.lines[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]."""
+        return self.lines[1]

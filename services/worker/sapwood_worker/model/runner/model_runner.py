@@ -125,10 +125,10 @@ class ModelRunner:
         hidden = self._forward(step)
         tokens = None
         if len(at.rows):
-            every = int(step.samples.sum()) == len(hidden)
-            last = hidden if every else hidden.index_select(0, self._ops.to_device(step.sampled()))
+            places, rows = self._ops.to_device(np.stack((step.sampled(), at.rows)))
+            last = hidden if len(rows) == len(hidden) else hidden.index_select(0, places)
             tokens = self._sampler.sample(self._model.logits(last), step, at)
-            self._keep(tokens, self._ops.to_device(at.rows))
+            self._keep(tokens, rows)
         prompts: dict[int, Logprobs] = {}
         pooled: dict[int, Tensor] = {}
         ends = np.cumsum(step.counts)

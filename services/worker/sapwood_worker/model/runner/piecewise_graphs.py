@@ -112,12 +112,12 @@ class PiecewiseGraphs:
         self._backend = backend
         self._pool = pool
         self._sizes = list(sizes)
-        self._scratch = pool.scratch_slots()
         shape, most = backend.shape, self._sizes[-1]
         # Its rows are token ids, positions and cache slots of each group.
-        self._inputs = torch.zeros(2 + len(self._scratch), most, dtype=torch.int64, device=pool.device)
-        for slots, scratch in zip(self._inputs[2:], self._scratch, strict=True):
-            slots.fill_(scratch)
+        scratch = pool.scratch_slots()
+        self._inputs = torch.zeros(2 + len(scratch), most, dtype=torch.int64, device=pool.device)
+        self._scratch = torch.tensor(scratch, device=pool.device)[:, None]
+        self._inputs[2:].copy_(self._scratch)
         latent = model.config.latent
         dims = (shape.head_dim, shape.head_dim) if latent is None else (latent.query_dim, latent.v_head_dim)
         self._query, self._context = (
@@ -144,14 +144,11 @@ class PiecewiseGraphs:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Computes :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call."""
         plan = self._backend.plan(batch.attention)
-        count = len(batch.token_ids)
+        count = batch.lines.shape[1]
         size = self._sizes[bisect_left(self._sizes, count)]
-        inputs = self._inputs
-        inputs[0, :count].copy_(batch.token_ids)
-        inputs[1, :count].copy_(batch.positions)
-        for slots, scratch, table in zip(inputs[2:], self._scratch, batch.attention.tables, strict=True):
-            slots[:count].copy_(table.cache_slots)
-            slots[count:size].fill_(scratch)
+        self._inputs[:, :count].copy_(batch.lines)
+        if count < size:
+            self._inputs[2:, count:size].copy_(self._scratch)
         cut, hidden = self._captured[size]
         query, context = self._query[:count], self._context[:count]
         with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():

@@ -239,7 +239,7 @@ class RouterConfig(ServiceConfig):
         None,
         ge=1,
         description="Memory for requests of which a part is still to come, over HTTP and gRPC, and for those over 64 KiB that "
-        "gRPC calls are at work on, in bytes: beyond it the largest is refused; none: four times max_body_bytes.",
+        "gRPC calls are at work on, in bytes: beyond it the largest is refused; none: three times max_body_bytes.",
     )
     stored_responses: int = Field(
         1000,
@@ -269,7 +269,7 @@ class RouterConfig(ServiceConfig):
     @property
     def body_memory(self) -> int:
         """``body_memory_bytes``, or what goes for it; at least the largest body fits."""
-        return max(self.max_body_bytes, self.body_memory_bytes or 4 * self.max_body_bytes)
+        return max(self.max_body_bytes, self.body_memory_bytes or 3 * self.max_body_bytes)
 
     @property
     def named_workers(self) -> tuple[str, ...]:

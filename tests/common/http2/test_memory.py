@@ -9,6 +9,7 @@ from h2.errors import ErrorCodes
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_common.http2.server.limits import stream_total
+from sapwood_common.http2.server.limits.frame_rates import OVERLOAD, RULES
 from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.http2.wire import encoding, frames
@@ -59,6 +60,25 @@ async def test_of_all_connections_the_one_that_holds_most_gives_way(make_wire) -
     assert len(given_way) >= 7
     for wire in (*greedy, modest):
         wire.connection.connection_lost(None)
+    assert memory.held == 0
+
+
+async def test_who_holds_the_most_too_often_is_told_and_held(make_wire) -> None:
+    """To refuse thousands of calls a second would cost others as much as to serve them."""
+    memory = BodyMemory(4 * MB)
+    greedy, modest = make_wire(8 * MB, memory=memory), make_wire(8 * MB, memory=memory)
+    most = RULES[OVERLOAD].burst
+    call = modest.open(1)
+    send_part(modest, 1, 400 * KB, 500 * KB)
+    for stream in range(1, 2 * most + 100, 2):
+        greedy.open(stream)
+        send_part(greedy, stream, 500 * KB)
+    assert sum(call.overload is not None for call in greedy.calls.values()) > most
+    await asyncio.sleep(0)
+    assert greedy.connection.idle
+    assert RULES[OVERLOAD].name.encode() in bytes(greedy.transport.written)
+    assert call.overload is None
+    modest.connection.connection_lost(None)
     assert memory.held == 0
 
 

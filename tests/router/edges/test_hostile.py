@@ -98,3 +98,14 @@ async def test_readers_that_stall_and_clients_that_vanish_hold_up_nobody(cluster
         writer.transport.abort()
     await cluster.idle()
     assert all(call.outcome in ("finished", "cancelled") for call in cluster.calls())
+
+
+async def test_token_ids_are_looked_at_in_pieces_and_those_of_a_prompt_too_long_not_at_all(cluster) -> None:
+    async def ask(token_ids: list[int]) -> str:
+        response = await cluster.http.post(COMPLETIONS, json={"prompt": token_ids, "max_tokens": 1})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt"
+        return str(response.json()["error"]["message"])
+
+    assert await ask([-1] * 150_000) == "the prompt has 150000 tokens, the context holds 100000"
+    assert "token ids must be in" in await ask([7] * 90_000 + [-1])

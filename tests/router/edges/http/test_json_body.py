@@ -8,8 +8,9 @@ import random
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.http import json_body
+from sapwood_router.edges.http import json_size
 from sapwood_router.edges.http.json_body import decode_object
+from sapwood_router.edges.http.json_size import check_size, size_steps
 
 MANY = 300_000
 
@@ -28,7 +29,7 @@ MANY = 300_000
 )
 def test_a_body_of_far_too_many_values_is_refused(value) -> None:
     with pytest.raises(InvalidArgumentError, match="the body has more than"):
-        decode_object(b'{"prompt": %b}' % value)
+        check_size(b'{"prompt": %b}' % value)
 
 
 @pytest.mark.parametrize("depth", [2_000, 10_000])
@@ -39,13 +40,13 @@ def test_a_body_that_is_nested_deeply_is_refused(depth) -> None:
 
 def test_long_texts_and_many_tokens_are_not() -> None:
     text = 'a "quoted" word, {and} [more]; ' * 50_000
-    assert decode_object(b'{"prompt": "%b"}' % text.replace('"', '\\"').encode())["prompt"] == text
-    assert len(decode_object(b'{"prompt": [%b]}' % b",".join([b"128000"] * MANY))["prompt"]) == MANY
+    check_size(b'{"prompt": "%b"}' % text.replace('"', '\\"').encode())
+    check_size(b'{"prompt": [%b]}' % b",".join([b"128000"] * MANY))
 
 
 def test_a_program_as_text_passes_with_more_signs_than_values_may_have() -> None:
     code = 'print({"a": [1, "\\\\"], "b": "c\\""})\n' * 20_000
-    assert decode_object(json.dumps({"prompt": code}).encode())["prompt"] == code
+    check_size(json.dumps({"prompt": code}).encode())
 
 
 def _parts(value) -> tuple[int, int]:
@@ -61,8 +62,9 @@ def _parts(value) -> tuple[int, int]:
 
 def test_what_stands_in_texts_does_not_count(monkeypatch) -> None:
     random_ = random.Random(1)
-    monkeypatch.setattr(json_body, "_MOST_STRINGS", 8)
-    monkeypatch.setattr(json_body, "_MOST_NESTED", 4)
+    monkeypatch.setattr(json_size, "_MOST_STRINGS", 8)
+    monkeypatch.setattr(json_size, "_MOST_NESTED", 4)
+    monkeypatch.setattr(json_size, "_COUNTED_AT_ONCE", 3)  # what is escaped may come in the next piece
 
     def text() -> str:
         return "".join(random_.choices('a"\\[{,]}', k=random_.randrange(6)))
@@ -81,9 +83,9 @@ def test_what_stands_in_texts_does_not_count(monkeypatch) -> None:
         if strings > 8 or nested > 4:
             refused += 1
             with pytest.raises(InvalidArgumentError, match="the body has more than"):
-                decode_object(json.dumps(given).encode())
+                list(size_steps(json.dumps(given).encode()))
         else:
-            assert decode_object(json.dumps(given).encode()) == given
+            list(size_steps(json.dumps(given).encode()))
     assert 50 < refused < 450
 
 
@@ -92,6 +94,18 @@ def test_bad_unicode_is_located_in_bodies_that_are_not_large() -> None:
         decode_object(b'{"messages": [{"content": "\xff"}]}')
     with pytest.raises(InvalidArgumentError, match="not valid JSON"):
         decode_object(b'{"prompt": "%b\xff"}' % (b"a" * 2_000_000))
+
+
+@pytest.mark.parametrize(
+    "text", [b"a " * 4_000_000, b'\\"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' * 250_000], ids=["plain", "quoted"]
+)
+def test_a_long_text_is_looked_at_a_megabyte_at_a_time(text) -> None:
+    body = Counted(b'{"prompt": "%b"}' % text)
+    most, steps, before = 0, 0, 0
+    for _ in size_steps(body):
+        most, steps, before = max(most, body.looked_at - before), steps + 1, body.looked_at
+    assert steps >= 7
+    assert most <= 1024 * 1024 + 64 * 1024
 
 
 class Counted(bytes):
@@ -108,5 +122,5 @@ class Counted(bytes):
 def test_of_a_body_with_far_too_many_values_only_the_beginning_is_counted() -> None:
     body = Counted(b'{"prompt": [%b]}' % b",".join([b"{}"] * 1_000_000))
     with pytest.raises(InvalidArgumentError, match="the body has more than"):
-        decode_object(body)
+        check_size(body)
     assert 0 < body.looked_at < 1_000_000

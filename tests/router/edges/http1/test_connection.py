@@ -9,6 +9,7 @@ import pytest
 from sapwood_common.errors import RequestCancelledError, SapwoodError, UnavailableError
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1 import connection as connection_module
+from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.server import KEEP_ALIVE
@@ -510,8 +511,8 @@ async def test_a_body_that_is_all_there_counts_until_its_turn_and_may_be_given_u
     bodies, turn, sizes = BodyMemory(300 * KB), asyncio.Event(), []
 
     async def take(request) -> None:
-        async def wait(size: int) -> None:
-            sizes.append(size)
+        async def wait(body: Body) -> None:
+            sizes.append(body.size)
             await turn.wait()
 
         try:

@@ -89,7 +89,6 @@ class ServerConnection(asyncio.Protocol):
         self._writes = shared.writes
         self._total = shared.calls
         self._most_held = max(shared.memory.most // 2, most_bytes + WINDOW)
-        self._messages = HeldMessages(shared.memory, WINDOW if stranger else self._most_held)
         self._transport: asyncio.Transport | None = None
         self._greeting: Greeting | None = Greeting()
         """None once the client has greeted."""
@@ -106,6 +105,7 @@ class ServerConnection(asyncio.Protocol):
         self._streams: dict[int, ServerStream] = {}
         # What belongs to it does not keep it: of a flood of short connections the collector would have too much to do at once.
         own = weakref.proxy(self)
+        self._messages = HeldMessages(shared.memory, WINDOW if stranger else self._most_held, own)
         self._flow = FlowControl(self._streams, own)
         self._ids = StreamIds()
         self._frames = IncomingFrames(own, self._streams, self._flow, self._ids, self._rates)
@@ -370,6 +370,18 @@ class ServerConnection(asyncio.Protocol):
 
     def count_fault(self) -> None:
         self._rates.take(frame_rates.FAULT)
+
+    def count_overloaded(self) -> None:
+        """Counts a call that ended as too much was held. Too many end the connection in a turn of its own: whoever brought
+        more than there is room for may be another."""
+        try:
+            self._rates.take(frame_rates.OVERLOAD)
+        except ConnectionFailedError as error:
+            asyncio.get_running_loop().call_soon(self._fail_if_open, error)
+
+    def _fail_if_open(self, error: ConnectionFailedError) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._fail(error)
 
     def _goaway(self, code: ErrorCodes, last: int, text: str = "") -> None:
         payload = last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()

@@ -16,7 +16,9 @@ from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, reques
 from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
+from sapwood_router.edges.http.json_size import check_size, size_steps
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
+from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.flow.delivery import READER_SLACK
@@ -100,22 +102,35 @@ class Exchange:
                 request_id_var.set(self.request_id)
 
     def take_body(self, limit: int) -> bytes | None:
-        """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else it is to be received."""
-        return self._request.take_body(limit)
-
-    async def receive_body(self, limit: int, heavy: HeavyWork) -> bytes:
-        """The request's body, which may have ``limit`` bytes; a large one when its turn of ``heavy`` has come.
+        """The request's body of JSON, if all of it is here and it is no larger than ``limit`` bytes; else it is to be received.
 
         Raises:
-            SapwoodError: It does not come as it should.
+            InvalidArgumentError: It has far too many values.
+        """
+        body = self._request.take_body(limit)
+        if body is not None:
+            check_size(body)
+        return body
+
+    async def receive_body(self, limit: int, heavy: HeavyWork) -> bytes:
+        """The request's body of JSON, which may have ``limit`` bytes. A large one is looked at in turns of ``heavy``.
+
+        Raises:
+            SapwoodError: It does not come as it should, or has far too many values.
         """
         tenant = self.tenant
 
-        async def turn(size: int) -> None:
-            if size >= LARGE:
+        async def look_at(body: Body) -> None:
+            if body.size < LARGE:
+                check_size(body.whole)
+                return
+            await heavy.turn(tenant)
+            for _ in size_steps(body.whole):
                 await heavy.turn(tenant)
+                if body.error is not None:  # it was given up, and is to leave the memory
+                    raise body.error
 
-        return await self._request.receive_body(limit, turn)
+        return await self._request.receive_body(limit, look_at)
 
     def deadline(self, most: float) -> float:
         """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.

@@ -15,17 +15,6 @@ from sapwood_common.errors import InvalidArgumentError
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
 
-_MOST_STRINGS, _MOST_NESTED, _MOST_VALUES = 65_536, 16_384, 1_310_720
-"""The most strings of a body, keys included, the most arrays and objects together, and the most values in all. Without these
-bounds a body of 16 MB would keep the event loop for half a second, and then whoever checks what is in it; it would take 400 MB.
-"""
-_MOST_SIGNS, _MOST_ESCAPES = 262_144, 1_048_576
-"""The most pairs of quotes, and brackets, those in texts counted: a text with as many is longer than any context. And the most
-backslashes where texts have to be told from the rest.
-"""
-_COUNTED_AT_ONCE = 64 * 1024
-_NO_SIGNS = bytes(sign for sign in range(256) if sign not in b',"[{')
-"""Counting signs among signs takes less than half of the time that counting them in all of a text does."""
 _MOST_EXPLAINED = 1024 * 1024
 """In bodies of up to so many bytes the parameter with bad Unicode is named."""
 
@@ -36,12 +25,11 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object.
+    """A JSON object. How much is in it is for :mod:`json_size` to say, before.
 
     Raises:
-        InvalidArgumentError: It has far too many values, is not JSON, not Unicode (the parameter is named), or not an object.
+        InvalidArgumentError: It is not JSON, not Unicode (the parameter is named), or not an object.
     """
-    _check_size(body)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -51,38 +39,6 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgumentError("the body must be a JSON object")
     return value
-
-
-def _check_size(body: bytes) -> None:
-    """Refuses bodies with too many values. What stands in texts does not count, unless that alone is too much."""
-    if len(body) < 2 * _MOST_NESTED:
-        return
-    commas = quotes = nested = 0
-    for at in range(0, len(body), _COUNTED_AT_ONCE):  # of a body with far too many signs most is not looked at
-        signs = body[at : at + _COUNTED_AT_ONCE].translate(None, _NO_SIGNS)
-        commas += signs.count(b",")
-        quotes += signs.count(b'"')
-        nested += signs.count(b"[") + signs.count(b"{")
-        if max(quotes // 2, nested) > _MOST_SIGNS:
-            raise _too_many()
-    if quotes // 2 <= _MOST_STRINGS and nested <= _MOST_NESTED and commas <= _MOST_VALUES:
-        return
-    escapes = body.count(b"\\")
-    if escapes > _MOST_ESCAPES:
-        raise _too_many()
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if escapes else body
-    if bare.count(b'"') // 2 > _MOST_STRINGS:
-        raise _too_many()
-    structure = b"".join(bare.split(b'"')[::2])
-    nested = structure.count(b"[") + structure.count(b"{")
-    if nested > _MOST_NESTED or structure.count(b",") > _MOST_VALUES:
-        raise _too_many()
-
-
-def _too_many() -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"the body has more than {_MOST_STRINGS} strings, {_MOST_NESTED} arrays and objects, or {_MOST_VALUES} values"
-    )
 
 
 def convert(
@@ -141,7 +97,7 @@ def _explain_type(text: str, prefix: str) -> InvalidArgumentError:
 def _explain(body: bytes, error: Exception) -> InvalidArgumentError:
     # Slow, but only for bodies that are refused, and small: the standard parser lets bad Unicode through, so it can be located.
     try:
-        found = json.loads(body.decode("utf-8", "surrogateescape")) if len(body) <= _MOST_EXPLAINED else None
+        found = json.loads(bytes(body).decode("utf-8", "surrogateescape")) if len(body) <= _MOST_EXPLAINED else None
         path = _find_bad_string(found, "")
     except (ValueError, RecursionError):
         path = None

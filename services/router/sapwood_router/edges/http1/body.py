@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import cast
 
 from sapwood_common.errors import SapwoodError
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.chunks import ChunkReader
 from sapwood_router.edges.http1.errors import HttpError
+from sapwood_router.edges.http1.growing_bytes import GrowingBytes
 
 MOST_UNASKED, _MOST_CHUNKS_UNASKED = 64 * 1024, 16 * 1024
 """Bytes of a body that are taken before somebody asks for it; in chunks, framing included, which take more time."""
@@ -52,8 +52,8 @@ class Body:
         self._chunks = ChunkReader() if length is None else None
         self._memory = memory
         self._parts: list[bytes] = []
-        self._whole = bytearray()
-        """What has come of a body that is waited for. It grows in place: to join 16 MB takes 10 ms."""
+        self._whole = GrowingBytes()
+        """What has come of a body that is waited for."""
         self._dropped = False
         self._most = -1
         self._waiter: asyncio.Future[None] | None = None
@@ -96,14 +96,14 @@ class Body:
         return b"".join(parts)
 
     async def receive(
-        self, limit: int, wanted: Callable[[], None], turn: Callable[[int], Awaitable[None]] | None = None
+        self, limit: int, wanted: Callable[[], None], look_at: Callable[[Body], Awaitable[None]] | None = None
     ) -> bytes:
         """All of it, once.
 
         Args:
             limit: The most bytes it may have.
             wanted: Called when it is waited for: more is to be read.
-            turn: Waited for once all of it, so many bytes, is there.
+            look_at: Waited for once all of it is there, while it still counts as held and may be given up.
 
         Raises:
             HttpError: It is larger than ``limit`` bytes, malformed, or comes too slowly.
@@ -114,25 +114,33 @@ class Body:
             raise self.error
         if (self.length or 0) > limit or self.size > limit:
             raise _too_large(limit)
-        if self.complete:
+        if self.complete and look_at is None:
             return self.take(limit) or b""
         self._most = limit
-        self._whole += b"".join(self._parts)
+        self._whole.add(b"".join(self._parts))
         self._parts = []
         self._waiter = asyncio.get_running_loop().create_future()
         self._memory.grow(self, self.size)
         try:
-            wanted()
+            if not self.complete:
+                wanted()
+            elif not self._waiter.done():
+                self._waiter.set_result(None)
             await self._waiter
-            if turn is not None:
-                await turn(self.size)
+            if look_at is not None:
+                await look_at(self)
                 if self.error is not None:
                     raise self.error
-            return cast(bytes, self._whole)  # which nobody changes any more
+            return self.whole
         finally:
             self._waiter = None
-            self._whole = bytearray()
+            self._whole = GrowingBytes()
             self._memory.release(self)
+
+    @property
+    def whole(self) -> bytes:
+        """What has come of it while somebody waits for it. To be sliced, and dropped once there is an :attr:`error`."""
+        return self._whole.view()
 
     def drop(self) -> None:
         """What has come and what still comes is for nobody."""
@@ -145,7 +153,7 @@ class Body:
             return
         self.error = error
         self._parts = []
-        self._whole = bytearray()
+        self._whole = GrowingBytes()
         if self._chunks is not None:
             self._chunks.close()
         if self._waiter is not None and not self._waiter.done():
@@ -160,7 +168,7 @@ class Body:
             self._parts += parts
             return
         for part in parts:
-            self._whole += part
+            self._whole.add(part)
         if self.size > self._most:
             self.complete = False
             self.fail(_too_large(self._most))

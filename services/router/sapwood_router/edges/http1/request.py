@@ -97,11 +97,11 @@ class Request:
         """The body, if all of it has come and it is no larger than ``limit`` bytes; else it is to be received."""
         return self.body.take(limit)
 
-    async def receive_body(self, limit: int, turn: Callable[[int], Awaitable[None]] | None = None) -> bytes:
+    async def receive_body(self, limit: int, look_at: Callable[[Body], Awaitable[None]] | None = None) -> bytes:
         """The body, which may be ``limit`` bytes; waits and raises as :meth:`Body.receive`."""
         if self.left:
             raise RequestCancelledError("the client left")
-        return await self.body.receive(limit, self._want_body, turn)
+        return await self.body.receive(limit, self._want_body, look_at)
 
     def writable(self) -> bool:
         """Whether the client is there and reads, or has all of its answer: then :meth:`write_chunk` may be called."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt
+from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
 from sapwood_router.request.validation import (
@@ -17,12 +18,16 @@ from sapwood_router.request.validation import (
     check_prompt,
     check_session,
     check_stop,
+    check_token_ids,
     check_tokens_only,
     check_truncation,
     check_whole_prompt,
 )
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
+
+_MANY = 65_536
+"""Token ids that are looked at in one piece, which takes a millisecond or two."""
 
 
 async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry) -> None:
@@ -37,7 +42,10 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         InvalidArgumentError: A field is malformed or out of range.
         SapwoodError: As the tokenizer service answers.
     """
-    check_prompt(context.prompt, context.fields)
+    if isinstance(context.prompt, TokenPrompt) and len(context.prompt.token_ids) > _MANY:
+        await _check_many(context.prompt.token_ids, context, registry)
+    else:
+        check_prompt(context.prompt, context.fields)
     if context.session is not None:
         check_session(context)
     check_stop(context.output.stop, context.fields.stop)
@@ -77,6 +85,18 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
             await _compile(context, tokenizer)
     except SapwoodError as error:
         raise to_client_field(error, context.fields) from error
+
+
+async def _check_many(token_ids: Sequence[int], context: RequestContext, registry: Registry) -> None:
+    """Looks at a long prompt only if it fits, and lets others go on now and then."""
+    most = _most_tokens(context, registry)
+    if most is not None and len(token_ids) > most():
+        raise InvalidArgumentError(
+            f"the prompt has {len(token_ids)} tokens, the context holds {most()}", field=context.fields.prompt
+        )
+    for at in range(0, len(token_ids), _MANY):
+        check_token_ids(token_ids[at : at + _MANY], context.fields.prompt)
+        await asyncio.sleep(0)
 
 
 def _most_tokens(context: RequestContext, registry: Registry) -> Callable[[], int] | None:

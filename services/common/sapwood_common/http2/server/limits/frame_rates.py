@@ -30,7 +30,7 @@ class Rule:
     burst: int
 
 
-PING, SETTINGS, WINDOW_UPDATE, RESET, FAULT, REFUSED, CRUMB, OTHER = range(8)
+PING, SETTINGS, WINDOW_UPDATE, RESET, FAULT, REFUSED, CRUMB, OTHER, OVERLOAD = range(9)
 """Indices of ``RULES``."""
 
 RULES = (
@@ -42,6 +42,7 @@ RULES = (
     Rule("calls that were refused", 100, 500),
     Rule("DATA frames without content", 200, 2000),
     Rule("frames of no use", 100, 1000),
+    Rule("calls that held more than there was room for", 20, 100),
 )
 """
 - PING and WINDOW_UPDATE: two bytes of DATA that were sent earn one more, each stream two more.
@@ -51,6 +52,8 @@ RULES = (
 - DATA without content: fewer than 64 bytes that complete no message. Each stream earns two more.
 - Frames of no use: PRIORITY, acknowledgements, frames of streams that are over, of unknown types; each counts for one more
   for each KB. Each stream earns two more.
+- Calls that held more than there was room for: each was the largest of the connection that held the most, and was told when to
+  come again.
 """
 
 

@@ -16,22 +16,32 @@ class HeavyStream(Protocol):
         ...
 
 
+class Holder(Protocol):
+    """Whose messages they are."""
+
+    def count_overloaded(self) -> None:
+        """A call ended as too much was held."""
+        ...
+
+
 class HeldMessages:
     """The messages of one connection. Its largest call ends where it holds too much, or where all do and it holds the most.
 
     Args:
         memory: The memory of all connections.
         most_bytes: The most bytes that this one may hold.
+        holder: Told of each call that ends for it.
 
     Attributes:
         total: Bytes that are held now.
         most: The most bytes that this one may hold.
     """
 
-    def __init__(self, memory: BodyMemory, most_bytes: int) -> None:
+    def __init__(self, memory: BodyMemory, most_bytes: int, holder: Holder) -> None:
         self.total = 0
         self.most = most_bytes
         self._memory = memory
+        self._holder = holder
         self._sizes: dict[HeavyStream, int] = {}
 
     def set(self, stream: HeavyStream, size: int) -> None:
@@ -50,6 +60,7 @@ class HeldMessages:
                 largest.overload(
                     ResourceExhaustedError("the messages of this connection hold more than is allowed", retry_after=1.0)
                 )
+                self._holder.count_overloaded()
 
     def fail(self, error: SapwoodError) -> None:
         """Ends the largest call: all connections hold too much, and this one, which the memory has released, the most."""
@@ -57,6 +68,7 @@ class HeldMessages:
         if self.total:
             self._memory.grow(self, self.total)
         largest.overload(ResourceExhaustedError(error.message, retry_after=error.retry_after))
+        self._holder.count_overloaded()
 
     def _forget_largest(self) -> tuple[HeavyStream, int]:
         largest = max(self._sizes, key=self._sizes.__getitem__)

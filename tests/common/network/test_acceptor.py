@@ -227,6 +227,37 @@ async def test_of_too_many_that_say_nothing_or_half_a_handshake_the_oldest_goes(
         client.close()
 
 
+class Busy:
+    """Has something to do, until it has not."""
+
+    over = False
+
+    def go_on(self, until: float) -> bool:
+        return not self.over
+
+
+async def test_no_handshake_begins_while_others_wait_for_their_part_of_the_time(listener, made) -> None:
+    """What a server has to do beside them has as much."""
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 60, 60))
+    busy = [Busy() for _ in range(acceptor_module._MOST_QUEUED)]
+    for each in busy:
+        acceptor._handshakes.add(each)
+    acceptor.start()
+    clients = connect(listener, 3)
+    for client in clients:
+        client.sendall(b"\x16\x03\x01")
+    await until(lambda: acceptor.waiting == 3)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert (acceptor.waiting, acceptor.handshakes) == (3, 0)
+    busy[0].over = True
+    await until(lambda: acceptor.handshakes == 3)
+    busy[1].over = True
+    acceptor.close()
+    for client in clients:
+        client.close()
+
+
 async def test_a_failed_handshake_is_its_clients_alone_who_waits_for_the_end(listener, made, caplog) -> None:
     acceptor = Acceptor(listener, Made, Encryption(server_context(), 5.0, 5.0, held=3600.0))
     acceptor.start()

@@ -383,6 +383,18 @@ class Wire(asyncio.Transport):
         """Nothing is open."""
 
 
+class Fed:
+    """Notes the most bytes that are written at once."""
+
+    def __init__(self, inner: ssl.MemoryBIO) -> None:
+        self.most = 0
+        self._inner = inner
+
+    def write(self, data: bytes) -> int:
+        self.most = max(self.most, len(data))
+        return self._inner.write(data)
+
+
 @pytest.mark.parametrize("cut", [1, 3, 4, 7, 1021, INPUT_BYTES])
 async def test_wherever_records_are_cut_their_content_comes_and_a_large_one_is_decrypted_at_once(cut) -> None:
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -392,7 +404,7 @@ async def test_wherever_records_are_cut_their_content_comes_and_a_large_one_is_d
     tls = client.wrap_bio(incoming, outgoing)
     memory, taker, wire = memoryview(bytearray(INPUT_BYTES)), Taker(), Wire()
     share = TimeShare(lambda: 0.0)  # time never passes
-    connection = TlsConnection(taker, Encryption(server, 3600, 3600), share, memory, Tarpit(0))
+    connection = TlsConnection(taker, Encryption(server, 3600, 3600), share, share, memory, Tarpit(0))
     connection.connection_made(wire)
 
     def feed(data: bytes) -> None:
@@ -415,11 +427,13 @@ async def test_wherever_records_are_cut_their_content_comes_and_a_large_one_is_d
         return advance()
 
     connection._advance = counting  # type: ignore[method-assign]
+    connection._incoming = fed = Fed(connection._incoming)  # type: ignore[assignment]
     tls.write(b"a" * 15_000)
     for _ in range(100):
         tls.write(b"b")
     feed(outgoing.read())
     assert taker.content == b"a" * 15_000 + b"b" * 100
+    assert fed.most <= 4096  # as much is kept for each connection as long as it lives
     if cut == INPUT_BYTES:
         assert len(steps) <= 1 + 1 + 100 * 23 // 1024 + 1  # the large record; the small ones, many at a time
     connection.abort()

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 _BEGUN, _ENCRYPTED_BEGUN = 8, 1
 """Connections that begin in a turn; over TLS the handshake costs a millisecond or two."""
+_HANDSHAKES_REST, _MOST_QUEUED, _BREAK = 1.0, 2, 0.001
+"""Handshakes have half of the time. While so many of them wait for it with something to do, the next one begins no sooner than
+so many seconds later.
+"""
 _FAIR = 64
 """Connections that wait for their turn beyond which the newest begins first: who comes behind a thousand strangers does not wait
 for them all, as nearly all others would do in a queue."""
@@ -64,6 +68,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._share = TimeShare()
         """Shares the time that decrypting takes."""
+        self._handshakes = TimeShare(rest=_HANDSHAKES_REST)
         self._memory = memoryview(bytearray(INPUT_BYTES))
         self._tarpit = Tarpit() if encryption is None else Tarpit(encryption.held)
         self._waiting: deque[socket.socket] = deque()
@@ -181,6 +186,10 @@ class Acceptor:
         self._resume = self._loop.call_later(_PAUSE, self.start)
 
     def _begin_some(self) -> None:
+        if self._waiting and self._handshakes.waiting >= _MOST_QUEUED:
+            self._due = True
+            self._loop.call_later(_BREAK, self._begin_some)
+            return
         begun = 0
         while self._waiting and begun < (_BEGUN if self._encryption is None else _ENCRYPTED_BEGUN):
             connection = self._waiting.popleft() if len(self._waiting) <= _FAIR else self._waiting.pop()
@@ -209,7 +218,7 @@ class Acceptor:
             logger.debug("a connection did not begin: %s", error)
 
     async def _begin_tls(self, connection: socket.socket, encryption: Encryption) -> None:
-        tls = TlsConnection(self._make(), encryption, self._share, self._memory, self._tarpit)
+        tls = TlsConnection(self._make(), encryption, self._share, self._handshakes, self._memory, self._tarpit)
         try:
             await self._loop.connect_accepted_socket(lambda: tls, connection)
             if not await tls.shaken:

@@ -25,6 +25,8 @@ INPUT_BYTES = 16 * 1024
 """Bytes that are read of a connection in one turn of the event loop."""
 _PIECE = 1024
 """Bytes of whole records that are decrypted before the clock is looked at: at most 38 changes of keys, or one large record."""
+_FED = 4 * 1024
+"""Bytes that OpenSSL is handed at once: of each connection it keeps as much memory as that was at most."""
 _RECORD_HEAD = 5
 """Bytes of a record's type, version and length."""
 _MOST_CONTENT = 16 * 1024
@@ -63,6 +65,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         protocol: Of the content. It hears nothing before the handshake is over, and of one that fails nothing at all.
         encryption: Of the listener.
         share: Shares the event loop's time among the listener's connections.
+        handshakes: The same until the handshake is over.
         memory: What is read goes there first, whoever sent it.
         tarpit: Where it ends if the client breaks a rule.
 
@@ -75,6 +78,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         protocol: asyncio.BaseProtocol,
         encryption: Encryption,
         share: TimeShare,
+        handshakes: TimeShare,
         memory: memoryview,
         tarpit: Tarpit,
     ) -> None:
@@ -83,7 +87,9 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self.shaken: asyncio.Future[bool] = self._loop.create_future()
         self._protocol = protocol
         self._encryption = encryption
-        self._share = share
+        self._share = handshakes
+        """Where it has its time from now."""
+        self._share_later = share
         self._memory = memory
         self._tarpit = tarpit
         self._socket: asyncio.Transport | None = None
@@ -150,9 +156,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._data = self._data[self._at :] + self._memory[:nbytes]
             self._at = 0
             if not waited:
-                self._work(self._share.is_over)
-                if self._share.measuring:
-                    self._share.end()
+                share = self._share  # which is another one after the handshake
+                self._work(share.is_over)
+                if share.measuring:
+                    share.end()
         self._regulate()
 
     def eof_received(self) -> bool:
@@ -247,10 +254,14 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def go_on(self, until: float) -> bool:
         self._breathes = False
-        clock = self._share.clock
-        self._work(lambda: clock() >= until)
+        share = self._share
+        self._work(lambda: share.clock() >= until)
         self._regulate()
-        return self._at < len(self._data) and not self._paused
+        left = self._at < len(self._data) and not self._paused
+        if left and share is not self._share:
+            self._queue()
+            return False
+        return left
 
     def _work(self, is_over: Callable[[], bool]) -> None:
         """Decrypts as long as there is time, and the rest later."""
@@ -273,12 +284,12 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             return False
         piece = self._data[self._at : self._end_of_piece()]
         self._at += len(piece)
-        self._incoming.write(piece)
         try:
             if not self._begun:
+                self._incoming.write(piece)
                 self._shake_hands()
             else:
-                self._read(len(piece))
+                self._read(piece)
         except ssl.SSLError as error:
             self._fail(error)
         return not self._closing and self._at < len(self._data)
@@ -312,25 +323,29 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self.abort()
             return
         self._begun = True
+        self._share = self._share_later
         self.shaken.set_result(True)
         self._protocol.connection_made(self)
         if not self._closing:
-            self._read(0)
+            self._read(b"")
 
-    def _read(self, fed: int) -> None:
-        """Hands over what ``fed`` bytes more have completed."""
+    def _read(self, piece: bytes) -> None:
+        """Hands over what more has completed."""
         parts, over = [], False
-        try:
-            while part := self._tls.read(_MOST_CONTENT):
-                parts.append(part)
-            over = True
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLZeroReturnError:
-            over = True
+        for at in range(0, len(piece) or 1, _FED):
+            self._incoming.write(piece[at : at + _FED])
+            try:
+                while part := self._tls.read(_MOST_CONTENT):
+                    parts.append(part)
+                over = True
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLZeroReturnError:
+                over = True
+            break
         self._answer()
         content = b"".join(parts)
-        self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * len(content) - fed)
+        self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * len(content) - len(piece))
         if self._framing < 0:
             logger.info("%s sends records with next to nothing in them", self.get_extra_info("peername"))
             self._hold()

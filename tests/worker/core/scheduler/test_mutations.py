@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-import sapwood_worker
+from sapwood_testing.mutations import Mutation, simulate
 
+SIMULATION = Path(__file__).with_name("test_simulation.py")
 MOST_STEPS = 50_000
 """A part of the default run; each mutation is noticed within it."""
-
-
-class Mutation(NamedTuple):
-    file: str
-    line: str
-    wrong: str
-
 
 MUTATIONS = [
     # The last token must be computed again, for its logits.
@@ -107,37 +96,11 @@ MUTATIONS = [
 ]
 
 
-_RUN = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("simulation", sys.argv[1])
-module = sys.modules["simulation"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.run_seeds(0, steps=int(sys.argv[2]))
-"""
-
-
-def simulate(folder: Path, steps: int) -> subprocess.CompletedProcess[str]:
-    """Runs the simulation of the default run, part 0 and on, with the package in ``folder``."""
-    test = Path(__file__).with_name("test_simulation.py")
-    return subprocess.run(
-        [sys.executable, "-c", _RUN, str(test), str(steps)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.line.strip()}")
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.title)
 def test_a_wrong_line_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
-    shutil.copytree(Path(sapwood_worker.__file__).parent, tmp_path / "sapwood_worker")
-    path = tmp_path / "sapwood_worker" / mutation.file
-    source = path.read_text()
-    assert source.count(mutation.line) == 1, "the line is not there any more"
-    path.write_text(source.replace(mutation.line, mutation.wrong))
-    done = simulate(tmp_path, MOST_STEPS)
+    done = simulate(SIMULATION, MOST_STEPS, tmp_path, mutation)
     assert done.returncode == 1, done.stdout
     assert "seed " in done.stderr
 
@@ -145,6 +108,5 @@ def test_a_wrong_line_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_lines_as_they_are_pass(tmp_path: Path) -> None:
-    shutil.copytree(Path(sapwood_worker.__file__).parent, tmp_path / "sapwood_worker")
-    done = simulate(tmp_path, 10_000)
+    done = simulate(SIMULATION, 10_000, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,76 @@
+"""The simulation of two schedulers notices when a line that matters is wrong: each of these mutations must make it fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sapwood_testing.mutations import Mutation, simulate
+
+SIMULATION = Path(__file__).with_name("test_two_schedulers.py")
+MOST_STEPS = 20_000
+"""As in the default run; each mutation is noticed within it."""
+LEASES, PULLS = "core/cache/handoff/leases.py", "core/cache/handoff/pulls.py"
+HOST, TIERS = "core/cache/host_pages.py", "core/cache/hierarchical.py"
+
+MUTATIONS = [
+    # A page that was given to somebody else while it was read is not used.
+    Mutation(LEASES, "is lease and self._host.epoch_of(page) == epoch", "is lease"),
+    # Nor is one whose lease has ended.
+    Mutation(LEASES, "return self._leases.get(lease.ticket.transfer_id) is lease and self", "return self"),
+    # A lease that nobody renews ends.
+    Mutation(LEASES, "if each.until <= now]", "if each.until <= now - 3]"),
+    # One that somebody renews does not.
+    Mutation(LEASES, "                lease.until = until\n", ""),
+    # What was leased is given back.
+    Mutation(
+        LEASES,
+        "        del self._leases[lease.ticket.transfer_id]\n        self._unpin(lease)\n",
+        "        del self._leases[lease.ticket.transfer_id]\n",
+    ),
+    # Leases pin their share at most.
+    Mutation(LEASES, "found[: max(0, self._limit - pinned)]", "found"),
+    # What a ticket names is kept.
+    Mutation(LEASES, "        self._host.pin(kept)\n", ""),
+    # Pins that were taken for another lease are not given back twice.
+    Mutation(LEASES, "        lease.pinned = []\n", ""),
+    # Every byte that came is checked.
+    Mutation(PULLS, "there and verify(record, entry.key, namespace)", "there"),
+    # Pages that did not come are given back.
+    Mutation(PULLS, "zip(batch, good, strict=True) if not fine])", "zip(batch, good, strict=True) if not fine][1:])"),
+    # For a request that has gone nothing is kept.
+    Mutation(
+        PULLS, "        if pull.cancelled:\n            self._occupied", "        if False:\n            self._occupied"
+    ),
+    Mutation(PULLS, "        self._host.unpin(pull.pinned)\n", ""),
+    # Pulls hold their share at most.
+    Mutation(PULLS, "max(0, self._limit - self._occupied)", "len(pull.wanted)"),
+    # A request waits no longer than its patience.
+    Mutation(PULLS, "if now >= self._pulls[serial].deadline or not", "if not"),
+    # A host page that is being written to is not found.
+    Mutation(HOST, "entry is not None and entry.ready and", "entry is not None and"),
+    # Each allocation of a page gets an epoch of its own.
+    Mutation("core/cache/page_allocator.py", "        self._epoch[pages] += 1\n", ""),
+    # What was kept for a request is given back when it starts.
+    Mutation(TIERS, "None if self.pulls is None else self.pulls.settle(serial)", "None"),
+    # A request that is aborted while its pages are on their way to the host gets no ticket.
+    Mutation("core/scheduler/lifecycle.py", "self._leases is not None and self._leases.cancel(serial)", "False"),
+    # A prompt that is handed off ends with its first token.
+    Mutation(
+        "core/scheduler/lifecycle.py",
+        "request.token_ids[: request.prompt_length], request.namespace)\n        self.end(request)\n",
+        "request.token_ids[: request.prompt_length], request.namespace)\n",
+    ),
+    # Requests whose pages are there go on.
+    Mutation("core/scheduler/scheduler.py", "            self._requests[serial].held = False\n", "            pass\n"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.title)
+def test_a_wrong_line_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
+    done = simulate(SIMULATION, MOST_STEPS, tmp_path, mutation)
+    assert done.returncode == 1, done.stdout
+    assert "seed " in done.stderr

@@ -22,7 +22,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-clients test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 
 test-losses: $(BIN)/.installed-dev ## Kill, stop, freeze and cut off one of four demo workers and kill the tokenizer under load, 20 times each (12 GB): ROUNDS=5
 	SAPWOOD_LOSS_WORKERS=4 SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_worker_loss.py -m slow -s $(ARGS)
+
+test-handoffs: $(BIN)/.installed-dev ## Kill, stop and cut off prefill and decode workers of the demo model at six points of a hand-over, 20 times each: ROUNDS=5
+	SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_disaggregated_losses.py -m slow -s $(ARGS)
 
 audit: $(BIN)/.installed-dev ## Look the installed packages up in the advisory database
 	@$(BIN)/pip install -qq pip-audit

@@ -34,9 +34,11 @@ class WorkerProcess:
 
     Attributes:
         process: The one that speaks gRPC.
+        start_seconds: The most that a start may take.
     """
 
     process: asyncio.subprocess.Process
+    start_seconds = 60.0
 
     def __init__(self, namespace: Namespace | None = None, flags: Sequence[str] = ()) -> None:
         self.port = port_of_its_own()
@@ -51,18 +53,21 @@ class WorkerProcess:
         """Where it listens."""
         return f"{self.host}:{self.port}"
 
+    def command(self) -> Sequence[str]:
+        """The module that it runs, and flags."""
+        fake = ("--vocab-size", str(VOCAB), "--step-ms", "10", "--context-length", "512")
+        return ("sapwood_testing.worker.fake_worker", "--metrics-port", "0", *fake)
+
     async def start(self) -> None:
         """Starts it, on the port it had before; returns once it listens."""
         self.process = await asyncio.create_subprocess_exec(
             *(() if self.namespace is None else ("ip", "netns", "exec", self.namespace.name)),
-            *(sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", str(self.port)),
-            *("--host", self.host, "--metrics-port", "0", "--vocab-size", str(VOCAB), "--step-ms", "10"),
-            *("--context-length", "512", *self.flags),
+            *(sys.executable, "-m", *self.command(), "--port", str(self.port), "--host", self.host, *self.flags),
             stderr=asyncio.subprocess.PIPE,
         )
         self._started = True
         assert self.process.stderr is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(self.start_seconds):
             while line := (await self.process.stderr.readline()).decode():
                 if found := re.search(r"listening on \S+:(\d+)", line):
                     self.port = int(found[1])

@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation("core/scheduler/waiting/waiting_queue.py", "        self.num_tokens -= tokens\n", ""),
     # What was right of a draft is computed, what was wrong is not.
     Mutation(
-        "core/scheduler/scheduler.py",
+        "core/scheduler/speculation/speculation.py",
         "                right = len(tokens) - 1\n",
         "                right = len(draft)\n",
     ),

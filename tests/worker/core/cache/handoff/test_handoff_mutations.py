@@ -55,7 +55,7 @@ MUTATIONS = [
     # What was kept for a request is given back when it starts.
     Mutation(TIERS, "None if self.pulls is None else self.pulls.settle(serial)", "None"),
     # A request that is aborted while its pages are on their way to the host gets no ticket.
-    Mutation("core/scheduler/lifecycle.py", "self._leases is not None and self._leases.cancel(serial)", "False"),
+    Mutation("core/scheduler/lifecycle.py", "return leases is not None and leases.cancel(serial)", "return False"),
     # A prompt that is handed off ends with its first token.
     Mutation(
         "core/scheduler/lifecycle.py",

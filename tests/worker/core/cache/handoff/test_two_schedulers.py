@@ -160,6 +160,7 @@ class Simulation:
         self.turns = self.steps = 0
         self.after: deque[Callable[[], None]] = deque()
         self.others: set[int] = set()
+        self.read_late = False
         self.counts: Counter[str] = Counter()
 
     def tokens(self, count: int) -> list[int]:
@@ -307,10 +308,10 @@ class Simulation:
             return False
         record = source.pool.record(ticket.places[index][0])
         if chance.random() < self.faults:
-            self.source_goes_on()
+            self.source_goes_on(ticket)
         sent = bytearray(header_of(record, lease.keys[index], FINGERPRINT.hex()) + record[HEADER_BYTES:])
         if chance.random() < self.faults:  # between what was checked and what is sent
-            self.source_goes_on()
+            self.source_goes_on(ticket)
         if chance.random() < self.faults / 3:
             place = HEADER_BYTES + chance.randrange(self.page_size * 8)
             sent[place] ^= 1 << chance.randrange(8)
@@ -319,16 +320,19 @@ class Simulation:
         if self.prefill is not source or not source.leases.readable(lease, index):
             self.counts["stale"] += 1
             return False
-        assert source.leases.find(ticket.transfer_id, ticket.epoch) is lease, "a lease that has ended is read"
+        self.read_late |= source.leases.find(ticket.transfer_id, ticket.epoch) is not lease
         source.leases.was_read(lease, index)
         return True
 
-    def source_goes_on(self) -> None:
+    def source_goes_on(self, ticket: HandoffTicket) -> None:
         """Turns of the source's loop while a page of it is on its way; what comes of them is dealt with afterwards."""
         source, chance = self.prefill, self.chance
         if chance.random() < 10 * self.restart_rate:
             self.after.append(lambda: self.lose(source))
             raise MoverError("the source is gone")
+        if chance.random() < 0.1:  # whoever had the ticket has ended
+            source.scheduler.keep_handoffs([], [ticket.transfer_id])
+            self.tickets.pop(ticket.transfer_id, None)
         for _ in range(chance.randint(1, 8)):
             if chance.random() < 0.2:
                 self.clock.now += chance.choice([0.1, 1.0])
@@ -403,6 +407,7 @@ class Simulation:
         outputs = worker.turn()
         given = [output.ticket.transfer_id for output in outputs if output.ticket is not None]
         self.tickets.update(dict.fromkeys(given, self.clock() + LEASE_SECONDS))
+        assert not self.read_late, "a lease that has ended is read"  # said here, as a mover may fail
         if not was_idle or not worker.idle:  # else nothing can have changed since it was looked at last
             worker.scheduler.check()
             self.check_contents(worker)

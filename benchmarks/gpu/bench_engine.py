@@ -1,6 +1,7 @@
 """The engine alone on one GPU: scheduler, cache and runner in this process, random weights of the true shape, greedy.
 
-Workloads as in the table of docs/performance.md: offline256, decode B, prefill k x n. Prints one JSON object a line.
+Workloads as in the table of docs/performance.md: offline256, decode B, prefill k x n; ``steady`` is decode without what is
+measured through whole requests, for when time is short. Prints one JSON object a line.
 
     python benchmarks/gpu/bench_engine.py --model benchmarks/gpu/configs/qwen3-0.6b --only decode,offline
 """
@@ -32,6 +33,7 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
+STEP_TOKENS = 8192
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = {
     "temperature": SamplingParams(temperature=0.8),
@@ -181,6 +183,13 @@ def main() -> None:
         default="none",
         help="Of the linear layers.",
     )
+    parser.add_argument("--attention-backend", default="auto", help="As the worker takes it (default: auto).")
+    parser.add_argument(
+        "--routing", choices=("own", "uniform"), default="own", help="How tokens get experts (default: own)."
+    )
+    parser.add_argument(
+        "--prefills", default="1x128,1x1024,1x8192,16x8192", help="Of the workload prefill (default: %(default)s)."
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs to split the model over (default: 1).")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
     parser.add_argument(
@@ -188,6 +197,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
+    if arguments.routing == "uniform":
+        if arguments.tensor_parallel * arguments.pipeline_parallel > 1:
+            parser.error("--routing uniform: only of models on one GPU")
+        from uniform_routing import route_uniformly  # it needs Triton
+
+        route_uniformly(STEP_TOKENS)
     commit = measured_commit()
 
     # A variant has a name of its own, so that no figure of it is taken for the plain model's.
@@ -212,7 +227,8 @@ def main() -> None:
         print(json.dumps(row | {"device": torch.cuda.get_device_name(), "commit": commit}), flush=True)
 
     engine = Engine(
-        arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
+        arguments.model, max_running=256, max_step_tokens=STEP_TOKENS, attention_backend=arguments.attention_backend,
+        kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
     )  # fmt: skip
@@ -229,13 +245,14 @@ def main() -> None:
     report("start-up", engine.start_seconds, "s")
     report("KV cache", engine.runner.info.num_pages * engine.runner.info.page_size, "tokens")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
-    if "decode" in wanted:
+    if wanted & {"decode", "steady"}:
         for batch in map(int, arguments.batches.split(",")):
-            prompts = prompts_of(batch, 1024, seed=batch)
-            engine.generate(prompts, [4] * batch)
-            first = min(engine.generate(prompts, [1] * batch) for _ in range(arguments.repeats))
-            whole = min(engine.generate(prompts, [129] * batch) for _ in range(arguments.repeats))
-            report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
+            if "decode" in wanted:
+                prompts = prompts_of(batch, 1024, seed=batch)
+                engine.generate(prompts, [4] * batch)
+                first = min(engine.generate(prompts, [1] * batch) for _ in range(arguments.repeats))
+                whole = min(engine.generate(prompts, [129] * batch) for _ in range(arguments.repeats))
+                report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
             with engine.decoding(batch, length=130) as step:
                 for part, milliseconds in engine.time_steps(step, 50).items():
                     report(f"decode {batch} {part}", milliseconds, "ms")
@@ -245,7 +262,7 @@ def main() -> None:
             with engine.decoding(256, length=80, sampling=sampling) as step:
                 report(f"sampled 256 {name}", engine.time_steps(step, 40)["steady"], "ms")
     if "prefill" in wanted:
-        for count, length in ((1, 128), (1, 1024), (1, 8192), (16, 8192)):
+        for count, length in (map(int, each.split("x")) for each in arguments.prefills.split(",")):
             prompts = prompts_of(count, length, seed=count)
             seconds = min(engine.generate(prompts, [1] * count) for _ in range(4 if count == 1 else 1))
             report(f"prefill {count}x{length}", seconds * 1000, "ms")

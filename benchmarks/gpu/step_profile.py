@@ -11,10 +11,12 @@ import torch
 
 # What a kernel is for -> pattern of its name; the first that matches counts.
 PARTS = {
-    "attention": r"BatchDecode|BatchPrefill|PrefillWithKV|MergeStates|_split_kernel|_merge_kernel|flashinfer",
+    "attention": r"BatchDecode|BatchPrefill|PrefillWithKV|MergeStates|_split_kernel|_latent_kernel|_prefill_kernel|flash_fwd"
+    r"|_merge_kernel|flashinfer",
     "head norm, rotation, KV write": r"_qkv_kernel",
     "widening float8 pages": r"_widen_kernel",
     "to float8, with norm or gate": r"_quantise_kernel",
+    "experts": r"_product_kernel|_align_kernel|_route_kernel|_sum_kernel",
     "matrix products": r"gemm|cutlass|cublas|nvjet|splitKreduce|_gemv_kernel|xmma|sm90_",
     "RMSNorm": r"_rms_norm",
     "gate": r"_gated",

@@ -85,7 +85,7 @@ def test_a_gpu_computes_with_experts_in_float8_as_a_cpu_does(tiny_model, make_ru
 @pytest.mark.parametrize("name", SPARSE)
 def test_captured_steps_choose_what_single_launches_do(tiny_model, make_runner, make_driver, name):
     path = tiny_model(name).path
-    options = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
+    options = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton", "max_step_tokens": 128}
     wanted, chosen, plain = steps(make_runner, make_driver, path, **options, cuda_graphs=False)
     got, tokens, captured = steps(make_runner, make_driver, path, **options)
     assert plain._graphs is None and captured._graphs is not None and captured._pieces is not None

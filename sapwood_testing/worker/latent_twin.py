@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sapwood_kernels.ops.device import KVDestination
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.gemma3 import GEMMA3
@@ -46,8 +47,16 @@ class _NormedAttention(LatentAttention):
             RMSNorm(config.head_dim, config.rms_norm_eps, context.inside(name)) for name in ("q_norm", "k_norm")
         )
 
-    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return super()._rotated((self.k_norm if x.shape[1] == 1 else self.q_norm)(x), angles)
+    def finish(self) -> None:
+        super().finish()
+        plain, ends = self._store, self._latent.qk_rope_head_dim
+
+        def store(vectors: Tensor, query: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
+            vectors = torch.cat((vectors[:, :-ends], self.k_norm(vectors[:, -ends:])), 1)
+            query = torch.cat((query[..., :-ends], self.q_norm(query[..., -ends:])), 2)
+            return plain(vectors, query, cos, sin, to)
+
+        self._store = store
 
 
 class _TwinLayer(SandwichDecoderLayer):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
+from sapwood_kernels.attention.triton_latent_store import store_latent
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
@@ -26,6 +27,7 @@ from sapwood_kernels.ops.device import (
     OneRow,
     RouteTokens,
     StoreHeads,
+    StoreLatent,
 )
 from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -96,6 +98,10 @@ class CudaOps(DeviceOps):
         weights, eps = (None, 0.0) if norm is None else (norm[:2], norm[2])
         store = partial(norm_rope_store, num_heads=num_heads, norm_weights=weights, eps=eps, pairs=pairs)
         return lambda qkv, cos, sin, to: store(qkv, cos, sin, to.keys, to.values, to.slots, to.scales)
+
+    def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
+        store = partial(store_latent, weight=weight, eps=eps, interleaved=interleaved)
+        return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
         if weight.shape[1] > _WIDEST_ROW and scales is None:

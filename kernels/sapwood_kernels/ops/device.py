@@ -86,6 +86,11 @@ returns the query heads [T, H, D]. It takes the projection [T, (H + 2K) * D], wh
 and cos and sin [T, 1, D] as ``reference.rope`` has them."""
 
 
+StoreLatent = Callable[[Tensor, Tensor, Tensor, Tensor, KVDestination], Tensor]
+"""The same for latent attention: norms and rotates vectors, writes them to the cache, and returns the queries, rotated, as a new
+tensor. It takes vectors [T, R + E] and queries [T, H, N + E], the rows of both contiguous, and cos and sin [T, 1, E]."""
+
+
 class ExpertSum(Protocol):
     """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own."""
 
@@ -218,6 +223,30 @@ class DeviceOps:
                 self._slots, self._places = to.slots, reference.places(to.slots, to.keys.shape[1])
             reference.store_kv(key, heads[:, rotated:], to.keys, to.values, self._places, to.scales)
             return query
+
+        return store
+
+    def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
+        """What norms, rotates and stores the vectors of a step.
+
+        Args:
+            weight: The norm's of a vector's latent part, float32 [R].
+            eps: Added to the mean square in it.
+            dtype: The vectors'.
+            interleaved: Whether the two numbers that are turned together stand side by side, not half of E apart.
+        """
+        norm, rank = self.rms_norm(weight, eps, dtype), len(weight)
+
+        def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            if interleaved:
+                x = torch.cat((x[..., 0::2], x[..., 1::2]), 2)
+            return self.rope(x, cos, sin)
+
+        def store(vectors: Tensor, query: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
+            rotary = vectors.shape[1] - rank
+            end = turned(vectors[:, None, rank:], cos, sin)
+            to.store_vectors(torch.cat((norm(vectors[:, :rank])[:, None], end), 2))
+            return torch.cat((query[..., :-rotary], turned(query[..., -rotary:], cos, sin)), 2)
 
         return store
 

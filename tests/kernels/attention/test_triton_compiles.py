@@ -27,8 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_qkv
+<<<<<<< HEAD
 from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
 from sapwood_kernels.attention import triton_shared as sharing
+=======
+from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent
+from sapwood_kernels.attention import triton_latent_store as store, triton_prefill as prefilling
+>>>>>>> 47ba3484 (Latent attention norms, turns and stores a step's vectors in one launch on a GPU; more of a sparse model's prompt steps are captured)
 
 capability = int(sys.argv[1])
 
@@ -63,6 +68,10 @@ QKV = kinds(
 LATENT = kinds(
     "query:*bf16 stored:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 out:*bf16 scale:fp32 value_scale:fp32 "
     "page_stride:i32 slot_stride:i32"
+)
+STORE = kinds(
+    "vectors:*bf16 query:*bf16 turned:*bf16 pages:*bf16 slots:*i64 cos:*bf16 sin:*bf16 weight:*fp32 eps:fp32 factor:fp32 "
+    "vector_stride:i32 query_stride:i32 page_stride:i32 slot_stride:i32"
 )
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -105,6 +114,10 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
         latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, LEAST=1,
         FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64, BLOCK=latent._KEYS_OF_BLOCK,
         STAGES=latent._STAGES,
+    )
+    check(
+        store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,
+        SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8,
     )
 for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
     check(

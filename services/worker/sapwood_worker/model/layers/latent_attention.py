@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.ops.device import StoreLatent
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
@@ -73,7 +73,7 @@ class LatentAttention(Layer):
     ) -> None:
         super().__init__()
         self._latent = latent
-        self._ops = context.ops
+        self._context = context
         self._constants = constants
 
         def heads(width: int) -> Span:
@@ -92,6 +92,7 @@ class LatentAttention(Layer):
             self.query_up = ColumnLinear(latent.q_lora_rank, {"q_b_proj": queries}, False, context)
         self.latent_norm = RMSNorm(rank, _EPS, context.inside("kv_a_layernorm"))
         up = Part(context.inside("kv_b_proj").prefix, heads(latent.qk_nope_head_dim + latent.v_head_dim))
+        self._store: StoreLatent
         self._up = context.linear.dense(LinearShape((up,), whole(rank)))
         self.output = RowLinear(heads(latent.v_head_dim), "o_proj", hidden_size, False, context)
 
@@ -101,6 +102,10 @@ class LatentAttention(Layer):
     def finish(self) -> None:
         up = self._up.weight.view(self._heads, -1, self._latent.kv_lora_rank)
         self._constants = replace(self._constants, latent=LatentHeads(up, self._latent.qk_nope_head_dim))
+        norm, interleaved = self.latent_norm, self._latent.rope_interleave
+        self._store = self._context.ops.store_latent(
+            norm.weight, norm.eps, self._context.dtype, interleaved=interleaved
+        )
 
     def forward(
         self,
@@ -114,25 +119,11 @@ class LatentAttention(Layer):
 
         Writes this step's vectors to the cache.
         """
-        latent = self._latent
         down: Tensor = self.down(hidden, norm)
-        ends = latent.qk_rope_head_dim
-        query, vector, rotary = (
-            down[:, : -latent.cached_dim],
-            down[:, -latent.cached_dim : -ends],
-            down[:, None, -ends:],
-        )
-        cached = torch.cat((self.latent_norm(vector)[:, None], self._rotated(rotary, angles)), 2)
-        plan.destination(self._constants).store_vectors(cached)
+        query, vectors = down[:, : -self._latent.cached_dim], down[:, -self._latent.cached_dim :]
         if self.query_up is not None:
             query = self.query_up(query, self.query_norm)
-        query = query.reshape(len(query), self._heads, -1)
-        query = torch.cat((query[..., :-ends], self._rotated(query[..., -ends:], angles)), 2)
+        query = query.view(len(query), self._heads, -1)
+        query = self._store(vectors, query, *angles, plan.destination(self._constants))
         result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
         return result
-
-    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, heads, E], rotated; pairs that lay side by side are half of E apart then, in queries and keys alike."""
-        if self._latent.rope_interleave:
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), 2)
-        return self._ops.rope(x, *angles)

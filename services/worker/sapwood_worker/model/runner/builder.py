@@ -321,7 +321,9 @@ class _Builder:
             return None
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
-        worth = worth_capturing(self._model.layer_size(), float8=self._quantization != "none")
+        worth = worth_capturing(
+            self._model.layer_size(), float8=self._quantization != "none", sparse=self._config.sparse is not None
+        )
         largest = min(worth, self._sizes.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes, self._ops)

@@ -1,0 +1,117 @@
+"""Triton: of latent attention (MLA) the norm of the vectors, all rotations and the write to the cache, in one launch.
+
+The first program of a token takes its vector, the others a few query heads each. Separately these are some twenty launches.
+Bound: reads and writes queries and vectors once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sapwood_kernels.triton_qkv import _stored
+
+_HEADS = 8
+"""Heads of a program."""
+
+
+@triton.jit
+def _turned(source, target, cos, sin, inside, factor, E: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
+            HALF: tl.constexpr):  # fmt: skip
+    """Rotates [rows, E] from the pointers ``source`` [rows, 1] to ``target``, where pairs stand half of E apart."""
+    half: tl.constexpr = E // 2
+    pair = tl.arange(0, HALF)[None, :]
+    there = inside & (pair < half)
+    if INTERLEAVED:
+        one, two = 2 * pair, 2 * pair + 1
+    else:
+        one, two = pair, pair + half
+    low = tl.load(source + one, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(source + two, mask=there, other=0.0).to(tl.float32)
+    kind = source.dtype.element_ty
+    cosine = tl.load(cos + pair, mask=pair < half, other=0.0).to(tl.float32)
+    sine = tl.load(sin + pair + half, mask=pair < half, other=0.0).to(tl.float32)
+    stored = target.dtype.element_ty
+    tl.store(target + pair, _stored((low * cosine - high * sine).to(kind), factor, SCALED).to(stored), mask=there)
+    tl.store(
+        target + pair + half, _stored((high * cosine + low * sine).to(kind), factor, SCALED).to(stored), mask=there
+    )
+
+
+@triton.jit
+def _store_kernel(
+    vectors, query, turned, pages, slots, cos, sin, weight, eps, factor, vector_stride, query_stride, page_stride, slot_stride,
+    HEADS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cos += token * E
+    sin += token * E
+    if tl.program_id(1) == 0:
+        slot = tl.load(slots + token)
+        page = pages + slot // PAGE * page_stride + slot % PAGE * slot_stride
+        vector = vectors + token * vector_stride
+        latent_columns = tl.arange(0, BLOCK_R)
+        within = latent_columns < R
+        latent = tl.load(vector + latent_columns, mask=within, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(latent * latent, axis=0) / R + eps)
+        normed = (latent * scale * tl.load(weight + latent_columns, mask=within, other=0.0)).to(
+            vectors.dtype.element_ty
+        )
+        tl.store(page + latent_columns, _stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=within)
+        row = tl.zeros((1, 1), tl.int64)
+        _turned(vector + R + row, page + R + row, cos, sin, row == 0, factor, E, INTERLEAVED, SCALED, HALF)
+    else:
+        heads = ((tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+        source = query + token * query_stride + heads * (N + E)
+        target = turned + (token * HEADS + heads) * (N + E)
+        columns = tl.arange(0, BLOCK_N)[None, :]
+        plain = (heads < HEADS) & (columns < N)
+        tl.store(target + columns, tl.load(source + columns, mask=plain, other=0.0), mask=plain)
+        _turned(source + N, target + N, cos, sin, heads < HEADS, 1.0, E, INTERLEAVED, False, HALF)
+
+
+def store_latent(
+    vectors: Tensor,
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    scale: float = 1.0,
+    *,
+    weight: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Norms and rotates vectors and writes them to the cache; returns the queries, rotated.
+
+    Args:
+        vectors: [T, R + E], rows contiguous.
+        query: [T, H, N + E], rows contiguous.
+        cos: [T, 1, E], contiguous, as ``reference.rope`` takes it.
+        sin: Likewise.
+        pages: [P, S, 1, R + E], mutated at ``slots``; of the vectors' dtype or float8_e4m3fn.
+        slots: int64 [T]: ``page * S + offset``.
+        scale: What vectors are divided by for a cache of float8.
+        weight: float32 [R]: the norm's.
+        eps: Added to the mean square in the norm.
+        interleaved: Whether pairs stand side by side in vectors and queries; afterwards they are half of E apart.
+
+    Returns:
+        [T, H, N + E].
+    """
+    tokens, heads, dim = query.shape
+    rank, ends = len(weight), cos.shape[-1]
+    assert vectors.stride(1) == query.stride(2) == pages.stride(3) == 1 and query.stride(1) == dim
+    turned = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+    _store_kernel[(tokens, 1 + triton.cdiv(heads, _HEADS))](
+        vectors, query, turned, pages, slots, cos, sin, weight, eps, 1.0 / scale, vectors.stride(0), query.stride(0),
+        *pages.stride()[:2],
+        HEADS=heads, R=rank, N=dim - ends, E=ends, PAGE=pages.shape[1], INTERLEAVED=interleaved,
+        SCALED=pages.dtype == torch.float8_e4m3fn, BLOCK_R=triton.next_power_of_2(rank),
+        BLOCK_N=triton.next_power_of_2(dim - ends), HALF=triton.next_power_of_2(ends // 2), BLOCK=_HEADS, num_warps=2,
+    )  # fmt: skip
+    return turned

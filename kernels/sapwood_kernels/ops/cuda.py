@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
-from sapwood_kernels.attention.triton_latent_store import store_latent
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
@@ -32,6 +31,7 @@ from sapwood_kernels.ops.device import (
 from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
+from sapwood_kernels.triton_latent_store import store_latent
 from sapwood_kernels.triton_qkv import norm_rope_store
 
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.

@@ -27,13 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_qkv
-<<<<<<< HEAD
+from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
 from sapwood_kernels.attention import triton_shared as sharing
-=======
-from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent
-from sapwood_kernels.attention import triton_latent_store as store, triton_prefill as prefilling
->>>>>>> 47ba3484 (Latent attention norms, turns and stores a step's vectors in one launch on a GPU; more of a sparse model's prompt steps are captured)
 
 capability = int(sys.argv[1])
 

@@ -1,0 +1,137 @@
+"""What it costs to hand a prompt over: a prefill worker on one GPU, a decode worker on another, and this client alone.
+
+    python benchmarks/gpu/bench_handoff.py --model benchmarks/gpu/configs/llama-3.1-8b
+
+For each length of prompt (random tokens, dummy weights), medians over ``--repeats``: of one worker that does both, the
+time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
+and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a pair takes to
+the second token than one worker. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or
+``--worker-module sapwood_testing.worker.fake_worker``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import grpc
+from commit import measured_commit
+from serving_load.services import Service
+from serving_load.synthetic_model import write_model
+
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
+
+REAL_WORKER = "sapwood_worker"
+
+
+class Answer(NamedTuple):
+    """When the first token, the second and the ticket came, in seconds from the request on; 0: never."""
+
+    first: float
+    second: float
+    ticket_at: float
+    tokens: list[int]
+    ticket: worker_pb2.HandoffTicket | None
+
+
+def ask(stub: Any, prompt: Sequence[int], **fields: Any) -> Answer:
+    """Has a worker generate."""
+    request = worker_pb2.WorkerGenerateRequest(request_id=f"bench-{time.perf_counter_ns()}", token_ids=prompt, **fields)
+    request.sampling.temperature, request.sampling.max_tokens, request.sampling.ignore_eos = 0, 8, True
+    begun = time.perf_counter()
+    times: list[float] = []
+    tokens: list[int] = []
+    ticket, ticket_at = None, 0.0
+    for response in stub.Generate(request, timeout=120):
+        now = time.perf_counter() - begun
+        times += [now] * len(response.token_ids)
+        tokens += response.token_ids
+        if response.HasField("ticket"):
+            ticket, ticket_at = response.ticket, now
+    return Answer(times[0], times[1] if len(times) > 1 else 0.0, ticket_at, tokens, ticket)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True, help="A folder with a config.json.")
+    parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts.")
+    parser.add_argument("--repeats", type=int, default=5, help="Prompts of each length.")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--kv-gb", type=float, default=12.0, help="KV cache of each worker in GiB.")
+    parser.add_argument("--host-gb", type=float, default=6.0, help="Its second tier in GiB.")
+    parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
+    parser.add_argument("--worker-flags", default="", help="More flags of the workers, in one argument.")
+    options = parser.parse_args()
+    chance = random.Random(1)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-handoff-")))
+        write_model(options.model, folder)
+        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        flags = ["--port", "0", "--metrics-port", "0", "--max-running", "8", "--max-step-tokens", "8192"]
+        flags += ["--kv-cache-gb", str(options.kv_gb), "--host-cache-gb", str(options.host_gb)]
+        if options.worker_module == REAL_WORKER:
+            flags += ["--model", str(folder), "--load-format", "dummy", "--device", options.device]
+            flags += ["--context-length", "16384"]
+        else:
+            flags += ["--vocab-size", str(vocabulary), "--context-length", "16384", "--num-pages", "4096"]
+        flags += shlex.split(options.worker_flags)
+        services = []
+        for gpu, role in enumerate(("prefill", "decode")):
+            if options.device == "cuda":
+                os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            services.append(Service(role, options.worker_module, [*flags, "--role", role], folder))
+            stack.callback(services[-1].stop)
+        prefill, decode = (
+            worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each.address()))) for each in services
+        )
+
+        def prompt_of(length: int) -> list[int]:
+            return [chance.randrange(vocabulary) for _ in range(length)]
+
+        def pair(prompt: Sequence[int]) -> tuple[Answer, Answer]:
+            one = ask(prefill, prompt, hand_off=True)
+            assert one.ticket is not None
+            one.ticket.source = "127.0.0.1" + one.ticket.source
+            two = ask(decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
+            return one, two
+
+        for length in map(int, options.lengths.split(",")):
+            for _ in range(2):  # kernels are compiled, pages of memory touched
+                pair(prompt_of(length))
+                ask(decode, prompt_of(length))
+            alone = [ask(decode, prompt_of(length)) for _ in range(options.repeats)]
+            pairs = [pair(prompt_of(length)) for _ in range(options.repeats)]
+            first = median(one.first for one in alone)
+            between = median(one.second - one.first for one in alone)
+            ticket = median(one.ticket_at - one.first for one, _ in pairs)
+            pulled = median(two.first for _, two in pairs)
+            whole = median(one.ticket_at + two.first for one, two in pairs)
+            figures = {
+                "prompt_tokens": length,
+                "alone_first_ms": first,
+                "alone_between_ms": between,
+                "pair_first_ms": median(one.first for one, _ in pairs),
+                "to_ticket_ms": ticket,
+                "ticket_to_second_ms": pulled,
+                "added_ms": whole - (first + between),
+            }
+            named = {name: round(1000 * value, 2) if name.endswith("_ms") else value for name, value in figures.items()}
+            pages = len(pairs[-1][0].ticket.page_hashes) if pairs[-1][0].ticket is not None else 0
+            print(
+                json.dumps({"commit": measured_commit(), "model": options.model.name, "pages": pages} | named),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

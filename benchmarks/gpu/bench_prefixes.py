@@ -1,0 +1,109 @@
+"""Requests that share a prefix, and such that share nothing, with shared-prefix attention and without: the engine alone, one GPU.
+
+Two engines with the same random weights take turns, so that both see the same card. Prints one JSON object a line.
+
+    python benchmarks/gpu/bench_prefixes.py --model benchmarks/gpu/configs/llama-3.1-8b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from bench_engine import GREEDY, Engine, prompts_of
+from commit import measured_commit
+
+
+def shared_prompts(count: int, shared: int, own: int) -> list[list[int]]:
+    """Prompts that have their first tokens in common."""
+    [prefix] = prompts_of(1, shared, seed=shared)
+    draw = random.Random(count)
+    return [[*prefix, *(draw.randint(10, 99999) for _ in range(own))] for _ in range(count)]
+
+
+def warm(engine: Engine, shared: int) -> None:
+    """Brings the prefix, and nothing else, into the cache."""
+    engine.generate([shared_prompts(1, shared, 1)[0]], [1])
+
+
+def whole(engine: Engine, prompts: list[list[int]], length: int) -> float:
+    """Seconds for all of them, from submission to the last token; what the cache holds stays."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    engine.add(prompts, [length] * len(prompts), GREEDY)
+    for _ in engine.steps():
+        pass
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def steady(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, float]:
+    """Mean milliseconds of a step in which all decode."""
+    engine.add(prompts, [steps + 40] * len(prompts), GREEDY)
+    decoding = (None for outputs in engine.steps() if len(outputs) == len(prompts))
+    for _ in range(20):
+        next(decoding)
+    found = engine.time_steps(lambda: next(decoding), steps)
+    for _ in decoding:
+        pass
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
+    parser.add_argument("--batches", default="8,64,256", help="Requests (default: 8,64,256).")
+    parser.add_argument("--shared", type=int, default=4096, help="Tokens that they share (default: 4096).")
+    parser.add_argument("--kv-gb", type=float, default=42.0, help="KV cache of each engine in GiB (default: 42).")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
+    arguments = parser.parse_args()
+    device, commit = torch.cuda.get_device_name(), measured_commit()
+    variant = arguments.model.name + ("+fp8-kv" if arguments.kv_cache_dtype != "auto" else "")
+
+    def report(what: str, values: dict[str, float], unit: str) -> None:
+        for mode, value in values.items():
+            row = {"what": f"{variant} {what}", "sharing": mode, "value": round(value, 4), "unit": unit}
+            print(json.dumps(row | {"engine": "sapwood", "device": device, "commit": commit}), flush=True)
+
+    engines = {
+        mode: Engine(
+            arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb,
+            kv_cache_dtype=arguments.kv_cache_dtype, shared_prefix_attention=mode == "on",
+        )
+        for mode in ("off", "on")
+    }  # fmt: skip
+    report("start-up", {mode: engine.start_seconds for mode, engine in engines.items()}, "s")
+    for engine in engines.values():
+        engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
+    batches = list(map(int, arguments.batches.split(",")))
+    for batch in batches:
+        steps: dict[str, dict[str, float]] = {}
+        for mode, engine in engines.items():
+            warm(engine, arguments.shared)
+            steps[mode] = steady(engine, shared_prompts(batch, arguments.shared, 128), 40)
+        for part in ("steady", "host"):
+            report(f"decode {batch} sharing {arguments.shared} {part}", {m: s[part] for m, s in steps.items()}, "ms")
+    for batch in batches:
+        prompts = prompts_of(batch, 1024, seed=batch)
+        turns: dict[str, list[float]] = {"off": [], "on": []}
+        for mode in ("off", "on", "on", "off"):
+            engines[mode].scheduler.flush_cache()
+            turns[mode].append(steady(engines[mode], prompts, 40)["steady"])
+        report(f"decode {batch} sharing nothing", {mode: sum(each) / 2 for mode, each in turns.items()}, "ms")
+    seconds = {}
+    for mode, engine in engines.items():
+        warm(engine, 8192)
+        whole(engine, shared_prompts(64, 8192, 128), 4)  # kernels that steps of this kind compile
+        warm(engine, 8192)
+        seconds[mode] = whole(engine, shared_prompts(64, 8192, 128), 64)
+    report("64 requests sharing 8192, 128 of their own, 64 out", seconds, "s")
+    for engine in engines.values():
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

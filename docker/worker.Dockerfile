@@ -34,6 +34,9 @@ FROM ${CUDA_IMAGE} AS base-cuda
 ARG CUDA_IMAGE
 LABEL org.opencontainers.image.base.name="${CUDA_IMAGE}"
 ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/kernels TRITON_CACHE_DIR=/kernels/triton
+# Archives of `sapwood kernels build`, for each kind of GPU one: what is in them is not compiled.
+COPY docker/kernels /opt/kernels
+ENV SAPWOOD_WORKER_KERNELS=/opt/kernels
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ gcc ninja-build python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

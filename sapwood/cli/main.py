@@ -12,7 +12,7 @@ from sapwood.cli import chat, generate, key, model, router, up
 from sapwood.cli.doctor import verb as doctor
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
 from sapwood.cli.measure import bench, evaluate
-from sapwood.cli.workers import cache, worker
+from sapwood.cli.workers import cache, kernels, worker
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
     up.configure(verbs, with_services=verb in up.NAMES)
-    for module in (generate, chat, bench, evaluate, model, doctor, key, router, worker, cache):
+    for module in (generate, chat, bench, evaluate, model, kernels, doctor, key, router, worker, cache):
         module.configure(verbs)
     return parser
 

@@ -241,6 +241,11 @@ class WorkerConfig(ServiceConfig):
         description="On a GPU, plan and launch a step while the one before is computed; costs up to one step's work for a "
         "request that ends at an end token.",
     )
+    kernels: Path | None = Field(
+        None,
+        description="On a GPU, an archive that `sapwood kernels build` has written, or a folder of them, of which the one for "
+        "this GPU and these packages is taken: kernels that are in it need not be compiled. What has changed since is compiled.",
+    )
     cuda_graphs: bool = Field(
         True,
         description="On a GPU, capture decode steps and small prefill steps as CUDA graphs when the worker starts; without them "

@@ -22,6 +22,7 @@ from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
+from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -97,6 +98,10 @@ class _Builder:
         self._device = self._ops.device
         self._dtype_name = self._ops.default_dtype if options.dtype == "auto" else options.dtype
         self._dtype = DTYPES[self._dtype_name]
+        float8 = options.kv_cache_dtype == "fp8_e4m3"
+        compiling = begin_kernels(
+            options.model_path, options.attention_backend, options.page_size, self._dtype, self._ops, float8=float8
+        )
         loaded = load_model(
             options.model_path,
             options.load_format,
@@ -118,7 +123,6 @@ class _Builder:
         self._quantization = loaded.quantization
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
         logger.info("linear layers: %s", self._weights)
-        float8 = options.kv_cache_dtype == "fp8_e4m3"
         kept = "float8_e4m3fn" if float8 else self._dtype_name
         layout = loaded.family.kv_layout(self._config, kept, options.page_size)
         layout = layout.stage(self._model.own).shard(self._tp.size)
@@ -141,6 +145,8 @@ class _Builder:
         self._decode = choose_backend(setting, "decode", self._needs, self._ops)
         for half, chosen in (("prefill", self._prefill), ("decode", self._decode)):
             logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
+        if compiling is not None:
+            compiling.wait(logger.info)
 
     @property
     def max_running(self) -> int:

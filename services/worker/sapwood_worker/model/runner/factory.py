@@ -13,6 +13,7 @@ from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
+from sapwood_worker.model.compiled_kernels import take_kernels
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
@@ -115,6 +116,8 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         )
         for warning in warnings:
             logger.warning(warning)
+        if config.kernels is not None:
+            take_kernels(config.kernels)
     if place.rank == 0:
         parallel = _meet(config, place, device)
     options = RunnerOptions(

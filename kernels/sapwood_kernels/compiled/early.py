@@ -1,0 +1,91 @@
+"""FlashInfer's libraries, compiled side by side while something else is done, instead of each when it is first used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sapwood_kernels.attention.planned import Variant
+
+_TELL_EVERY = 5.0
+"""Seconds."""
+
+
+class EarlyBuild:
+    """Work that has been begun on a thread.
+
+    Args:
+        names: What is being made, for people.
+        work: Makes it.
+    """
+
+    def __init__(self, names: Sequence[str], work: Callable[[], None]) -> None:
+        self._names = names
+        self._work = work
+        self._error: Exception | None = None
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="kernels", daemon=True)
+        self._thread.start()
+
+    def wait(self, tell: Callable[[str], None], every: float = _TELL_EVERY) -> None:
+        """Returns once all is made.
+
+        Args:
+            tell: Is told now and then what is waited for.
+            every: Seconds between.
+
+        Raises:
+            RuntimeError: The compiler has failed; with what it said.
+        """
+        while self._thread.is_alive():
+            self._thread.join(every)
+            if self._thread.is_alive():
+                tell(f"waiting for FlashInfer's compiler: {', '.join(self._names)}; {self._seconds():.0f} s so far")
+        if self._error is not None:
+            raise RuntimeError(f"FlashInfer's kernels could not be compiled: {self._error}") from self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+
+def begin_flashinfer(
+    kinds: Sequence[Variant], head_dim: int, dtype: torch.dtype, *, prefill: bool, decode: bool
+) -> EarlyBuild | None:
+    """Begins to compile what attention will ask FlashInfer for; None: all is there.
+
+    Args:
+        kinds: The kinds of layers.
+        head_dim: Elements of a head.
+        dtype: Of queries, keys and values.
+        prefill: Whether FlashInfer computes prompts.
+        decode: Whether it computes decodes over a cache of ``dtype``.
+    """
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+    from flashinfer.jit.core import build_jit_specs
+    from flashinfer.utils import determine_attention_backend
+
+    device = torch.device("cuda")
+    backends = []
+    if prefill:
+        backends.append(determine_attention_backend(device, 0, False, False, dtype, dtype))
+    if decode:  # on tensor cores, by the kernel for prompts
+        backends.append("fa2")
+    specs = {}
+    for backend in dict.fromkeys(backends):
+        for window, capped in dict.fromkeys((kind.window is not None, kind.softcap is not None) for kind in kinds):
+            spec = gen_batch_prefill_module(
+                backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, capped, False
+            )
+            name = f"{backend} for heads of {head_dim}" + " with windows" * window + " with a soft cap" * capped
+            if not spec.is_compiled:
+                specs[name] = spec
+    return EarlyBuild(list(specs), lambda: build_jit_specs(list(specs.values()))) if specs else None

@@ -164,7 +164,9 @@ class HttpFront:
             if body is None:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        body = await exchange.receive_body(self._max_body_bytes, self._heavy)
+                        body = await exchange.receive_body(
+                            self._max_body_bytes, self._heavy, self._pipeline.registry.longest_context
+                        )
                 except TimeoutError as error:
                     raise DeadlineExceededError("the body took too long to come") from error
             given = exchange.headers.get(_TRACEPARENT_HEADER, b"").decode("latin-1")

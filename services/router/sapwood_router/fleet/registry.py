@@ -83,6 +83,11 @@ class Registry:
         served = (worker.model for worker in self._workers.values() if worker.model is not None)
         return max(item.context_length for item in served if item.model == model)
 
+    def longest_context(self) -> int:
+        """The longest context of any model, in tokens; 0 while none is known."""
+        served = (worker.model for worker in self._workers.values() if worker.model is not None)
+        return max((item.context_length for item in served), default=0)
+
     def labels(self, model: str) -> Labels | None:
         """What the head of a known model tells; None: it has no such head."""
         served = (worker.model for worker in self._workers.values() if worker.model is not None)

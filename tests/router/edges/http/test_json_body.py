@@ -10,7 +10,7 @@ import pytest
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http import json_size
 from sapwood_router.edges.http.json_body import decode_object
-from sapwood_router.edges.http.json_size import check_size, size_steps
+from sapwood_router.edges.http.json_size import check_size, most_values, size_steps
 
 MANY = 300_000
 
@@ -30,6 +30,16 @@ MANY = 300_000
 def test_a_body_of_far_too_many_values_is_refused(value) -> None:
     with pytest.raises(InvalidArgumentError, match="the body has more than"):
         check_size(b'{"prompt": %b}' % value)
+
+
+def test_how_many_values_a_body_may_have_goes_by_the_longest_context() -> None:
+    body = b'{"prompt": [%b]}' % b",".join([b"7"] * MANY)
+    assert most_values(0) == most_values(128_000) == 262_144
+    assert most_values(1_000_000) == 1_065_536
+    assert most_values(10_000_000) == 1_310_720
+    assert list(size_steps(body, most_values(MANY))) == []
+    with pytest.raises(InvalidArgumentError, match="or 262144 values"):
+        list(size_steps(body, most_values(131_072)))
 
 
 @pytest.mark.parametrize("depth", [2_000, 10_000])

@@ -16,7 +16,7 @@ from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, reques
 from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
-from sapwood_router.edges.http.json_size import check_size, size_steps
+from sapwood_router.edges.http.json_size import check_size, most_values, size_steps
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
@@ -112,8 +112,13 @@ class Exchange:
             check_size(body)
         return body
 
-    async def receive_body(self, limit: int, heavy: HeavyWork) -> bytes:
-        """The request's body of JSON, which may have ``limit`` bytes. A large one is looked at in turns of ``heavy``.
+    async def receive_body(self, limit: int, heavy: HeavyWork, longest_context: Callable[[], int]) -> bytes:
+        """The request's body of JSON, which may have ``limit`` bytes.
+
+        Args:
+            limit: The most bytes.
+            heavy: A large one is looked at in its turns.
+            longest_context: Of all models, in tokens: how many a large one may hold goes by it.
 
         Raises:
             SapwoodError: It does not come as it should, or has far too many values.
@@ -125,7 +130,7 @@ class Exchange:
                 check_size(body.whole)
                 return
             await heavy.turn(tenant)
-            for _ in size_steps(body.whole):
+            for _ in size_steps(body.whole, most_values(longest_context())):
                 await heavy.turn(tenant)
                 if body.error is not None:  # it was given up, and is to leave the memory
                     raise body.error

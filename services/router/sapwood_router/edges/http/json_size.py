@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from sapwood_common.errors import InvalidArgumentError
 
-_MOST_STRINGS, _MOST_NESTED, _MOST_VALUES = 65_536, 16_384, 1_310_720
-"""The most strings of a body, keys included, the most arrays and objects together, and the most values in all. Without these
-bounds a body of 16 MB would keep the event loop for half a second, and then whoever checks what is in it; it would take 400 MB.
+_MOST_STRINGS, _MOST_NESTED = 65_536, 16_384
+"""The most strings of a body, keys included, and the most arrays and objects together. Without these bounds a body of 16 MB would
+keep the event loop for half a second, and then whoever checks what is in it; it would take 400 MB.
 """
+_BATCH, _BESIDE, _MOST_VALUES = 262_144, 65_536, 1_310_720
+"""Values of a body that are taken whatever models there are; those beside the tokens of one prompt; and the most of any body."""
 _MOST_SIGNS, _MOST_ESCAPES = 262_144, 1_048_576
 """The most pairs of quotes, and brackets, those in texts counted: a text with as many is longer than any context. And the most
 backslashes where texts have to be told from the rest.
@@ -19,6 +21,11 @@ _STEP = 16 * _COUNTED_AT_ONCE
 """Bytes that are looked at in one step, which take 1 ms or, where texts are told from the rest, up to 4."""
 _NO_SIGNS = bytes(sign for sign in range(256) if sign not in b',"[{')
 """Counting signs among signs takes less than half of the time that counting them in all of a text does."""
+
+
+def most_values(longest_context: int) -> int:
+    """How many values a body may have where no model's context holds more tokens: to parse a million takes 20 ms in one piece."""
+    return min(max(_BATCH, longest_context + _BESIDE), _MOST_VALUES)
 
 
 def check_size(body: bytes) -> None:
@@ -32,8 +39,12 @@ def check_size(body: bytes) -> None:
             pass
 
 
-def size_steps(body: bytes) -> Iterator[None]:
+def size_steps(body: bytes, most: int = _MOST_VALUES) -> Iterator[None]:
     """The same, a step for each MB.
+
+    Args:
+        body: The body.
+        most: Values that it may have.
 
     Raises:
         InvalidArgumentError: It has far too many.
@@ -45,15 +56,15 @@ def size_steps(body: bytes) -> Iterator[None]:
         quotes += signs.count(b'"')
         nested += signs.count(b"[") + signs.count(b"{")
         if max(quotes // 2, nested) > _MOST_SIGNS:
-            raise _too_many()
+            raise _too_many(most)
         if not (at + _COUNTED_AT_ONCE) % _STEP:
             yield
-    if quotes // 2 > _MOST_STRINGS or nested > _MOST_NESTED or commas > _MOST_VALUES:
+    if quotes // 2 > _MOST_STRINGS or nested > _MOST_NESTED or commas > most:
         yield
-        yield from _steps_without_texts(body)
+        yield from _steps_without_texts(body, most)
 
 
-def _steps_without_texts(body: bytes) -> Iterator[None]:
+def _steps_without_texts(body: bytes, most: int) -> Iterator[None]:
     commas = quotes = nested = escapes = at = 0
     while at < len(body):
         part = bytes(body[at : at + _COUNTED_AT_ONCE])
@@ -62,21 +73,21 @@ def _steps_without_texts(body: bytes) -> Iterator[None]:
         end = at + len(part)
         escapes += part.count(b"\\")
         if escapes > _MOST_ESCAPES:
-            raise _too_many()
+            raise _too_many(most)
         bare = part.replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = bare.split(b'"')
         structure = b"".join(pieces[quotes % 2 :: 2])  # of the pieces every second stands in a text
         quotes += len(pieces) - 1
         nested += structure.count(b"[") + structure.count(b"{")
         commas += structure.count(b",")
-        if quotes // 2 > _MOST_STRINGS or nested > _MOST_NESTED or commas > _MOST_VALUES:
-            raise _too_many()
+        if quotes // 2 > _MOST_STRINGS or nested > _MOST_NESTED or commas > most:
+            raise _too_many(most)
         if at // _STEP != end // _STEP:
             yield
         at = end
 
 
-def _too_many() -> InvalidArgumentError:
+def _too_many(most: int) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"the body has more than {_MOST_STRINGS} strings, {_MOST_NESTED} arrays and objects, or {_MOST_VALUES} values"
+        f"the body has more than {_MOST_STRINGS} strings, {_MOST_NESTED} arrays and objects, or {most} values"
     )

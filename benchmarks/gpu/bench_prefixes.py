@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
     parser.add_argument("--batches", default="8,64,256", help="Requests (default: 8,64,256).")
     parser.add_argument("--shared", type=int, default=4096, help="Tokens that they share (default: 4096).")
+    parser.add_argument("--alone", type=int, default=256, help="Tokens of prompts that share nothing (default: 256).")
     parser.add_argument("--kv-gb", type=float, default=42.0, help="KV cache of each engine in GiB (default: 42).")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
     arguments = parser.parse_args()
@@ -88,12 +89,16 @@ def main() -> None:
         for part in ("steady", "host"):
             report(f"decode {batch} sharing {arguments.shared} {part}", {m: s[part] for m, s in steps.items()}, "ms")
     for batch in batches:
-        prompts = prompts_of(batch, 1024, seed=batch)
+        prompts = prompts_of(batch, arguments.alone, seed=batch)
         turns: dict[str, list[float]] = {"off": [], "on": []}
         for mode in ("off", "on", "on", "off"):
             engines[mode].scheduler.flush_cache()
             turns[mode].append(steady(engines[mode], prompts, 40)["steady"])
-        report(f"decode {batch} sharing nothing", {mode: sum(each) / 2 for mode, each in turns.items()}, "ms")
+        report(
+            f"decode {batch} of {arguments.alone} sharing nothing",
+            {mode: sum(each) / 2 for mode, each in turns.items()},
+            "ms",
+        )
     seconds = {}
     for mode, engine in engines.items():
         warm(engine, 8192)

@@ -115,6 +115,31 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "short",
             {"{{worker}}": "sum by (worker) (sapwood_router_worker_pending_tokens)"},
         ),
+        Panel(
+            "Prompts handed from worker to worker, and what cost least",
+            "reqps",
+            {
+                "handed over": "sum(rate(sapwood_router_handoffs_total[$__rate_interval]))",
+                **rate("sapwood_router_disaggregation_weighed_total", "choice"),
+            },
+        ),
+        Panel(
+            "Parts of handed-over requests, p95",
+            "s",
+            {
+                **p95("sapwood_router_pair_seconds", "part"),
+            },
+        ),
+        Panel(
+            "Handed-over pages: read, stale, computed after all",
+            "short",
+            {
+                "bytes read {{instance}}": "rate(sapwood_worker_pulled_bytes_total[$__rate_interval])",
+                "stale {{instance}}": "rate(sapwood_worker_pull_stale_pages_total[$__rate_interval])",
+                "requests that computed {{instance}}": "rate(sapwood_worker_pull_fallbacks_total[$__rate_interval])",
+                "leases that ended unasked {{instance}}": "rate(sapwood_worker_handoff_expired_total[$__rate_interval])",
+            },
+        ),
         Panel("gRPC calls", "reqps", rate("sapwood_rpc_calls_total", "method")),
         Panel(
             "gRPC calls, p95",

@@ -70,6 +70,7 @@ class Services:
         worker: The settings of each worker.
         workers: The number of workers.
         front: What the router is called in logs.
+        roles: What each worker does of a request; empty: as its settings say.
     """
 
     router: Service[RouterConfig]
@@ -77,6 +78,7 @@ class Services:
     worker: Service[WorkerConfig]
     workers: int
     front: str = "router"
+    roles: tuple[str, ...] = ()
 
     @property
     def drain_timeout(self) -> float:
@@ -99,6 +101,7 @@ def read_services(
     worker: dict[str, Any],
     workers: int,
     front: str = "router",
+    roles: tuple[str, ...] = (),
 ) -> Services:
     """The services as asked for.
 
@@ -109,6 +112,7 @@ def read_services(
         worker: The same for workers.
         workers: The number of workers.
         front: What the router is called in logs.
+        roles: What each worker does of a request; empty: as the worker's settings say.
 
     Raises:
         CliError: A value is wrong.
@@ -119,6 +123,7 @@ def read_services(
         _read(arguments, "worker", WorkerConfig, worker),
         workers,
         front,
+        roles,
     )
 
 

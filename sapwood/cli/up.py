@@ -31,6 +31,7 @@ _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
 # Seconds within which two signals count as one: `timeout`, or a terminal and `kill`, send two for one wish to stop.
 _SAME_WISH_SECONDS = 0.5
 _WORKERS = 2
+_ROLES = ("both", "prefill", "decode")
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 _COLOURS = {"router": "magenta", FRONT: "magenta", "tokenizer": "yellow"}
 _WORKER_COLOURS = ("cyan", "green", "blue", "bright_cyan", "bright_green", "bright_blue")
@@ -89,6 +90,16 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         parse=whole_number(1),
         metavar="N",
         shown_default="2; with --no-router 1",
+    )
+    add_option(
+        parser,
+        "--roles",
+        "What each worker does of a request, with commas between them, in place of --workers: prefill,decode,decode starts one "
+        "that computes prompts for two that generate; both does all.",
+        variable=up + "ROLES",
+        parse=_roles,
+        metavar="ROLES",
+        shown_default="both, each",
     )
     parser.add_argument(
         "--no-router",
@@ -218,8 +229,12 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
     }
     if sockets is not None:
         own, workers, front = settings_alone(arguments, sockets), 1, FRONT
+        if arguments.roles:
+            raise CliError("--roles with --no-router: one worker does all", REFUSED)
     else:
-        workers, front = arguments.workers or _WORKERS, "router"
+        workers, front = arguments.workers or len(arguments.roles or ()) or _WORKERS, "router"
+        if arguments.roles and workers != len(arguments.roles):
+            raise CliError(f"--workers {workers} and --roles of {len(arguments.roles)} workers are both given", REFUSED)
         own = {
             "router": {
                 "policy": arguments.policy,
@@ -238,10 +253,18 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
         worker=of_all | of_model | computing | own["worker"],
         workers=workers,
         front=front,
+        roles=arguments.roles or (),
     )
+    if services.roles and "role" in services.worker.given:
+        raise CliError("--roles and --worker-role are both given", REFUSED)
     if "threads" not in services.worker.config.model_fields_set:
         services.worker.given["threads"] = max(1, cores() // workers)
     return services
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    """The roles of a list. Raises ArgumentTypeError: one of them is none."""
+    return tuple(map(one_of(*_ROLES), text.split(",")))
 
 
 def _check_extras() -> None:

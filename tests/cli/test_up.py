@@ -121,6 +121,16 @@ def test_each_further_worker_has_the_next_ports() -> None:
     assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0, "handoff_port": 0}
 
 
+def test_roles_are_those_of_each_worker_and_say_how_many_there_are() -> None:
+    services = read("--roles", "prefill,decode,decode")
+    assert (services.roles, services.workers) == (("prefill", "decode", "decode"), 3)
+    for wrong in (["--workers", "2"], ["--worker-role", "decode"]):
+        with pytest.raises(CliError, match="--roles"):
+            read("--roles", "prefill,decode,decode", *wrong)
+    with pytest.raises(SystemExit):
+        read("--roles", "prefill,cook")
+
+
 def test_ports_auto_leaves_those_that_are_named() -> None:
     services = read("--ports", "auto", "--http-port", "8001")
     assert (services.router.config.port, services.router.config.http_port) == (0, 8001)

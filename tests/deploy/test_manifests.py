@@ -21,7 +21,7 @@ from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-OVERLAYS = ("cpu-demo", "gpu", "multi-node")
+OVERLAYS = ("cpu-demo", "disaggregated", "gpu", "multi-node")
 COMPONENTS = tuple(sorted(path.parent.name for path in (ROOT / "deploy/k8s/components").glob("*/kustomization.yaml")))
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 CONFIGS = {"router": RouterConfig, "tokenizer": TokenizerConfig, "worker": WorkerConfig}
@@ -166,6 +166,30 @@ def test_only_the_router_is_reachable_from_outside(overlay: str) -> None:
     assert opened == {"router"}
 
 
+def test_who_generates_reaches_the_pages_of_who_computes_prompts() -> None:
+    items = manifests("disaggregated")
+    settings, pods = of_kind(items, "ConfigMap"), of_kind(items, "StatefulSet")
+    for name, role in (("worker", "prefill"), ("worker-decode", "decode")):
+        pod = pods[name]["spec"]["template"]
+        assert pods[name]["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert pod["metadata"]["labels"]["sapwood.dev/role"] == role
+        (container,) = pod["spec"]["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": name}}]
+        assert settings[name]["data"]["SAPWOOD_WORKER_ROLE"] == role
+        assert pods[name]["spec"]["serviceName"] == "worker"
+    ports = {
+        port["name"]: port["containerPort"]
+        for port in pods["worker"]["spec"]["template"]["spec"]["containers"][0]["ports"]
+    }
+    assert str(ports["handoff"]) == settings["worker"]["data"]["SAPWOOD_WORKER_HANDOFF_PORT"]
+    policies = {name: policy["spec"] for name, policy in of_kind(items, "NetworkPolicy").items()}
+    (let_in,) = policies["handoff"]["ingress"]
+    (let_out,) = policies["handoff-reads"]["egress"]
+    assert let_in["from"] == [{"podSelector": policies["handoff-reads"]["podSelector"]}]
+    assert let_out["to"] == [{"podSelector": policies["handoff"]["podSelector"]}]
+    assert let_out["ports"][0]["port"] == ports["handoff"]
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_operators_methods_and_metrics_are_not_where_the_api_is(overlay: str) -> None:
     items = manifests(overlay)
@@ -241,6 +265,15 @@ def test_the_compose_file_hardens_every_service_and_reads_known_variables() -> N
     published = {str(port).rpartition(":")[2] for port in router["ports"]}
     assert published == {"8000", "50051"}
     assert str(router["environment"]["SAPWOOD_ROUTER_ADMIN_PORT"]) not in published
+
+
+def test_compose_has_a_pair_of_workers_that_share_their_memory_between_two_tiers() -> None:
+    pair = yaml.safe_load((ROOT / "docker/compose.disagg.yaml").read_text())["services"]
+    roles = [pair[name]["environment"]["SAPWOOD_WORKER_ROLE"] for name in ("worker-0", "worker-1")]
+    assert roles == ["prefill", "decode"]
+    known = {f"{c.model_config['env_prefix']}{f}".upper() for c in CONFIGS.values() for f in c.model_fields}
+    for service in pair.values():
+        assert set(service["environment"]) <= known
 
 
 def test_the_example_settings_are_those_that_compose_reads() -> None:

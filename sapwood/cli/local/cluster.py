@@ -152,7 +152,9 @@ class Cluster:
     async def _start_worker(self, index: int, port: int | None = None) -> Child:
         """Starts a worker, on ``port`` (its own before a restart) or on the configured one."""
         worker = self._services.worker
-        self._workers[index] = await self._child(worker, f"worker-{index}", _ports(worker, index, port))
+        roles = self._services.roles
+        changes = _ports(worker, index, port) | ({"role": roles[index]} if roles else {})
+        self._workers[index] = await self._child(worker, f"worker-{index}", changes)
         return self._workers[index]
 
     def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:

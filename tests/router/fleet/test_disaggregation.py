@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from sapwood.cli.main import main
 from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -187,6 +189,42 @@ async def test_answers_of_one_token_and_prompts_below_a_page_need_no_second_work
         assert tokens_of(await router.answer(prompt, 1)) == expected(prompt, 1)
         assert tokens_of(await router.answer(prompt[:9])) == expected(prompt[:9])
         assert router.count("handoffs") == 0
+
+
+class Spans(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+    """Takes spans over OTLP; keeps their names with their traces."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str, int]] = []
+
+    async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self.found += [(each.trace_id.hex(), each.name, each.start_time_unix_nano) for each in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+async def test_prefill_transfer_and_decode_are_spans_of_one_request(workers: dict[str, Worker]) -> None:
+    spans, server = Spans(), grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    pair = [workers["prefill"], workers["decode"]]
+    try:
+        async with front(pair, trace_endpoint=f"127.0.0.1:{port}") as router:
+            prompt = new_prompt()
+            assert tokens_of(await router.answer(prompt)) == expected(prompt)
+            for part in ("prefill", "transfer", "decode"):
+                count = router.router._metrics.registry.get_sample_value(
+                    "sapwood_router_pair_seconds_count", {"part": part}
+                )
+                assert count == 1, part
+        # The router has sent all when it has stopped.
+        began = {name: when for _, name, when in spans.found}
+        assert began["prefill"] <= began["transfer"] <= began["decode"]
+        assert len({trace for trace, _, _ in spans.found}) == 1
+    finally:
+        await server.stop(None)
 
 
 async def test_explain_route_names_both_workers_of_a_pair(workers: dict[str, Worker]) -> None:

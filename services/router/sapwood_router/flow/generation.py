@@ -59,6 +59,7 @@ class GenerationAttempts(Attempts):
         self._part = Part.WHOLE
         """What the worker of the latest try is asked for."""
         self._ticket: HeldTicket | None = None
+        self._parts = watch.pair_parts()
         self._timing: Timing | None = None
         """Notes what it takes; None: nobody asks."""
         self._prompt_output = 0
@@ -83,6 +84,7 @@ class GenerationAttempts(Attempts):
 
     def close(self) -> None:
         super().close()
+        self._parts.end()
         if self._ticket is not None:
             self._ticket.release()
 
@@ -140,6 +142,8 @@ class GenerationAttempts(Attempts):
 
     def _answers(self) -> None:
         """The worker's first token has come."""
+        if self._part is Part.DECODE:
+            self._parts.begin("decode")
         if self._timing is not None:
             self._timing.answers()
 
@@ -149,12 +153,16 @@ class GenerationAttempts(Attempts):
             request = build(self._context, hand_off=self._part is Part.PREFILL, ticket=ticket)
         with self._watch.stage("dispatch"):
             dispatch(request, worker, self._context.deadline, execution)
+        if self._part is Part.PREFILL:
+            self._parts.begin("prefill")
         self._executing = self._watch.stage("execute")
         self._executing.begin()
 
     def _tried(self, error: SapwoodError | None) -> None:
         if self._executing is not None:
             self._executing.end()
+        if error is not None or self._part is Part.DECODE:
+            self._parts.end()
         worker = self._worker
         if error is not None and worker is not None and worker.model is not None:
             self._policy().failed(worker.address, worker.model.page_size, self._prompt)
@@ -181,6 +189,7 @@ class GenerationAttempts(Attempts):
             ticket.release()
             return
         self._ticket = ticket
+        self._parts.begin("transfer")
         if self._timing is not None:
             self._timing.handed_off()
         self._context.handoffs += 1

@@ -125,6 +125,12 @@ class RouterMetrics:
             "Requests for which --disaggregate auto weighed costs, by what cost least: a pair of workers, or one alone.",
             choice=OneOf("pair", "alone"),
         )
+        self.pair = metrics.histogram(
+            "sapwood_router_pair_seconds",
+            "Parts of requests that were handed from worker to worker: until the first token (prefill), from there to the decode "
+            "worker's first (transfer), and from there to its last (decode).",
+            part=OneOf("prefill", "transfer", "decode"),
+        )
         self.session_prompt_tokens = metrics.counter(
             "sapwood_router_session_prompt_tokens_total",
             "Prompt tokens of sessions' requests, what they hold included.",

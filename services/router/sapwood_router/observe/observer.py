@@ -17,6 +17,7 @@ from sapwood_common.telemetry.logs import traceparent_var
 from sapwood_common.telemetry.series import Histogram
 from sapwood_common.telemetry.tracing import Span, Tracing
 from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.pair_parts import PairPart, PairParts
 from sapwood_router.observe.request_log import RequestLog
 from sapwood_router.observe.spans import answered, asked, operation_of, span_name
 
@@ -138,6 +139,15 @@ class RequestWatch:
         """A stage of the pipeline, to be entered once."""
         seconds = self._metrics.stages[name]
         return TracedStage(seconds, self._tracing, self.traceparent, name) if self._tracing.on else Stage(seconds)
+
+    def pair_parts(self) -> PairParts:
+        """The parts of a request that is handed from worker to worker; they may be begun and ended in any order."""
+
+        def stage(part: PairPart) -> Stage:
+            seconds = self._metrics.pair.at(part=part)
+            return TracedStage(seconds, self._tracing, self.traceparent, part) if self._tracing.on else Stage(seconds)
+
+        return PairParts(stage)
 
     def selected(self, reason: str) -> None:
         """A worker was chosen."""

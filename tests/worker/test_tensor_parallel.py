@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +22,17 @@ import pytest
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
+from sapwood_testing.namespace import Namespace
 from sapwood_testing.worker.split_models import SHAPE
 
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
 
 
 @contextlib.contextmanager
-def worker(model: Path, log: Path, *flags: str) -> Iterator[Any]:
-    """A worker's stub; its process id is in ``pid``."""
+def worker(model: Path, log: Path, *flags: str, inside: Namespace | None = None) -> Iterator[Any]:
+    """A worker's stub; its process id is in ``pid``. ``inside``: the network that it is in."""
     command = [
+        *(() if inside is None else ("ip", "netns", "exec", inside.name)),
         sys.executable,
         "-m",
         "sapwood_worker",
@@ -54,6 +57,24 @@ def worker(model: Path, log: Path, *flags: str) -> Iterator[Any]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def two_hosts(model: Path, log: Path, inside: Namespace, *flags: str, others: Path | None = None) -> Iterator[Any]:
+    """A worker's stub whose first host is in a network of its own and whose second is this machine.
+
+    ``others``: the second host's model, if it is another.
+    """
+    flags = ("--nnodes", "2", "--rendezvous", f"{inside.host}:7411", *flags)
+    command = [sys.executable, "-m", "sapwood_worker", "--model", str(others or model), "--node-rank", "1", *flags]
+    with log.with_suffix(".second").open("w") as output:
+        second = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        with worker(model, log, "--host", inside.host, *flags, inside=inside) as stub:
+            yield stub
+    finally:
+        second.terminate()
+        assert second.wait() == 0
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
@@ -117,6 +138,49 @@ def test_a_rank_lost_in_the_middle_of_a_sum_is_named_and_the_model_is_loaded_ane
             assert [token for part in answer for token in part] == [token for part in expected for token in part]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [("tensor",), ("pipeline",), ("tensor", "pipeline")])
+def test_two_hosts_answer_as_one_process(
+    tiny_model: Any,
+    make_runner: Any,
+    make_driver: Any,
+    make_namespace: Any,
+    tmp_path: Path,
+    split: tuple[str, ...],
+) -> None:
+    path = tiny_model("gemma3", **SHAPE).path
+    prompt = [3 + place * 7 % 90 for place in range(70)]
+    params = SamplingParams(temperature=0.9, seed=5, ignore_eos=True)
+    expected = make_driver(make_runner(path)).generate({0: prompt}, 12, {0: params})[0]
+    flags = [
+        "--num-pages",
+        "64",
+        "--no-structured-output",
+        *(word for kind in split for word in (f"--{kind}-parallel", "2")),
+    ]
+    with two_hosts(path, tmp_path / "log", make_namespace(), *flags) as stub:
+        sampling = common_pb2.SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
+        request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=prompt, sampling=sampling)
+        assert [token for response in stub.Generate(request) for token in response.token_ids] == expected
+
+
+@pytest.mark.slow
+def test_hosts_with_other_weights_or_files_say_so(tiny_model: Any, make_namespace: Any, tmp_path: Path) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    flags = ("--num-pages", "64", "--no-structured-output", "--tensor-parallel", "2")
+    with (
+        pytest.raises(AssertionError, match="rank 1 has found other files there"),
+        two_hosts(path, tmp_path / "log", make_namespace(), *flags, others=other),
+    ):
+        pass
+
+
 def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:
     """The tokens and log probabilities of many requests at once, twice, with a shared prefix and more than the pages hold."""
     shared = [2, *(1000 + 7 * place for place in range(63))]
@@ -150,6 +214,21 @@ def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:
         again = list(executor.map(ask, range(5)))
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]
     return first
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_demo_model_over_two_hosts_answers_as_in_one_process(make_namespace: Any, tmp_path: Path) -> None:
+    flags = ("--num-pages", "24", "--max-running", "5", "--conservativeness", "0", "--host-cache-ratio", "3")
+    flags += ("--threads", "1", "--tensor-parallel", "2")
+    with worker(demo_path(), tmp_path / "log", *flags[:-2]) as stub:
+        whole = demo_answers(stub)
+    with two_hosts(demo_path(), tmp_path / "log-hosts", make_namespace(), *flags) as stub:
+        for (tokens, logprobs), (expected, theirs) in zip(demo_answers(stub), whole, strict=True):
+            assert tokens == expected
+            assert logprobs == pytest.approx(theirs, abs=1e-3)
+        tiers = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
+        assert next(each for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST).hit_tokens > 0
 
 
 @pytest.mark.slow

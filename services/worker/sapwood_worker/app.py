@@ -24,7 +24,9 @@ from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
 from sapwood_worker.front.request_grammars import RequestGrammars
 from sapwood_worker.front.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
+from sapwood_worker.ipc.follower_node import serve_node
 from sapwood_worker.ipc.launch import MODEL_RUNNER, SchedulerProcess
+from sapwood_worker.ipc.nodes import Nodes
 from sapwood_worker.ipc.supervisor import Supervisor
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo
@@ -40,7 +42,7 @@ _LAST_MESSAGE_SECONDS = 0.1
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
-    """Runs a worker until it is told to stop.
+    """Runs a worker until it is told to stop; on a host other than the first of its group, the ranks there.
 
     It listens at once, but is healthy, and says that it is listening, when the model is loaded. A scheduler that dies is started
     anew.
@@ -53,14 +55,21 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
         The exit code: 0 after a signal, 1 if the scheduler could not start or dies again and again.
     """
     try:
+        if config.nnodes > 1 and config.meeting_place and config.node_rank:
+            return await serve_node(config, runner)
         name = config.served_model_name or model_name(config.model)
+        nodes = Nodes(config) if config.nnodes > 1 else None
         scheduler = Supervisor(
-            lambda: SchedulerProcess(config, runner), config.watchdog_timeout, config.watchdog_restart
+            lambda: SchedulerProcess(config, runner, nodes), config.watchdog_timeout, config.watchdog_restart
         )
         try:
+            if nodes is not None:
+                await nodes.start()
             return await _serve(config, name, scheduler)
         finally:
             await scheduler.stop()
+            if nodes is not None:
+                await nodes.close()
     except ConfigError as error:
         logger.error("%s", error)
         return 1

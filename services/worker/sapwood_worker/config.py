@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from sapwood_common.errors import ConfigError
 from sapwood_common.models.needs import OF_HUB
 from sapwood_common.plugins import part_names
 from sapwood_common.settings.config import ServiceConfig
@@ -91,6 +92,12 @@ class WorkerConfig(ServiceConfig):
             "without {prefix_cache}: it goes by what is cached",
         ),
         Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+        Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
+        Needs(
+            ("storage", "role"),
+            lambda config: config.nnodes == 1,
+            "with {nnodes}: no host has all of a page",
+        ),
         Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
         Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
         Needs(
@@ -199,6 +206,17 @@ class WorkerConfig(ServiceConfig):
         ge=1,
         description="Stages that the layers are spread over, --tensor-parallel ranks each; a step goes through one after the "
         "other, a long one in pieces, so that all of them compute.",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        description="Hosts that the ranks are on, equally many on each. Each runs a worker with these flags; the first answers "
+        "requests, the others only compute.",
+    )
+    node_rank: int = Field(0, ge=0, description="Which of --nnodes this host is; 0 is the first.")
+    rendezvous: str = Field(
+        "",
+        description="HOST:PORT at which the first of --nnodes waits for the others: an address of its own that they reach.",
     )
     expert_parallel: bool = Field(
         False,
@@ -393,6 +411,22 @@ class WorkerConfig(ServiceConfig):
         description="Most seconds to compile a grammar that comes as a bare source, and to build one with "
         "--grammar-backend xgrammar.",
     )
+
+    @property
+    def meeting_place(self) -> tuple[str, int]:
+        """Host and port of ``rendezvous``.
+
+        Raises:
+            ConfigError: It has none, or ranks and nodes do not fit.
+        """
+        host, _, port = self.rendezvous.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--rendezvous {self.rendezvous!r}: --nnodes {self.nnodes} needs HOST:PORT")
+        if self.ranks % self.nnodes:
+            raise ConfigError(f"--nnodes {self.nnodes}: {self.ranks} ranks cannot be spread evenly over so many")
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+        return host.strip("[]"), int(port)
 
     @property
     def ranks(self) -> int:

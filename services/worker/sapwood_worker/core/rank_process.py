@@ -12,6 +12,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.group.follower import follow
+from sapwood_worker.core.group.ways import connect
 from sapwood_worker.ipc.progress import Pulse, progress_file
 from sapwood_worker.ipc.rank import last_words
 from sapwood_worker.records.place import Place
@@ -24,14 +25,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A rank of a worker; started by sapwood_worker.")
     add_arguments(parser)
     parser.add_argument("--rank", type=int, required=True, help="Its number, from 1.")
-    parser.add_argument("--leader", type=int, required=True, help="File descriptor of the socket to rank 0.")
+    parser.add_argument("--leader", required=True, help="The socket to rank 0: a file descriptor, or HOST:PORT.")
+    parser.add_argument("--key", default="", help="What is said there first, in hexadecimal.")
+    parser.add_argument("--rendezvous", required=True, help="Where all ranks meet.")
     arguments = parser.parse_args()
     config = begin(arguments)
-    place = Place(arguments.rank, config.ranks, f"file://{arguments.folder}/rendezvous")
+    place = Place(arguments.rank, config.ranks, arguments.rendezvous, config.nnodes)
     setup_logging(f"rank-{place.rank}", config.log_level, config.log_format)
     Pulse(arguments.folder / progress_file(place.rank))
-    leader = Connection(arguments.leader)
+    leader: Connection | None = None
     try:
+        if arguments.leader.isdecimal():
+            leader = Connection(int(arguments.leader))
+        else:
+            leader = connect(arguments.leader, bytes.fromhex(arguments.key), place.rank)
         runner = load(arguments.runner)(config, place)
         spare_the_collector()
         follow(runner, leader)
@@ -40,8 +47,9 @@ def main() -> int:
             logger.exception("%s failed", place)
         reason = str(error) or type(error).__name__
         last_words(arguments.folder, place.rank).write_text(reason)
-        with contextlib.suppress(OSError):  # which is for a leader that waits for this rank's model
-            leader.send_bytes(reason.encode())
+        if leader is not None:
+            with contextlib.suppress(OSError):  # which is for a leader that waits for this rank's model
+                leader.send_bytes(reason.encode())
         return 1
     return 0
 

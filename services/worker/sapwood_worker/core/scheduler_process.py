@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import logging
 import os
+import socket
 import sys
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -24,6 +25,7 @@ from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.expert_watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.ways import accept
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
@@ -42,6 +44,9 @@ from sapwood_worker.records.place import ALONE, Place
 from sapwood_worker.records.step import RankGoneError, RankLostError
 
 logger = logging.getLogger(__name__)
+
+_COMING_SECONDS = 120.0
+"""Seconds that ranks of other hosts get to come for their steps, before they load anything."""
 
 
 class RunnerFactory(Protocol):
@@ -118,6 +123,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The scheduler process of a worker; started by sapwood_worker.")
     add_arguments(parser)
     parser.add_argument("--followers", default="", help="File descriptors of the sockets to the other ranks.")
+    parser.add_argument("--rendezvous", required=True, help="Where all ranks meet.")
+    parser.add_argument("--store", type=int, help="File descriptor of the socket that listens there.")
+    parser.add_argument("--steps", type=int, help="That of the socket at which ranks of other hosts get their steps.")
+    parser.add_argument("--key", default="", help="What they say there first, in hexadecimal.")
     arguments = parser.parse_args()
     config = begin(arguments)
     setup_logging("scheduler", config.log_level, config.log_format)
@@ -179,10 +188,15 @@ def main() -> int:
 
 def _make_runner(arguments: argparse.Namespace, config: WorkerConfig) -> LoadedRunner:
     factory: RunnerFactory = load(arguments.runner)
-    if not arguments.followers:
+    if config.ranks == 1:
         return factory(config)
-    followers = [Connection(int(descriptor)) for descriptor in arguments.followers.split(",")]
-    return GroupRunner(factory(config, Place(0, config.ranks, f"file://{arguments.folder}/rendezvous")), followers)
+    followers = [Connection(int(descriptor)) for descriptor in arguments.followers.split(",") if descriptor]
+    place = Place(0, config.ranks, arguments.rendezvous, config.nnodes, arguments.store)
+    if arguments.steps is not None:
+        with socket.socket(fileno=arguments.steps) as listener:
+            elsewhere = range(place.on_node, place.size)
+            followers += accept(listener, bytes.fromhex(arguments.key), elsewhere, _COMING_SECONDS)
+    return GroupRunner(factory(config, place), followers)
 
 
 def _profiler() -> Profiler | None:

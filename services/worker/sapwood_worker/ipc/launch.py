@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import sys
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -25,8 +24,9 @@ from sapwood_worker.ipc.messages import (
     encode,
     from_scheduler_decoder,
 )
+from sapwood_worker.ipc.nodes import Meeting, Nodes
 from sapwood_worker.ipc.progress import ProgressView
-from sapwood_worker.ipc.rank import Rank
+from sapwood_worker.ipc.rank import Rank, rank_command
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -46,19 +46,26 @@ class SchedulerProcess:
     Args:
         config: The worker's configuration, handed on as it is.
         runner: ``module:function`` that makes the runner there from the configuration.
+        nodes: The other hosts that ranks are on; None: there are none.
+
+    Attributes:
+        size: Ranks on all hosts.
+        ranks: The process, and those on this host that run the model together with it.
     """
 
-    def __init__(self, config: WorkerConfig, runner: str = MODEL_RUNNER) -> None:
+    def __init__(self, config: WorkerConfig, runner: str = MODEL_RUNNER, nodes: Nodes | None = None) -> None:
         self._config = config
         self._runner = runner
         self._folder = SocketFolder("sapwood-worker-")
-        self.ranks = [Rank(self._folder.path, rank, config.ranks) for rank in range(config.ranks)]
-        """The process, and those that run the model together with it."""
+        self._nodes = nodes
+        self.size = config.ranks
+        self.ranks = [Rank(self._folder.path, rank, self.size) for rank in range(self.size // config.nnodes)]
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         self._ready = False
-        self._ended: Rank | None = None
+        self._elsewhere: asyncio.Future[tuple[int, str]] | None = None
+        self._lost: int | None = None
         self._reason = ""
 
     @property
@@ -67,33 +74,52 @@ class SchedulerProcess:
         return self.ranks[0].progress
 
     def start(self) -> None:
-        """Starts the process, and those of the other ranks with a socket to it each. Called on the event loop."""
+        """Binds the sockets and starts the processes, unless other hosts come first (:meth:`meet`). Called on the event loop."""
         for box, name in ((self._outbox, "to-scheduler"), (self._inbox, "from-scheduler")):
             box.set_hwm(0)
             box.setsockopt(zmq.LINGER, 0)
             box.bind(f"ipc://{self._folder.path}/{name}")
+        if self._nodes is None:
+            self._launch()
+
+    async def meet(self) -> None:
+        """Starts the processes once the other hosts are there, if there are any.
+
+        Raises:
+            ConfigError: One does not come; the message says which.
+        """
+        if self._nodes is not None:
+            await self._nodes.gather()
+            self._launch()
+
+    def _launch(self) -> None:
+        """Starts the process, and those of the other ranks with a socket to it each."""
         leader, *followers = self.ranks
+        where = f"file://{self._folder.path}/rendezvous"
+        meeting: Meeting | None = None
+        remote: list[str] = []
+        if self._nodes is not None:
+            meeting = Meeting(self._nodes.host)
+            store, steps = meeting.store.fileno(), meeting.steps.fileno()
+            where = f"tcp://{self._nodes.host}:{meeting.store.getsockname()[1]}"
+            remote = ["--store", str(store), "--steps", str(steps), "--key", meeting.key.hex()]
         pairs = [socket.socketpair() for _ in followers]
         ends = [ours.fileno() for ours, _ in pairs]
-        leader.start(self._command("scheduler_process", "--followers", ",".join(map(str, ends))), ends)
+        flags = ("--followers", ",".join(map(str, ends)), "--rendezvous", where, *remote)
+        given = ends if meeting is None else [*ends, meeting.store.fileno(), meeting.steps.fileno()]
+        leader.start(self._command("scheduler_process", *flags), given)
         for rank, (_, theirs) in zip(followers, pairs, strict=True):
-            flags = ("--rank", str(rank.number), "--leader", str(theirs.fileno()))
+            flags = ("--rank", str(rank.number), "--leader", str(theirs.fileno()), "--rendezvous", where)
             rank.start(self._command("rank_process", *flags), [theirs.fileno()])
         for pair in pairs:
             for end in pair:
                 end.close()
+        if self._nodes is not None and meeting is not None:
+            self._elsewhere = self._nodes.begin(meeting)
+            meeting.close()
 
     def _command(self, module: str, *flags: str) -> list[str]:
-        config_class = type(self._config)
-        return [
-            *(sys.executable, "-m", f"sapwood_worker.core.{module}"),
-            *("--folder", str(self._folder.path)),
-            *("--parent", str(os.getpid())),
-            *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
-            *("--config", self._config.model_dump_json()),
-            *("--runner", self._runner),
-            *flags,
-        ]
+        return rank_command(module, self._folder.path, self._config, self._runner, *flags)
 
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model.
@@ -108,11 +134,13 @@ class SchedulerProcess:
             if not first.done():
                 await asyncio.wait({first}, timeout=_LAST_WORDS_SECONDS)
             if not first.done():
-                what = "the scheduler process" if len(self.ranks) == 1 else "the group of ranks"
-                raise ConfigError(f"{what} ended while starting: {self._how_it_ended()}")
+                what = "the scheduler process" if self.size == 1 else "the group of ranks"
+                raise ConfigError(f"{what} ended while starting: {self._reason}")
             match first.result():
                 case Ready(info):
                     self._ready = True
+                    if self._nodes is not None:
+                        self._nodes.loaded()
                     return info
                 case Failed(message):
                     raise ConfigError(message)
@@ -139,17 +167,19 @@ class SchedulerProcess:
             reader.cancel()
             exited.cancel()
         self.kill()
-        return self._how_it_ended()
+        return self._reason
 
     @property
-    def lost(self) -> Rank | None:
+    def lost(self) -> int | None:
         """The rank by which :meth:`run` has ended; None: it has not."""
-        return self._ended
+        return self._lost
 
-    def kill(self, reason: str = "", rank: Rank | None = None) -> None:
+    def kill(self, reason: str = "", rank: int | None = None) -> None:
         """Ends the processes at once, whatever they do; :meth:`run` returns, with the reason and the rank if they are given."""
         self._reason = self._reason or reason
-        self._ended = self._ended or rank
+        self._lost = rank if self._lost is None else self._lost
+        if self._nodes is not None:
+            self._nodes.end()
         for each in self.ranks:
             if each.running:
                 each.process.kill()
@@ -157,7 +187,7 @@ class SchedulerProcess:
     async def stop(self) -> None:
         """Asks the process to exit, kills it if it does not or is still loading, and removes the sockets. Never fails."""
         leader = self.ranks[0]
-        if leader.running and self._ready and self._ended is None:
+        if leader.running and self._ready and self._lost is None:
             self.send(Shutdown())
             try:
                 await asyncio.wait_for(leader.process.wait(), _EXIT_SECONDS)
@@ -172,29 +202,34 @@ class SchedulerProcess:
         self._context.term()
         self._folder.remove()
 
-    async def _first_end(self) -> Rank:
-        """Waits until one of the processes has ended."""
+    async def _first_end(self) -> None:
+        """Waits until one of the processes has ended, here or on another host, and notes which and how."""
         waits = {asyncio.ensure_future(rank.process.wait()): rank for rank in self.ranks}
+        elsewhere = self._elsewhere
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            every: list[asyncio.Future[Any]] = [*waits, *([] if elsewhere is None else [elsewhere])]
+            await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
             # The others end soon after, because of it; which one began it is seen when all that have ended by now are known.
-            gone = [each for each, rank in waits.items() if each not in done and rank.process.is_gone]
+            gone = [each for each, rank in waits.items() if not each.done() and rank.process.is_gone]
             if gone:
-                done |= (await asyncio.wait(gone, timeout=_LAST_WORDS_SECONDS))[0]
+                await asyncio.wait(gone, timeout=_LAST_WORDS_SECONDS)
+            ended = [rank for each, rank in waits.items() if each.done()]
+            first = min(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken, rank.number), default=None)
+            knows = first is not None and (first.was_killed or first.has_spoken)
+            if elsewhere is not None and not knows:  # it has only lost another, whose end its host tells
+                await asyncio.wait({elsewhere}, timeout=_LAST_WORDS_SECONDS)
         finally:
             for wait in waits:
                 wait.cancel()
-        if self._ended is None:
-            ended = (waits[each] for each in done)
-            self._ended = min(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken, rank.number))
-        return self._ended
+        if elsewhere is not None and elsewhere.done() and not knows:
+            self._note(*elsewhere.result())
+        elif first is not None:
+            how = first.how_it_ended()
+            self._note(first.number, how if self.size == 1 else f"{first.name}: {how}")
 
-    def _how_it_ended(self) -> str:
-        if self._reason:
-            return self._reason
-        assert self._ended is not None
-        how = self._ended.how_it_ended()
-        return how if len(self.ranks) == 1 else f"{self._ended.name}: {how}"
+    def _note(self, rank: int, how: str) -> None:
+        self._reason = self._reason or how
+        self._lost = rank if self._lost is None else self._lost
 
     async def _receive(self) -> FromScheduler:
         message: FromScheduler = from_scheduler_decoder.decode(await self._inbox.recv())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from sapwood_common.pacing.silence import Silence
+from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.child_process import ChildProcess
 from sapwood_worker.ipc.progress import ProgressView, progress_file
 
@@ -14,6 +17,33 @@ from sapwood_worker.ipc.progress import ProgressView, progress_file
 def last_words(folder: Path, rank: int) -> Path:
     """The file in which a process leaves what it ends with."""
     return folder / f"last-words-{rank}"
+
+
+LOST_AFTER, LOST_AT_START_AFTER = 1.5, 30.0
+"""Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
+loads its model, a slow disk may keep it still for longer."""
+
+
+def rank_command(module: str, folder: Path, config: WorkerConfig, runner: str, *flags: str) -> list[str]:
+    """The command of a process that runs the model or a part of it.
+
+    Args:
+        module: Of ``sapwood_worker.core``.
+        folder: Of its files.
+        config: The worker's configuration.
+        runner: ``module:function`` that makes its runner.
+        *flags: Its own flags.
+    """
+    config_class = type(config)
+    return [
+        *(sys.executable, "-m", f"sapwood_worker.core.{module}"),
+        *("--folder", str(folder)),
+        *("--parent", str(os.getpid())),
+        *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
+        *("--config", config.model_dump_json()),
+        *("--runner", runner),
+        *flags,
+    ]
 
 
 class Rank:

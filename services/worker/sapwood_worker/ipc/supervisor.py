@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
-from sapwood_worker.ipc.rank import RankSilence
+from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, RankSilence
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo
 
@@ -22,10 +22,6 @@ MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
 """Seconds without a sign of life below which none are reported: the pulse also comes late when CPU is short."""
-
-_LOST_AFTER, _LOST_AT_START_AFTER = 1.5, 30.0
-"""Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
-loads its model, a slow disk may keep it still for longer."""
 
 
 class Supervisor:
@@ -60,6 +56,7 @@ class Supervisor:
 
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model; raises ConfigError if it cannot."""
+        await self._current.meet()
         watching = asyncio.ensure_future(self._watch_start(self._current))
         try:
             return await self._current.ready()
@@ -84,7 +81,7 @@ class Supervisor:
         finally:
             watching.cancel()
             if self._current.lost is not None:
-                vitals.losses[self._current.lost.number] += 1
+                vitals.losses[self._current.lost] += 1
             vitals.reset()
             on_change()
             self._losses.append(time.monotonic())
@@ -102,7 +99,7 @@ class Supervisor:
 
     async def _watch_start(self, process: SchedulerProcess) -> None:
         silences = [RankSilence(rank, _POLL_SECONDS) for rank in process.ranks]
-        while not _end_if_lost(process, silences, _LOST_AT_START_AFTER):
+        while not _end_if_lost(process, silences, LOST_AT_START_AFTER):
             await asyncio.sleep(_POLL_SECONDS)
             for each in silences:
                 each.check()
@@ -127,7 +124,7 @@ class Supervisor:
                 logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
             if vitals.well != was_well:
                 on_change()
-            if _end_if_lost(process, silences, _LOST_AFTER):
+            if _end_if_lost(process, silences, LOST_AFTER):
                 return
             if worst > self._restart:
                 logger.error("nothing done for %.1f s: its process is ended", worst)
@@ -139,7 +136,7 @@ class Supervisor:
 def _end_if_lost(process: SchedulerProcess, silences: list[RankSilence], limit: float) -> bool:
     """Ends the processes of a group if one of them has given no sign of life for so many seconds; returns whether it has."""
     for each in silences:
-        if len(silences) > 1 and each.seconds > limit:
-            process.kill(f"{each.rank.name} has given no sign of life for {each.seconds:.1f} s", each.rank)
+        if process.size > 1 and each.seconds > limit:
+            process.kill(f"{each.rank.name} has given no sign of life for {each.seconds:.1f} s", each.rank.number)
             return True
     return False

@@ -13,11 +13,20 @@ class Place:
         rank: Its number, from 0; rank 0 has the scheduler.
         size: How many they are.
         rendezvous: Where they meet: ``file://PATH`` or ``tcp://HOST:PORT``; empty: there is but one.
+        nodes: Hosts that they are on, equally many on each.
+        listener: File descriptor of the socket that listens at the rendezvous, of rank 0; None: it is opened there.
     """
 
     rank: int = 0
     size: int = 1
     rendezvous: str = ""
+    nodes: int = 1
+    listener: int | None = None
+
+    @property
+    def on_node(self) -> int:
+        """Ranks on each host."""
+        return self.size // self.nodes
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 import sys
 import warnings
 from collections import deque
@@ -13,6 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.group import Group, ValueT
@@ -21,6 +25,7 @@ from sapwood_worker.model.distributed.parallel import Parallel
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put a host's GPUs, which others may share, out of service."""
 
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _MOST_SENT = 16
 """Tensors that a rank sends on a CPU before it waits for the first of them to be received."""
 
@@ -116,10 +121,12 @@ def join_groups(
     backend: str,
     timeout: float,
     exchange_timeout: float | None = None,
+    listener: int | None = None,
 ) -> Parallel:
     """Meets the other ranks, ``tensor * pipeline * data`` in all, and forms the groups; torch's default group is the world.
 
-    Sets environment variables: ranks that meet by a file share a machine, and gloo then talks over its loopback interface.
+    Sets environment variables: ranks that meet by a file share a machine, and gloo then talks over its loopback interface; others
+    talk over the interface that leads to rank 0.
 
     Args:
         rank: This process's, among all.
@@ -131,6 +138,7 @@ def join_groups(
         backend: ``gloo``, or ``cpu:gloo,cuda:nccl``.
         timeout: Seconds for the meeting.
         exchange_timeout: Seconds for each exchange after it; None: as many.
+        listener: Rank 0's file descriptor of the socket that listens at the rendezvous' port; None: it opens it.
 
     Raises:
         ConfigError: The sizes do not fit, or the others did not come in time.
@@ -149,8 +157,12 @@ def join_groups(
     limit = timedelta(seconds=timeout)
     later = timedelta(seconds=exchange_timeout or timeout)
     try:
-        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
-    except (RuntimeError, ValueError) as error:
+        if rendezvous.startswith("tcp:"):
+            store = _store(rendezvous, rank, world, limit, listener)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        else:
+            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
+    except (RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f"rank {rank} of {world} did not meet the others at {rendezvous}: {error}") from error
     found: dict[str, Group] = {}
     for kind, groups in grid(tensor, pipeline, data, expert).items():
@@ -159,3 +171,41 @@ def join_groups(
             if rank in ranks:
                 found[kind] = Group() if made is None else TorchGroup(ranks, made)
     return Parallel(**found)
+
+
+def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: int | None) -> TCPStore:
+    """The store at ``tcp://HOST:PORT`` by which ranks on several hosts meet."""
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    if sys.platform == "linux" and (interface := _interface_to(host)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # torch's other server, on libuv, takes no socket that listens already.
+    return TCPStore(
+        host,
+        int(port),
+        world,
+        rank == 0,
+        limit,
+        wait_for_workers=False,
+        master_listen_fd=listener if rank == 0 else None,
+        use_libuv=False,
+    )
+
+
+def _interface_to(host: str) -> str:
+    """The network interface from which a host is reached; empty: it is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return ""
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(found[20:24]) == own:
+                return name
+    return ""

@@ -20,7 +20,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
-from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
+from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint, sampled_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
@@ -269,7 +269,7 @@ class _Builder:
     def _assure_equal(self) -> None:
         """Raises ConfigError if another rank has read other model files, or runs another torch."""
         path = self._options.model_path
-        own = torch.__version__, _stamps(path)
+        own = torch.__version__, _stamps(path) if self._options.nodes == 1 else sampled_fingerprint(path)
         for rank, (version, files) in enumerate(self._parallel.exchange(own)):
             if version != own[0]:
                 raise ConfigError(f"rank {rank} runs torch {version}, this one {own[0]}")
@@ -404,19 +404,24 @@ class _Builder:
 
 
 def _build_host_pool(options: RunnerOptions, pool: DevicePool, parallel: Parallel) -> HostPool | None:
-    """The second tier; ranks share it, each with its part of every record.
+    """The second tier; the ranks of a host share its, each with its part of every record.
 
     Where the ranks of a stage keep the same, there is one part, to which all write the same bytes.
     """
     if not options.host_cache_gb and not options.host_cache_ratio:
         return None
-    own, each = pool.layout.page_bytes, 1 if pool.layout.replicated else parallel.tp.size
-    stages = parallel.pp.exchange(own)
-    start = sum(stages[: parallel.pp.rank]) * each + parallel.tp.rank % each * own
-    size = sum(stages) * each
-    leads = parallel.tp.rank == parallel.pp.rank == 0
+    rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
+    each //= options.nodes
+    first = rank // each * each
+    own = pool.layout.page_bytes
+    # A rank that keeps the same as the one before it on this host has no part of its own.
+    shares = pool.layout.replicated and parallel.tp.rank > 0 and rank > first
+    parts = parallel.exchange(0 if shares else own)
+    start = sum(parts[first:rank]) - (own if shares else 0)
+    size = sum(parts[first : first + each])
+    leads = rank == first
     pages = 0
-    if leads:
+    if rank == 0:
         pages = host_pool_pages(
             page_bytes=size,
             num_device_pages=pool.num_pages - _SCRATCH_PAGES,
@@ -425,8 +430,9 @@ def _build_host_pool(options: RunnerOptions, pool: DevicePool, parallel: Paralle
         )
     if parallel.tp.size == parallel.pp.size == 1:
         return HostPool(pages, size)
+    pages = parallel.exchange(pages)[0]
     memory = SharedMemory.create(pool_bytes(pages, size)) if leads else None
-    pages, path = parallel.exchange((pages, "" if memory is None else memory.path))[0]
+    path = parallel.exchange("" if memory is None else memory.path)[first]
     memory = memory or SharedMemory.open(path)
     parallel.exchange("")  # all have opened it
     return HostPool(pages, size, memory, slice(start, start + own))

@@ -90,12 +90,13 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and place.size > 1:
-        if place.size > torch.cuda.device_count():
+        if place.on_node > torch.cuda.device_count():
             flags = f"--tensor-parallel {config.tensor_parallel} --pipeline-parallel {config.pipeline_parallel}"
             raise ConfigError(f"{flags}: there are {torch.cuda.device_count()} GPUs here")
-        device = f"cuda:{place.rank}"
-        torch.cuda.set_device(place.rank)
-    if place.rank:  # rank 0 comes when the model is on this machine
+        device = f"cuda:{place.rank % place.on_node}"
+        torch.cuda.set_device(place.rank % place.on_node)
+    first = place.rank % place.on_node == 0
+    if not first:  # the first comes when the model is on this machine
         parallel = _meet(config, place, device)
     path = resolve_model(config.model, config.revision, weights=config.load_format != "dummy", progress=logged(logger))
     encodes = is_bert(path)
@@ -118,10 +119,11 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
             logger.warning(warning)
         if config.kernels is not None:
             take_kernels(config.kernels)
-    if place.rank == 0:
+    if first:
         parallel = _meet(config, place, device)
     options = RunnerOptions(
         parallel=parallel,
+        nodes=place.nodes,
         model_path=path,
         load_format=config.load_format,
         device=device,
@@ -186,8 +188,9 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         expert=config.tensor_parallel if config.expert_parallel else 1,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        timeout=_EXCHANGE_SECONDS if place.rank else _MEETING_SECONDS,
+        timeout=_EXCHANGE_SECONDS if place.rank or place.nodes > 1 else _MEETING_SECONDS,
         exchange_timeout=_EXCHANGE_SECONDS,
+        listener=place.listener,
     )
 
 
@@ -195,4 +198,4 @@ def _threads(config: WorkerConfig, place: Place) -> int | None:
     """CPU threads of a rank; None: torch's own choice."""
     if place.size == 1:
         return config.threads or None
-    return max(1, (config.threads or torch.get_num_threads()) // place.size)
+    return max(1, (config.threads or torch.get_num_threads()) // place.on_node)

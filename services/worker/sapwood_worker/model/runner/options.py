@@ -46,6 +46,7 @@ class RunnerOptions:
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
         one_table: Whether all layers' pages are in one page table, windows or not.
         parallel: The groups of ranks that this process runs the model with.
+        nodes: Hosts that they are on, equally many on each.
     """
 
     model_path: Path
@@ -73,3 +74,4 @@ class RunnerOptions:
     host_cache_ratio: float = 0.0
     one_table: bool = False
     parallel: Parallel = field(default_factory=Parallel)
+    nodes: int = 1

@@ -1,0 +1,183 @@
+"""The connection between the first node of a group and another: what they tell each other, and signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from importlib.metadata import version
+
+import msgspec
+
+from sapwood_common.pacing.silence import Silence
+from sapwood_worker.config import WorkerConfig
+
+_LENGTH = struct.Struct("!I")
+_MOST_BYTES = 1 << 16
+_BEAT_SECONDS = 0.1
+
+_OWN = frozenset(
+    (
+        *("node_rank", "model", "revision", "served_model_name", "threads", "device"),
+        *("host", "port", "metrics_port", "health_host", "health_port", "sglang", "sglang_tokenizer"),
+        *("log_level", "log_format", "trace_endpoint", "trace_ratio", "tls_cert", "tls_key", "tls_client_ca"),
+        *("kv_events_port", "kv_events_replay_port", "crash_dump_folder", "grpc_server", "drain_timeout"),
+    )
+)
+"""Settings that each node may have its own of."""
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A node's first message.
+
+    Attributes:
+        node: Its ``--node-rank``.
+        version: Of Sapwood there.
+        settings: What all nodes must have alike.
+    """
+
+    node: int
+    version: str
+    settings: dict[str, str]
+
+    @staticmethod
+    def of(config: WorkerConfig) -> Hello:
+        """What a node with this configuration says."""
+        shared = {name: str(value) for name, value in config.model_dump(mode="json").items() if name not in _OWN}
+        return Hello(config.node_rank, version("sapwood"), shared)
+
+    def difference(self, other: Hello) -> str:
+        """In what another node differs, for people; empty: in nothing that matters."""
+        if other.version != self.version:
+            return f"it runs sapwood {other.version}, this one {self.version}"
+        for name, value in self.settings.items():
+            if other.settings.get(name) != value:
+                return f"its --{name.replace('_', '-')} is {other.settings.get(name)}, here it is {value}"
+        return ""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The node cannot be one of the group."""
+
+    reason: str
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """The node is to end the ranks that it has and to start them anew.
+
+    Attributes:
+        epoch: Counts up.
+        store: Port at the first node where ranks meet.
+        steps: Port there where they get their steps.
+        key: What they say there first.
+    """
+
+    epoch: int
+    store: int
+    steps: int
+    key: bytes
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """All ranks have loaded their model: from now on silence means more."""
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """The node is to end its ranks."""
+
+
+class RankEnded(msgspec.Struct, tag=True, frozen=True):
+    """A rank of the node has ended.
+
+    Attributes:
+        epoch: As in :class:`Begin`.
+        rank: Its number.
+        how: For people.
+    """
+
+    epoch: int
+    rank: int
+    how: str
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A sign of life."""
+
+
+Message = Hello | Refused | Begin | Loaded | End | RankEnded | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class LinkLostError(Exception):
+    """The other end is gone, silent, or says what makes no sense."""
+
+
+class NodeLink:
+    """One end. Gives signs of life from construction to :meth:`close`.
+
+    Args:
+        reader: What the other end says.
+        writer: The way there.
+        silence: Seconds without a sign of life after which the other end is lost. What this process slept itself does not count.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
+        self._reader, self._writer = reader, writer
+        self._limit = silence
+        self._silence = Silence(_BEAT_SECONDS, time.monotonic)
+        self._silent = asyncio.get_running_loop().create_future()
+        self._beating = asyncio.ensure_future(self._beat())
+
+    def send(self, message: Message) -> None:
+        """Queues a message; never blocks. To an end that is gone nothing is sent."""
+        data = _encoder.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> Message:
+        """The next message that is more than a sign of life.
+
+        Raises:
+            LinkLostError: The other end is lost.
+        """
+        reading = asyncio.ensure_future(self._read())
+        try:
+            await asyncio.wait({reading, self._silent}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise LinkLostError(f"no sign of life for {self._silent.result():.1f} s")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    def close(self) -> None:
+        """Ends the connection, once what was sent is gone."""
+        self._beating.cancel()
+        self._silent.cancel()
+        self._writer.close()
+
+    async def _read(self) -> Message:
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > _MOST_BYTES:
+                    raise LinkLostError("it speaks another language")
+                message = _decoder.decode(await self._reader.readexactly(length))
+                self._silence.heard()
+                if not isinstance(message, Beat):
+                    return message
+        except (OSError, EOFError) as error:
+            raise LinkLostError("the connection has ended") from error
+        except msgspec.MsgspecError as error:
+            raise LinkLostError("it speaks another language") from error
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.send(Beat())
+                await asyncio.sleep(_BEAT_SECONDS)
+                seconds = self._silence.check()
+                if seconds > self._limit and not self._silent.done():
+                    self._silent.set_result(seconds)

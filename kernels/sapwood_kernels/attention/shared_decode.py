@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, Variant
 from sapwood_kernels.attention.shared_items import FIELDS, SLOTS, cut_runs
 from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 from sapwood_kernels.attention.triton_decode import SharedWork
@@ -25,12 +25,16 @@ class SharedDecodeAttention(SplitDecodeAttention):
         self, batch: int | None, indices: Tensor, shape: AttentionShape, variant: Variant, ops: DeviceOps
     ) -> None:
         super().__init__(batch, indices, shape, variant, ops)
+        self._runs: SharedRuns | None = None
         if batch is not None:  # all in one tensor, which is filled by one copy
             self._plan = torch.zeros(ITEMS * FIELDS + 3 * batch, dtype=torch.int32, device=ops.device)
             self._shared = _work(self._plan, batch)
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
         super().plan(query_indptr, keys)
+        if keys.runs is not None and keys.runs is self._runs:
+            return  # nobody has come or gone
+        self._runs = keys.runs
         shape, batch = self._shape, len(keys.last_page_len)
         plan = np.zeros(ITEMS * FIELDS + 3 * batch, np.int32)
         order, starts, counts = plan[ITEMS * FIELDS :].reshape(3, -1)

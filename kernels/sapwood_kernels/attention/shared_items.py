@@ -1,4 +1,4 @@
-"""Cuts shared runs of keys into pieces of work: which program reads which keys for which requests. On the host, vectorised."""
+"""Cuts shared runs of keys into pieces of work: which program reads which keys for which requests. On the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cut_runs(
     """The items of some runs: each a stretch of a run's keys for at most ``tile`` of its requests.
 
     A run whose items would be too many, or that would need too many slots, is left to its requests to read, and with it what
-    hangs on it. O(runs + items).
+    hangs on it. O(requests + items).
 
     Args:
         runs: What is shared.
@@ -51,34 +51,27 @@ def cut_runs(
         most: The most items.
         slots: The most parts of a request's result.
     """
-    starts, counts = np.zeros_like(runs.order), np.zeros_like(runs.order)
     tiles = -(-runs.count // tile)
     work = int((tiles * (runs.end - runs.begin)).sum()) * kv_heads
     stretch = -(-max(_LEAST, work // (_WAVES * processors)) // page_size) * page_size
-    items: list[IntArray] = []
-    left = most
+    starts, counts = [0] * len(runs.order), [0] * len(runs.order)
+    order = runs.order.tolist()
+    items: list[tuple[int, ...]] = []
     for first, count, begin, end, parts in zip(
         runs.first.tolist(), runs.count.tolist(), runs.begin.tolist(), runs.end.tolist(), tiles.tolist(), strict=True
     ):
-        members = runs.order[first : first + count]
-        one = int(members[0])
-        used = int(counts[one])
+        one = order[first]
+        used = counts[one]
         pieces = min(-(-(end - begin) // stretch), slots - used)
-        if starts[one] != begin or pieces < 1 or pieces * parts > left:
+        if starts[one] != begin or pieces < 1 or len(items) + pieces * parts > most:
             continue
         share = -(-(end - begin) // (pieces * page_size)) * page_size
-        pieces = -(-(end - begin) // share)
-        made = np.zeros((pieces, parts, FIELDS), np.int64)
-        at = begin + share * np.arange(pieces)[:, None]
-        tile_at = tile * np.arange(parts)
-        made[..., 0] = first + tile_at
-        made[..., 1] = np.minimum(tile, count - tile_at)
-        made[..., 2] = one
-        made[..., 3] = at
-        made[..., 4] = np.minimum(at + share, end)
-        made[..., 5] = used + np.arange(pieces)[:, None]
-        items.append(made.reshape(-1, FIELDS))
-        left -= pieces * parts
-        starts[members], counts[members] = end, used + pieces
-    every = np.concatenate(items) if items else np.zeros((0, FIELDS), np.int64)
-    return SharedItems(every.astype(np.int32), starts, counts)
+        slot = used
+        for at in range(begin, end, share):
+            keys = one, at, min(at + share, end), slot, 0, 0
+            items += [(place, min(tile, first + count - place), *keys) for place in range(first, first + count, tile)]
+            slot += 1
+        for member in order[first : first + count]:
+            starts[member], counts[member] = end, slot
+    every = np.array(items, np.int32).reshape(-1, FIELDS)
+    return SharedItems(every, np.array(starts, np.int64), np.array(counts, np.int64))

@@ -74,6 +74,30 @@ def test_sharing_little_does_not_pay_and_is_not_counted():
     assert (prefixes.take(), prefixes.take()) == (15 * 39 * 16, 0)
 
 
+def test_what_was_found_holds_until_a_request_comes_or_goes():
+    prefixes = SharedPrefixes(16)
+    table = np.array(rows(*[list(range(500, 530))] * 20, [7], [8]), np.int32)
+    lengths = np.full(22, 600)
+    lengths[-1] = 20  # its pages beyond the second are undefined
+
+    def found_now() -> object:
+        runs = prefixes.find([table], lengths)
+        assert runs is not None
+        return runs[0]
+
+    first = found_now()
+    lengths += 1
+    table[:, 38], table[-1, 5] = 4, 9
+    assert found_now() is first
+    table[20] = table[0]  # another request with the same prefix, in the place of one without
+    second = found_now()
+    assert second is not first and second.count.tolist() == [21]
+    table[3, 2] = 1
+    assert found_now().count.tolist() == [20]
+    lengths[5] = 17  # a request of one page in the place of a longer one
+    assert found_now().count.tolist() == [19]
+
+
 def decoded(make_runner, tiny, monkeypatch, *, mixed: bool = False, **options):
     """The logits of requests with a prefix in common, of which some share more, and how much was not read."""
     monkeypatch.setattr(shared_prefix, "LEAST_SPARED", 1)

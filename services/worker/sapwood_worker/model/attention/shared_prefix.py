@@ -20,12 +20,37 @@ _LEAST_RUN = 128
 """Keys of the shortest run that is read for itself."""
 _LEVELS = 8
 """The most branchings on a request's way; below, requests read by themselves."""
-_COLUMNS = 64
-"""Pages that are compared at once, at first."""
+
+
+class _Found:
+    """What a page table's requests share, for as long as they are the same.
+
+    Args:
+        table: The page table.
+        page_size: Tokens in a page.
+        runs: What was found in it.
+    """
+
+    def __init__(self, table: npt.NDArray[np.int32], page_size: int, runs: SharedRuns) -> None:
+        self.runs = runs
+        self._ends = np.zeros(len(table), np.int64)
+        for first, count, end in zip(runs.first, runs.count, runs.end // page_size, strict=True):
+            self._ends[runs.order[first : first + count]] = end
+        columns = int(self._ends.max())
+        # Of requests that share nothing the first page, by which others in their places are told apart.
+        self._others = np.arange(columns) >= np.maximum(self._ends, 1)[:, None]
+        self._pages = table[:, :columns].copy()
+
+    def holds(self, table: npt.NDArray[np.int32], whole: IntArray) -> bool:
+        """Whether the requests share this still; should one in the place of another share more, that is left out."""
+        count, columns = self._pages.shape
+        if len(table) != count or table.shape[1] < columns or (whole < self._ends).any():
+            return False
+        return bool(((table[:, :columns] == self._pages) | self._others).all())
 
 
 class SharedPrefixes:
-    """Finds what the requests of a step share, and counts.
+    """Finds what the requests of a step share, and counts. What it has found holds until a request comes or goes.
 
     Args:
         page_size: Tokens in a page.
@@ -34,6 +59,7 @@ class SharedPrefixes:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._spared = 0
+        self._last: dict[int, _Found] = {}
 
     def find(self, tables: Sequence[npt.NDArray[np.int32]], lengths: IntArray) -> Runs | None:
         """What requests, of each of which one token is computed, share in each page table; None if it does not pay.
@@ -42,74 +68,79 @@ class SharedPrefixes:
             tables: int32 [B, P], as :class:`AttentionBatch` has them; the first decides.
             lengths: int64 [B]: keys of each request.
         """
-        first = find_runs(tables[0], lengths, self._page_size)
+        first = self._find(0, tables[0], lengths)
         if first is None or first.spared < LEAST_SPARED:
             return None
         self._spared += first.spared
-        return first, *(find_runs(table, lengths, self._page_size) for table in tables[1:])
+        return first, *(self._find(i, table, lengths) for i, table in enumerate(tables[1:], 1))
 
     def take(self) -> int:
         """Keys that each layer did not read since the last call, as another request of the same step did."""
         spared, self._spared = self._spared, 0
         return spared
 
+    def _find(self, group: int, table: npt.NDArray[np.int32], lengths: IntArray) -> SharedRuns | None:
+        last = self._last.get(group)
+        if last is not None and last.holds(table, (lengths - 1) // self._page_size):
+            return last.runs
+        runs = find_runs(table, lengths, self._page_size)
+        if runs is not None:
+            self._last[group] = _Found(table, self._page_size, runs)
+        return runs
+
 
 def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -> SharedRuns | None:
     """What requests have in common from their first page on; None: nothing.
 
-    A batch that shares nothing costs one sort of its first pages; else it is O(pages that are shared, by all who share them).
+    A batch that shares nothing costs one sort of its first pages; else it is O(pages of those who share) for each branching on
+    the longest way, vectorised over the requests.
 
     Args:
         table: int32 [B, P]: each request's pages in order; entries beyond its last are undefined.
         lengths: int64 [B]: each request's keys, of which the last is its own: it has just been written.
         page_size: Tokens in a page.
     """
+    count = len(table)
+    if len(np.unique(table[:, 0])) == count:
+        return None
     whole = (lengths - 1) // page_size
-    if len(np.unique(table[:, 0])) == len(table):
-        return None
-    order = np.arange(len(table))
-    runs: list[tuple[int, int, int, int]] = []
-    # Stretches of ``order`` whose requests have their first ``at`` pages in common, of which runs have the first ``done``.
-    stack = [(0, len(table), 0, 0, _LEVELS)]
-    while stack:
-        low, high, at, done, levels = stack.pop()
-        for first, last in _alike(order, low, high, at, table, whole):
-            members = order[first:last]
-            end = _common(table, members, at, int(whole[members].min()))
-            begin = done
-            if (end - done) * page_size >= _LEAST_RUN:
-                runs.append((first, last - first, done * page_size, end * page_size))
-                begin = end
-            if levels > 1 and last - first > 2:
-                stack.append((first, last, end, begin, levels - 1))
-    if not runs:
-        return None
-    return SharedRuns(order, *np.array(runs, np.int64).T)
+    runs: list[IntArray] = []
+    # By place in ``order``: the group, whose members stand side by side and have their first ``at`` pages in common, of which
+    # runs have the first ``done``.
+    order = np.arange(count)
+    group, at, done = np.zeros((3, count), np.int64)
+    for _ in range(_LEVELS):
+        column = np.minimum(at, table.shape[1] - 1)
+        page = np.where(whole[order] > at, table[order, column].astype(np.int64), -1 - order)
+        sort = np.lexsort((page, group))
+        order, group, at, done, page = order[sort], group[sort], at[sort], done[sort], page[sort]
+        first = np.flatnonzero(np.append(True, (np.diff(group) != 0) | (np.diff(page) != 0)))
+        sizes = np.diff(first, append=count)
+        group = np.repeat(np.arange(len(first)), sizes)
+        wide = np.flatnonzero(sizes > 1)
+        if not len(wide):
+            break
+        end = _common(table, order, first[wide], sizes[wide], whole)
+        begin = done[first[wide]]
+        long = (end - begin) * page_size >= _LEAST_RUN
+        found = np.stack((first[wide], sizes[wide], begin * page_size, end * page_size), 1)
+        runs.append(found[long])
+        ends, covered = at[first], done[first]
+        ends[wide], covered[wide] = end, np.where(long, end, begin)
+        at, done = ends[group], covered[group]
+    every = np.concatenate(runs) if runs else np.zeros((0, 4), np.int64)
+    return SharedRuns(order, *every.T) if len(every) else None
 
 
-def _alike(
-    order: IntArray, low: int, high: int, at: int, table: npt.NDArray[np.int32], whole: IntArray
-) -> list[tuple[int, int]]:
-    """Sorts ``order[low:high]`` by what page ``at`` is; returns the stretches of at least two that have the same one."""
-    members = order[low:high]
-    if at >= table.shape[1]:
-        return []
-    pages = np.where(whole[members] > at, table[members, at].astype(np.int64), -1 - members)
-    by_page = np.argsort(pages, kind="stable")
-    order[low:high], pages = members[by_page], pages[by_page]
-    edges = np.flatnonzero(np.diff(pages, prepend=np.iinfo(np.int64).min, append=np.iinfo(np.int64).max))
-    wide = np.flatnonzero(np.diff(edges) > 1)
-    return [(low + int(edges[i]), low + int(edges[i + 1])) for i in wide]
-
-
-def _common(table: npt.NDArray[np.int32], members: IntArray, at: int, limit: int) -> int:
-    """How many pages the members have in common, at most ``limit``; page ``at`` is the same."""
-    columns = _COLUMNS
-    while at < limit:
-        end = min(at + columns, limit)
-        part = table[members, at:end]
-        same = (part == part[0]).all(0)
-        if not same.all():
-            return at + int(same.argmin())
-        at, columns = end, 2 * columns
-    return at
+def _common(
+    table: npt.NDArray[np.int32], order: IntArray, first: IntArray, sizes: IntArray, whole: IntArray
+) -> IntArray:
+    """How many pages the members of each group have in common that are whole in all of them."""
+    places = np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+    members, ones = order[places], np.repeat(order[first], sizes)
+    begins = np.cumsum(sizes) - sizes
+    limit = np.minimum.reduceat(whole[members], begins)
+    columns = int(limit.max())
+    other = table[members, :columns] != table[ones, :columns]
+    same = np.where(other.any(1), other.argmax(1), columns)
+    return np.minimum(np.minimum.reduceat(same, begins), limit)

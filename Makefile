@@ -14,7 +14,7 @@ ROUNDS ?= 20
 SHARD ?=
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto kernels/sapwood_kernels/gguf/*.c)
+SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto kernels/sapwood_kernels/native/*.[ch])
 # The protos of the last tag, as an image of buf's: a shallow clone has no tags. `make lint` refuses what would break their clients.
 RELEASED := protos/released.binpb
 # One compute thread a test process: the processes are what runs in parallel.

@@ -64,8 +64,8 @@ def _environment_with_plugins() -> dict[str, str]:
 
 
 def compile_kernels(root: Path = ROOT) -> list[Path]:
-    """Compiles ``kernels/sapwood_kernels/gguf/products.c`` beside it; returns the libraries, none where that fails."""
-    build = runpy.run_path(str(root / "kernels/sapwood_kernels/gguf/build.py"))
+    """Compiles the sources in ``kernels/sapwood_kernels/native`` beside them; returns the libraries, none where that fails."""
+    build = runpy.run_path(str(root / "kernels/sapwood_kernels/native/build.py"))
     try:
         made: list[Path] = build["compile_libraries"]()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -81,7 +81,7 @@ class StubsHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-igno
 
     def dependencies(self) -> list[str]:
         """A compiler, for machines without one."""
-        found = runpy.run_path(str(Path(self.root) / "kernels/sapwood_kernels/gguf/build.py"))["find_compiler"]()
+        found = runpy.run_path(str(Path(self.root) / "kernels/sapwood_kernels/native/build.py"))["find_compiler"]()
         return [] if found else ["ziglang>=0.15,<0.17"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from sapwood_kernels.gguf.build import find_compiler
+from sapwood_kernels.native.build import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("common", "router", "tokenizer", "worker")
@@ -86,8 +86,8 @@ def test_the_wheel_has_it(tmp_path: Path) -> None:
         names = archive.namelist()
     assert "sapwood/v1/worker_pb2_grpc.pyi" in names
     assert not [name for name in names if "fake" in name or "testing" in name]
-    assert "sapwood_kernels/gguf/products.c" in names
-    assert any(re.fullmatch(r"sapwood_kernels/gguf/products\..*\.so", name) for name in names) == bool(find_compiler())
+    assert "sapwood_kernels/native/steps.c" in names
+    assert any(re.fullmatch(r"sapwood_kernels/native/sapwood\..*\.so", name) for name in names) == bool(find_compiler())
 
 
 def test_every_file_says_where_go_and_java_put_it(descriptors: dict[str, FileDescriptorProto]) -> None:

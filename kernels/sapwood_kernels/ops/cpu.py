@@ -10,23 +10,51 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import cpu
-from sapwood_kernels.gguf.products import TYPES, GgufLibrary, GgufProduct, load_library
-from sapwood_kernels.ops.device import DeviceOps, Gate, StoredProduct
+from sapwood_kernels.native import steps
+from sapwood_kernels.native.library import NativeLibrary, load_library
+from sapwood_kernels.native.products import TYPES, GgufProduct
+from sapwood_kernels.ops.device import DeviceOps, Gate, KVDestination, StoredProduct, StoreHeads
 from sapwood_kernels.quantised.cpu_grouped import PackedGroups, can_pack
 from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.rotary_pairs import RotaryPairs
 
 
 class CpuOps(DeviceOps):
-    """The operations of ``cpu.py`` where they apply."""
+    """In float32 what was compiled from C; the operations of ``cpu.py`` where that or the type does not serve."""
 
     default_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @cached_property
-    def _gguf(self) -> GgufLibrary | None:
+    def native(self) -> NativeLibrary | None:
+        """What was compiled from C; None: nothing was."""
         return load_library()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        return cpu.RmsNorm(weight, eps) if dtype == torch.float32 else super().rms_norm(weight, eps, dtype)
+        if dtype != torch.float32:
+            return super().rms_norm(weight, eps, dtype)
+        if self.native is not None and weight.dim() == 1 and weight.is_contiguous():
+            return steps.norm(self.native, weight, eps)
+        return cpu.RmsNorm(weight, eps)
+
+    def store_heads(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        norm: tuple[Tensor, Tensor, float] | None,
+        dtype: torch.dtype,
+        pairs: RotaryPairs | None = None,
+    ) -> StoreHeads:
+        plain = super().store_heads(num_heads, num_kv_heads, norm, dtype, pairs)
+        if self.native is None or dtype != torch.float32 or not (pairs is None or pairs.are_halves):
+            return plain
+        store = steps.StoreHeads(self.native, num_heads, num_kv_heads, norm)
+
+        def store_or_plain(qkv: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
+            if to.keys.dtype != torch.float32 or not qkv.is_contiguous():
+                return plain(qkv, cos, sin, to)
+            return store(qkv, cos.contiguous(), sin.contiguous(), to.keys, to.values, to.slots)
+
+        return store_or_plain
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return cpu.rope(x, cos, sin)
@@ -41,6 +69,6 @@ class CpuOps(DeviceOps):
         return PackedGroups(weight) if can_pack(weight) else super().grouped(weight)
 
     def gguf_product(self, parts: Sequence[tuple[str, Tensor]], columns: int) -> StoredProduct | None:
-        if self._gguf is None or any(kind not in TYPES for kind, _ in parts):
+        if self.native is None or any(kind not in TYPES for kind, _ in parts):
             return None
-        return GgufProduct(self._gguf, parts, columns)
+        return GgufProduct(self.native, parts, columns)

@@ -46,9 +46,12 @@ class OneRow(Protocol):
 
 
 class StoredProduct(Protocol):
-    """``x @ weight.T`` of float32 rows [T, K] by matrices that are read as they are stored, their outputs side by side."""
+    """``gate(norm(x) @ weight.T)`` of float32 rows [T, K] by matrices that are read as they are stored, outputs side by side.
 
-    def __call__(self, x: Tensor, /) -> Tensor: ...
+    Norm and gate are computed for few rows only: as many as ``native.products.SMALL``.
+    """
+
+    def __call__(self, x: Tensor, /, *, norm: tuple[Tensor, float] | None = ..., gate: Gate | None = ...) -> Tensor: ...
 
     def rows(self, ids: Tensor, /) -> Tensor:
         """Rows of the first matrix, float32: int64 [T] -> [T, K]."""

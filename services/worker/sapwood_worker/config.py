@@ -187,8 +187,9 @@ class WorkerConfig(ServiceConfig):
     )
     attention_backend: str = Field(
         "auto",
-        description="What computes attention: flashinfer, triton, torch or a package's own; for prompts and decodes apart: "
-        "prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model on this device.",
+        description="What computes attention: flashinfer, triton, native (on a CPU decodes in float32), torch or a package's "
+        "own; for prompts and decodes apart: prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model "
+        "on this device.",
     )
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto",

@@ -12,6 +12,7 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.attention.planned import AttentionShape, Variant
+from sapwood_kernels.native.library import load_library
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, step_for
@@ -43,7 +44,9 @@ def test_a_malformed_setting_is_refused(setting: str):
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match="--attention-backend fa9: 'fa9' is none of flashinfer, torch, triton"):
+    with pytest.raises(
+        ConfigError, match="--attention-backend fa9: 'fa9' is none of flashinfer, native, torch, triton"
+    ):
         choose_backend("fa9", "decode", needs(), CPU)
 
 
@@ -116,16 +119,23 @@ def served(make_runner, make_driver, tiny, **options):
 def test_triton_gives_the_logits_of_torch(setting, tiny_model, make_runner, make_driver):
     pytest.importorskip("triton", reason="Triton is not installed")
     tiny = tiny_model("gemma3")
-    wanted, info = served(make_runner, make_driver, tiny)
-    assert (info.prefill_attention, info.decode_attention, info.attention_reason) == (
-        "torch",
-        "torch",
-        "float32 on cpu",
-    )
+    wanted, info = served(make_runner, make_driver, tiny, attention_backend="torch")
     # On the GPU where there is one, else in Triton's interpreter.
     got, info = served(make_runner, make_driver, tiny, attention_backend=setting, device=DEVICE, dtype="float32")
     assert {info.prefill_attention, info.decode_attention} <= {"torch", "triton"}
     assert info.attention_reason == "as told"
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss"])  # capped scores, windows, sinks
+def test_on_a_cpu_decodes_compiled_from_c_give_the_logits_of_torch(family, tiny_model, make_runner, make_driver):
+    if load_library() is None:
+        pytest.skip("nothing is compiled: python hatch_build.py")
+    tiny = tiny_model(family)
+    got, info = served(make_runner, make_driver, tiny)
+    assert (info.prefill_attention, info.decode_attention) == ("torch", "native")
+    assert info.attention_reason == "float32 on cpu"
+    wanted, _ = served(make_runner, make_driver, tiny, attention_backend="torch")
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -196,7 +206,7 @@ def test_a_package_can_bring_an_attention_backend(plugin, tiny_model, make_runne
         "BACKEND",
     )
     got, info = served(make_runner, make_driver, tiny, attention_backend="prefill=plain")
-    assert (info.prefill_attention, info.decode_attention) == ("plain", "torch")
+    assert (info.prefill_attention, info.decode_attention) in {("plain", "native"), ("plain", "torch")}
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="plain cannot compute the decode of this model here: it has no decode"):
         make_runner(tiny.path, attention_backend="plain")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.gguf.products import load_library
+from sapwood_kernels.native.library import load_library
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.models.gguf_files import write_gguf
 from sapwood_testing.worker.thread_ranks import ThreadGroup
@@ -104,6 +104,6 @@ def test_the_cache_s_identity_tells_whether_weights_are_kept(make_runner, path):
 
 
 def test_without_the_kernel_weights_are_widened(monkeypatch, caplog, path):
-    monkeypatch.setattr("sapwood_kernels.gguf.products.library_name", lambda capability: "products.none.so")
+    monkeypatch.setattr("sapwood_kernels.native.library.library_name", lambda capability: "sapwood.none.so")
     assert load(path("qwen2")).quantization == "none"
     assert "GGUF weights are widened as they are loaded" in caplog.text

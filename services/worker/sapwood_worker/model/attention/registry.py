@@ -12,13 +12,14 @@ from sapwood_common.plugins import find_part, part_names
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds, Half
 from sapwood_worker.model.attention.flashinfer import FLASHINFER
+from sapwood_worker.model.attention.native import NATIVE
 from sapwood_worker.model.attention.torch_native import TORCH
 from sapwood_worker.model.attention.triton import TRITON
 
 GROUP = "sapwood.attention_backends"
 """Entry points of this group are each an ``AttentionBackend``."""
 
-_BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "torch": TORCH}
+_BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "native": NATIVE, "torch": TORCH}
 _FLAG = "--attention-backend"
 
 
@@ -84,7 +85,10 @@ def names() -> str:
 
 def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBackend:
     if ops.device.type != "cuda" or needs.shape.dtype == torch.float32:  # the others are made for a GPU's matrix units
-        return ChosenBackend("torch", TORCH, f"{str(needs.shape.dtype).removeprefix('torch.')} on {ops.device.type}")
+        reason = f"{str(needs.shape.dtype).removeprefix('torch.')} on {ops.device.type}"
+        if _refusal(NATIVE, half, needs, ops) is None:
+            return ChosenBackend("native", NATIVE, reason)
+        return ChosenBackend("torch", TORCH, reason)
     refused: list[str] = []
     for name, backend in _BACKENDS.items():
         refusal = _refusal(backend, half, needs, ops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sapwood_kernels.gguf.products import TYPES
+from sapwood_kernels.native.products import SMALL, TYPES
 from sapwood_kernels.ops.device import DeviceOps, Gate, StoredProduct
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearShape, Norm, Stored, TableMethod
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
@@ -44,7 +44,8 @@ class GgufMethod(TableMethod):
         """There is nothing to ready."""
 
     def fuses(self, rows: int) -> Fuses:
-        return Fuses()
+        few = rows <= SMALL and self._dtype == torch.float32
+        return Fuses(norm=few, gate_after=few and self.bias is None)
 
     def apply(
         self,
@@ -55,7 +56,8 @@ class GgufMethod(TableMethod):
         gate_after: Gate | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        result = self._product(x.float()).to(self._dtype)
+        before = None if norm is None else (norm.weight, norm.eps)
+        result = self._product(x.float(), norm=before, gate=gate_after).to(self._dtype)
         return result if self.bias is None else result.add_(self.bias)
 
     def rows(self, ids: Tensor) -> Tensor:

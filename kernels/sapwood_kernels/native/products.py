@@ -1,19 +1,20 @@
-"""Products with matrices as GGUF files store them, on a CPU: ``products.c``, compiled when Sapwood is installed."""
+"""Products with matrices as GGUF files store them, on a CPU: ``products.c``."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Literal
 
 import gguf
 import torch
 from torch import Tensor
 
-from sapwood_kernels.gguf.build import library_name
+from sapwood_kernels.native.library import NativeLibrary
 
-logger = logging.getLogger(__name__)
+SMALL = 24
+"""Tokens up to which a product has a norm before it and a gate after it, as in ``products.c``."""
+_GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 TYPES = {
     kind.name: (kind.value, *gguf.GGML_QUANT_SIZES[kind])
@@ -42,47 +43,6 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class GgufLibrary:
-    """The compiled library and the thread pool that it computes on.
-
-    Args:
-        path: The library.
-
-    Raises:
-        OSError: It is not there, or is not for this machine.
-    """
-
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        try:
-            # torch's own pool: two pools on the same cores would wait for each other.
-            run = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, pointer).value
-        except AttributeError:
-            logger.warning("torch's thread pool is not GNU OpenMP's: products with GGUF's blocks take one thread")
-            run = None
-        self.run = run
-        self.multiply = library.sapwood_gguf_multiply
-        self.multiply.restype = None
-        self.multiply.argtypes = (
-            *(pointer, number, pointer, number, number, number),
-            *(pointer, number, pointer, ctypes.c_uint),
-        )
-        self.rows = library.sapwood_gguf_rows
-        self.rows.restype = number
-        self.rows.argtypes = pointer, pointer, number, number, pointer, pointer, ctypes.c_uint
-
-
-def load_library() -> GgufLibrary | None:
-    """The library for this processor; None, with a line in the log that says why, where it was not compiled."""
-    path = Path(__file__).parent / library_name(torch.backends.cpu.get_cpu_capability())
-    try:
-        return GgufLibrary(path)
-    except OSError as error:
-        logger.warning("GGUF weights are widened as they are loaded, no kernel for them: %s", error)
-        return None
-
-
 class GgufProduct:
     """``x @ weight.T`` for matrices of the same width as a GGUF file stores them, whose outputs lie side by side.
 
@@ -92,7 +52,7 @@ class GgufProduct:
         columns: Numbers in a row.
     """
 
-    def __init__(self, library: GgufLibrary, parts: Sequence[tuple[str, Tensor]], columns: int) -> None:
+    def __init__(self, library: NativeLibrary, parts: Sequence[tuple[str, Tensor]], columns: int) -> None:
         self._library = library
         self._parts = tuple(parts)
         self._columns = columns
@@ -106,16 +66,38 @@ class GgufProduct:
             matrix.width, matrix.type, matrix.first = rows.shape[1], number, self._outputs
             self._outputs += rows.shape[0]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies x: float32 [T, K] -> float32 [T, N]."""
-        tokens = x.shape[0]
-        result = torch.empty(tokens, self._outputs)
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gate: Literal["silu", "gelu_tanh"] | None = None,
+    ) -> Tensor:
+        """``gate(norm(x) @ weight.T)``.
+
+        Args:
+            x: float32 [T, K]; at most :data:`SMALL` rows with a norm or a gate.
+            norm: Weight (float32 [K], contiguous) and eps of an RMSNorm.
+            gate: A gated activation of the outputs, of which the first half is the gate.
+
+        Returns:
+            float32 [T, N], or [T, N / 2] with a gate.
+
+        Raises:
+            MemoryError: There is no memory for copies of x.
+        """
+        tokens, outputs = x.shape[0], self._outputs if gate is None else self._outputs // 2
+        assert tokens <= SMALL or (norm is None and gate is None)
+        result = torch.empty(tokens, outputs)
         if x.stride(1) != 1:
             x = x.contiguous()
-        self._library.multiply(
+        weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+        failed = self._library.multiply(
             *(self._matrices, len(self._parts), x.data_ptr(), tokens, self._columns, x.stride(0)),
-            *(result.data_ptr(), self._outputs, self._library.run, torch.get_num_threads()),
+            *(result.data_ptr(), outputs, weight, eps, _GATES[gate], self._library.run, torch.get_num_threads()),
         )
+        if failed:
+            raise MemoryError(f"no memory for {tokens} rows of {self._columns} numbers")
         return result
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles ``products.c``, once for each kind of processor that it may run on. Needs nothing but a C compiler.
+"""Compiles the library, once for each kind of processor that it may run on. Needs nothing but a C compiler.
 
 ``hatch_build.py`` runs this when Sapwood is installed, and by hand.
 """
@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("products.c")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("products.c", "steps.c", "blocks.h", "vectors.h"))
+_STEM = "sapwood"
 _FLAGS = (
     "-O3",
     "-std=gnu11",
@@ -33,8 +35,9 @@ _ARM = {"DEFAULT": "-march=armv8.2-a+fp16"}
 
 
 def library_name(capability: str) -> str:
-    """The library's file name for a processor by torch's word for what it can; another one whenever the source changes."""
-    return f"{SOURCE.stem}.{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}.{capability}.so"
+    """The library's file name for a processor by torch's word for what it can; another one whenever a source changes."""
+    sources = b"".join(source.read_bytes() for source in SOURCES)
+    return f"{_STEM}.{hashlib.sha256(sources).hexdigest()[:8]}.{capability}.so"
 
 
 def find_compiler() -> list[str] | None:
@@ -47,17 +50,18 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-def compile_libraries(folder: Path = SOURCE.parent) -> list[Path]:
+def compile_libraries(folder: Path = FOLDER) -> list[Path]:
     """Compiles into ``folder`` what this kind of machine can run; returns the libraries.
 
     Raises:
         FileNotFoundError: There is no compiler.
-        subprocess.CalledProcessError: It refused the source; its message is on standard error.
+        subprocess.CalledProcessError: It refused a source; its message is on standard error.
     """
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler: neither cc, gcc, clang nor the package ziglang is installed")
     targets: Mapping[str, str] = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
+    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     made = []
     for capability, flag in targets.items():
         path = folder / library_name(capability)
@@ -66,10 +70,10 @@ def compile_libraries(folder: Path = SOURCE.parent) -> list[Path]:
             flag = flag.replace("x86-64-v", "x86_64_v")  # zig's own spelling
         with tempfile.TemporaryDirectory() as cache:
             places = {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
-            command = [*compiler, *_FLAGS, flag, "-o", str(fresh), str(SOURCE)]
+            command = [*compiler, *_FLAGS, flag, "-o", str(fresh), *sources, "-lm"]
             subprocess.run(command, check=True, env={**os.environ, **places})
         fresh.replace(path)
         made.append(path)
-    for old in set(folder.glob(f"{SOURCE.stem}.*.so")) - set(made):
+    for old in set(folder.glob(f"{_STEM}.*.so")) - set(made):
         old.unlink(missing_ok=True)
     return made

@@ -7,38 +7,24 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood_kernels.gguf.build import compile_libraries, find_compiler, library_name
-from sapwood_kernels.gguf.products import TYPES, GgufLibrary, GgufProduct, load_library
-
-# Bytes in which each type's blocks have float16 numbers.
-HALVES = {
-    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
-}  # fmt: skip
+from sapwood_kernels.native.build import compile_libraries, find_compiler, library_name
+from sapwood_kernels.native.library import NativeLibrary, load_library
+from sapwood_kernels.native.products import TYPES, GgufProduct
+from sapwood_testing.models.gguf_blocks import HALVES, blocks
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> GgufLibrary:
+def library(tmp_path_factory) -> NativeLibrary:
     installed = load_library()
     if installed is not None:
         return installed
     if find_compiler() is None:
         pytest.skip("no C compiler")
-    compile_libraries(folder := tmp_path_factory.mktemp("compiled"))
+    compile_libraries(folder := tmp_path_factory.mktemp("native"))
     path = folder / library_name(torch.backends.cpu.get_cpu_capability())
     if not path.exists():
         pytest.skip(f"nothing is compiled for {path.name}")
-    return GgufLibrary(path)
-
-
-def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """Random blocks whose float16 numbers are ordinary ones."""
-    _, per_block, block_bytes = TYPES[kind]
-    chance = np.random.default_rng(seed)
-    raw = chance.integers(0, 256, (rows, columns // per_block, block_bytes), np.uint8)
-    for at in HALVES[kind]:
-        numbers = chance.normal(0, 0.02, raw.shape[:2]).astype(np.float16)
-        raw[..., at : at + 2] = numbers[..., None].view(np.uint8)
-    return torch.from_numpy(raw.reshape(rows, -1))
+    return NativeLibrary(path)
 
 
 def wide(kind: str, raw: torch.Tensor) -> torch.Tensor:
@@ -105,6 +91,6 @@ def test_rows_that_are_not_there_and_bytes_of_another_shape_are_refused(library)
 
 
 def test_a_library_that_is_not_there_is_said(monkeypatch, caplog):
-    monkeypatch.setattr("sapwood_kernels.gguf.products.library_name", lambda capability: "products.none.so")
+    monkeypatch.setattr("sapwood_kernels.native.library.library_name", lambda capability: "sapwood.none.so")
     assert load_library() is None
     assert "GGUF weights are widened as they are loaded" in caplog.text

@@ -1,0 +1,1 @@
+"""What CPUs compute in C: the library, what compiles it and what calls it."""

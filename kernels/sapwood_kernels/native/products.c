@@ -1,0 +1,342 @@
+// Products with matrices in the block formats of GGUF files, as they are stored, on a CPU.
+//
+// Activations stay float32, so a product
+// differs from one with the dequantised matrix only in the order of its sum.
+//
+// Rows are shared out over `run`, torch's own threads.
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "blocks.h"
+
+// TOKENS: those whose sums fit in the processor's registers with ROWS widened rows; FEW: those whose sums fit there with PAIR rows
+// that are widened as they are multiplied.
+#if defined(__AVX512F__)
+enum { TOKENS = 4, FEW = 8, FEWER = 4 };
+#elif defined(__AVX2__)
+enum { TOKENS = 2, FEW = 4, FEWER = 2 };
+#else
+enum { TOKENS = 4, FEW = 8, FEWER = 4 };
+#endif
+enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128 };
+// What is read once for several uses: else compilers read it from memory for each.
+#if defined(__AVX512F__)
+#define KEEP(v) __asm__("" : "+v"(v))
+#else
+#define KEEP(v) ((void)0)
+#endif
+enum { SMALL = 24 };  // up to so many tokens rows are widened as they are multiplied
+
+// The sum of each vector's numbers.
+INLINE void sum4(floats a, floats b, floats c, floats d, float *sums) {
+#if defined(__AVX2__)
+    const __m128 ab = _mm_hadd_ps((__m128)quarter(a), (__m128)quarter(b));
+    _mm_storeu_ps(sums, _mm_hadd_ps(ab, _mm_hadd_ps((__m128)quarter(c), (__m128)quarter(d))));
+#else
+    const floats4 all[4] = {quarter(a), quarter(b), quarter(c), quarter(d)};
+    for (int i = 0; i < 4; i++) sums[i] = (all[i][0] + all[i][1]) + (all[i][2] + all[i][3]);
+#endif
+}
+
+// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order.
+INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
+    floats total[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const uint8_t *block = rows[r];
+        const float *with = x;
+        floats part[4] = {0};  // several, since each sum waits for the one before
+        for (int64_t left = groups / groups_of(type); left > 0; left--, block += bytes_of(type)) {
+#pragma GCC unroll 8
+            for (int j = 0; j < groups_of(type); j++, with += GROUP) {
+                const group g = read(type, block, j);
+                for (int i = 0; i < PARTS; i++)
+                    part[(j * PARTS + i) % 4] +=
+                        (g.q[i] * g.scale[i / (PARTS / 2)] - g.minus) * *(const floats_at *)(with + LANES * i);
+            }
+        }
+        total[r] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    sum4(total[0], total[1], total[2], total[3], sums);
+}
+
+// sums[t][r]: the sums of PAIR rows times `count` of the x, which lie LANES numbers of each after another.
+INLINE void few_tokens(
+    const int type, const int count, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
+    floats total[FEW][PAIR] = {0};
+    const uint8_t *block[PAIR] = {rows[0], rows[1]};
+    for (int64_t left = groups / groups_of(type); left > 0; left--) {
+#pragma GCC unroll 1
+        for (int j = 0; j < groups_of(type); j++) {
+            const group g[PAIR] = {read(type, block[0], j), read(type, block[1], j)};
+#pragma GCC unroll 8
+            for (int i = 0; i < PARTS; i++, x += LANES * count) {
+                floats w[PAIR];
+                for (int r = 0; r < PAIR; r++) w[r] = g[r].q[i] * g[r].scale[i / (PARTS / 2)] - g[r].minus;
+#pragma GCC unroll 8
+                for (int t = 0; t < count; t++) {
+                    floats each = load(x + LANES * t);
+                    KEEP(each);
+                    for (int r = 0; r < PAIR; r++) total[t][r] += w[r] * each;
+                }
+            }
+        }
+        for (int r = 0; r < PAIR; r++) block[r] += bytes_of(type);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < count; t += 2) sum4(total[t][0], total[t][1], total[t + 1][0], total[t + 1][1], sums + PAIR * t);
+}
+
+// Groups of a row as float32, to the bit what gguf-py's dequantize gives: product and difference are rounded one by one.
+INLINE void widen_groups(const int type, const uint8_t *row, int64_t at, int64_t groups, float *out) {
+    const int shifted = type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K;
+    const uint8_t *block = row + at / groups_of(type) * bytes_of(type);
+    for (const int64_t end = at + groups; at < end; at += groups_of(type), block += bytes_of(type)) {
+#pragma GCC unroll 8
+        for (int j = 0; j < groups_of(type); j++, out += GROUP) {
+            const group g = read(type, block, j);
+            for (int i = 0; i < PARTS; i++) {
+                floats_at *to = (floats_at *)(out + LANES * i);
+                *to = g.q[i] * g.scale[i / (PARTS / 2)];
+                if (shifted) {
+                    __asm__ volatile("" ::: "memory");  // or the two become one fused operation
+                    *to = *to - g.minus;
+                }
+            }
+        }
+    }
+}
+
+#define FORMAT(type)                                                                                                   \
+    static void one_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                  \
+        one_token(type, rows, x, groups, sums);                                                                        \
+    }                                                                                                                  \
+    static void few_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                  \
+        few_tokens(type, FEW, rows, x, groups, sums);                                                                  \
+    }                                                                                                                  \
+    static void fewer_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                \
+        few_tokens(type, FEWER, rows, x, groups, sums);                                                                \
+    }                                                                                                                  \
+    static void widen_##type(const uint8_t *row, int64_t at, int64_t groups, float *out) {                             \
+        widen_groups(type, row, at, groups, out);                                                                      \
+    }
+FORMAT(Q4_0)
+FORMAT(Q4_1)
+FORMAT(Q5_0)
+FORMAT(Q5_1)
+FORMAT(Q8_0)
+FORMAT(Q4_K)
+FORMAT(Q5_K)
+FORMAT(Q6_K)
+
+typedef struct {
+    void (*one)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
+    void (*few)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
+    void (*fewer)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
+    void (*widen)(const uint8_t *row, int64_t at, int64_t groups, float *out);
+} format;
+
+#define ENTRY(type) [type] = {one_##type, few_##type, fewer_##type, widen_##type}
+static const format FORMATS[] = {
+    ENTRY(Q4_0), ENTRY(Q4_1), ENTRY(Q5_0), ENTRY(Q5_1), ENTRY(Q8_0), ENTRY(Q4_K), ENTRY(Q5_K), ENTRY(Q6_K),
+};
+
+// out[t][r]: the sums of ROWS widened rows, CHUNK apart, times `count` of the x.
+INLINE void tile(const int count, const float *w, const float *x, int64_t x_stride, int64_t columns, float *out) {
+    floats total[4][ROWS] = {0};
+    for (int64_t k = 0; k < columns; k += LANES) {
+        floats row[ROWS];
+        for (int r = 0; r < ROWS; r++) row[r] = *(const floats_at *)(w + CHUNK * r + k);
+        for (int t = 0; t < count; t++) {
+            const floats each = *(const floats_at *)(x + x_stride * t + k);
+            for (int r = 0; r < ROWS; r++) total[t][r] += row[r] * each;
+        }
+    }
+    for (int t = 0; t < count; t++) sum4(total[t][0], total[t][1], total[t][2], total[t][3], out + ROWS * t);
+}
+
+typedef struct {
+    const uint8_t *data;  // the first row
+    int64_t stride;       // bytes from row to row
+    int64_t width;        // bytes of a row
+    int64_t rows;
+    int64_t type;  // ggml's number
+    int64_t first;  // the output's column of the first row
+} matrix;
+
+typedef struct {
+    const matrix *parts;
+    int64_t tokens, columns;
+    const float *x;
+    int64_t x_stride;
+    float *out;
+    int64_t out_stride;
+    int64_t tasks, next;
+} product;
+
+// Processors fetch ahead only to the end of a page of memory, which is a few rows away.
+INLINE void fetch(const uint8_t *row, int64_t width) {
+    for (int64_t at = 0; at < width; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+// Rows `first` .. `last` - 1 times all x, as `small_product` lays them out.
+static void few_rows(const product *p, const matrix *m, int64_t first, int64_t last) {
+    const format *f = &FORMATS[m->type];
+    const int64_t groups = p->columns / GROUP;
+    for (int64_t row = first; row < last; row += PAIR) {
+        const int64_t count = last - row < PAIR ? 1 : PAIR;
+        const uint8_t *at = m->data + m->stride * row, *rows[PAIR] = {at, at + (count > 1 ? m->stride : 0)};
+        if (m->rows - row >= 3 * PAIR)
+            for (int r = 2 * PAIR; r < 3 * PAIR; r++) fetch(at + m->stride * r, m->width);
+        for (int64_t t = 0; t < p->tokens;) {
+            const int many = p->tokens - t > FEWER;
+            float sums[FEW * PAIR];
+            (many ? f->few : f->fewer)(rows, p->x + p->columns * t, groups, sums);
+            for (int64_t i = 0; i < (many ? FEW : FEWER) && t + i < p->tokens; i++)
+                for (int64_t r = 0; r < count; r++) p->out[p->out_stride * (t + i) + m->first + row + r] = sums[PAIR * i + r];
+            t += many ? FEW : FEWER;
+        }
+    }
+}
+
+// Rows `first` .. `last` - 1 times the x from `start` on, BLOCK at most: so many stay in the processor's cache.
+static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last, int64_t start) {
+    const format *f = &FORMATS[m->type];
+    const int64_t end = p->tokens - start < BLOCK ? p->tokens : start + BLOCK;
+    float sums[ROWS], wide[ROWS * CHUNK] __attribute__((aligned(64)));
+    for (int64_t row = first; row < last; row += ROWS) {
+        const int64_t count = last - row < ROWS ? last - row : ROWS;
+        const uint8_t *rows[ROWS];
+        for (int r = 0; r < ROWS; r++) rows[r] = m->data + m->stride * (row + (r < count ? r : 0));
+        float *out = p->out + m->first + row;
+        const uint8_t *next = m->data + m->stride * (row + ROWS);
+        const int64_t ahead = m->rows - row < 2 * ROWS ? 0 : m->width;
+        if (p->tokens == 1) {
+            f->one(rows, p->x, p->columns / GROUP, sums);
+            memcpy(out, sums, sizeof(float) * (size_t)count);
+            continue;
+        }
+        for (int64_t k = 0; k < p->columns; k += CHUNK) {
+            const int64_t width = p->columns - k < CHUNK ? p->columns - k : CHUNK;
+            for (int r = 0; r < ROWS; r++) {
+                if (k == 0) fetch(next + m->stride * r, ahead);
+                f->widen(rows[r], k / GROUP, width / GROUP, wide + CHUNK * r);
+            }
+            for (int64_t t = start; t < end; t += TOKENS) {
+                float block[4 * ROWS];
+                const float *x = p->x + p->x_stride * t + k;
+                const int64_t many = end - t < TOKENS ? end - t : TOKENS;
+                switch (many) {
+                    case 1: tile(1, wide, x, p->x_stride, width, block); break;
+                    case 2: tile(2, wide, x, p->x_stride, width, block); break;
+                    case 3: tile(3, wide, x, p->x_stride, width, block); break;
+                    default: tile(TOKENS, wide, x, p->x_stride, width, block);
+                }
+                for (int64_t i = 0; i < many; i++)
+                    for (int64_t r = 0; r < count; r++) {
+                        float *to = out + p->out_stride * (t + i) + r;
+                        *to = block[ROWS * i + r] + (k ? *to : 0);
+                    }
+            }
+        }
+    }
+}
+
+static void multiply(void *data) {
+    product *p = data;
+    for (int64_t task; (task = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->tasks;) {
+        const matrix *m = p->parts;
+        for (int64_t mine; task >= (mine = (m->rows + TASK - 1) / TASK); m++) task -= mine;
+        const int64_t first = task * TASK, last = m->rows - first < TASK ? m->rows : first + TASK;
+        if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
+        else
+            for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, start);
+    }
+}
+
+// What is computed with a product of at most SMALL tokens.
+typedef struct {
+    const float *norm;  // the weight of an RMSNorm of x; null: x is not normed
+    float eps;
+    int64_t gate;  // steps.c's number of a gated activation of the outputs; 0: none
+} around;
+
+// The product with a copy of x, normed, in tiles: FEW tokens of each, the last one of FEWER where that is enough, and zeros where
+// there are not so many. In a tile LANES numbers of each token lie after another. Returns 1 where there is no memory.
+static int small_product(product *p, const around *with, int64_t outputs, parallel run, unsigned threads) {
+    const int64_t columns = p->columns, over = p->tokens % FEW, last = over > FEWER || !over ? FEW : FEWER;
+    const int64_t rows = p->tokens == 1 ? 1 : p->tokens - (over ? over : FEW) + last;
+    float *const out = p->out;
+    const int64_t out_stride = p->out_stride;
+    float *x = malloc(sizeof(float) * (size_t)((rows + 1) * columns + (with->gate ? p->tokens * outputs : 0)));
+    if (!x) return 1;
+    float *const normed = x + rows * columns;
+    for (int64_t t = 0; t < rows; t++) {
+        const float *from = p->x + p->x_stride * t;
+        if (t >= p->tokens) memset(normed, 0, sizeof(float) * (size_t)columns);
+        else if (with->norm) sapwood_norm_row(from, with->norm, columns, with->eps, normed);
+        else memcpy(normed, from, sizeof(float) * (size_t)columns);
+        const int64_t first = t / FEW * FEW, together = rows - first < FEW ? rows - first : FEW;
+        for (int64_t k = 0; k < columns; k += LANES)
+            store(x + columns * first + k * together + LANES * (t - first), load(normed + k));
+    }
+    p->x = x;
+    p->x_stride = columns;
+    if (with->gate) p->out = normed + columns, p->out_stride = outputs;
+    if (run && threads > 1) run(multiply, p, threads, 0);
+    else multiply(p);
+    for (int64_t t = 0; with->gate && t < p->tokens; t++)
+        sapwood_gate_row(p->out + outputs * t, outputs / 2, with->gate, out + out_stride * t);
+    free(x);
+    return 0;
+}
+
+// out[t][part.first + r] = x[t] . row r of the part, for each part, with a norm before and a gate after for at most SMALL tokens.
+// Returns 1 where there is no memory, 2 where a norm or a gate is asked for with more tokens.
+EXPORT int64_t sapwood_gguf_multiply(
+    const matrix *parts, int64_t count, const float *x, int64_t tokens, int64_t columns, int64_t x_stride, float *out,
+    int64_t out_stride, const float *norm, float eps, int64_t gate, parallel run, unsigned threads) {
+    product p = {parts, tokens, columns, x, x_stride, out, out_stride, 0, 0};
+    int64_t outputs = 0;
+    for (int64_t i = 0; i < count; i++) {
+        p.tasks += (parts[i].rows + TASK - 1) / TASK;
+        outputs += parts[i].rows;
+    }
+    const around with = {norm, eps, gate};
+    if (tokens <= SMALL && (tokens > 1 || norm || gate)) return small_product(&p, &with, outputs, run, threads);
+    if (norm || gate) return 2;
+    if (run && threads > 1) run(multiply, &p, threads, 0);
+    else multiply(&p);
+    return 0;
+}
+
+typedef struct {
+    const matrix *from;
+    const int64_t *ids;
+    int64_t count, columns;
+    float *out;
+    int64_t next, bad;
+} gathering;
+
+static void gather(void *data) {
+    gathering *g = data;
+    const matrix *m = g->from;
+    for (int64_t at; (at = __atomic_fetch_add(&g->next, 1, __ATOMIC_RELAXED)) < g->count;) {
+        const int64_t row = g->ids[at];
+        if (row < 0 || row >= m->rows) {
+            __atomic_store_n(&g->bad, 1, __ATOMIC_RELAXED);
+            continue;
+        }
+        FORMATS[m->type].widen(m->data + m->stride * row, 0, g->columns / GROUP, g->out + g->columns * at);
+    }
+}
+
+// out[i] = row ids[i] as float32. Returns 1 if there is no such row: what is in its place is undefined.
+EXPORT int64_t sapwood_gguf_rows(
+    const matrix *from, const int64_t *ids, int64_t count, int64_t columns, float *out, parallel run,
+    unsigned threads) {
+    gathering g = {from, ids, count, columns, out, 0, 0};
+    if (run && threads > 1 && count >= TASK) run(gather, &g, threads, 0);
+    else gather(&g);
+    return g.bad;
+}

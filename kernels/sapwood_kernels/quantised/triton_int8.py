@@ -72,10 +72,10 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def block_shape(count: int, rows: int, processors: int) -> tuple[int, int, int, int, int]:
     """Tile of a product of ``count`` rows with a weight of ``rows``: its rows, columns and depth, warps and stages."""
     tall = 16 if count <= 16 else 32 if count <= 32 else 64 if count <= 64 else 128
-    wide = 256 if tall == 128 else 128
+    wide = 128
     while wide > 16 and -(-rows // wide) * -(-count // tall) < processors:
         wide //= 2
-    return tall, wide, 128, 8 if wide == 256 else 4, 3 if tall == 128 else 4
+    return tall, wide, 128, 4, 3 if tall == 128 else 4
 
 
 def product(

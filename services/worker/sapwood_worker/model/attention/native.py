@@ -18,6 +18,7 @@ from sapwood_worker.model.attention.backend import (
     AttentionParts,
     StepAttention,
 )
+from sapwood_worker.model.attention.torch_shared import TorchSharedAttention
 from sapwood_worker.model.pools.device_pool import DevicePool
 
 
@@ -76,5 +77,6 @@ NATIVE = AttentionBackend(
         device=_unfit,
     ),
     decode=_make,
+    shared=lambda parts: lambda batch: TorchSharedAttention(parts.pool, parts.needs.shape.dtype),
     reads_keys=False,
 )

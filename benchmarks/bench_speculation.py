@@ -4,14 +4,17 @@
     python benchmarks/bench_speculation.py --model benchmarks/gpu/configs/llama-3.1-8b --dummy --device cuda
 
 Workloads, each with batches of several sizes: ``copy`` edits a long text that its prompt holds (it needs a model that can: the
-demo model), ``again`` asks what was asked before, ``new`` has nothing that could be foreseen, ``dial R`` has a drafter that knows
-the answer and gets a share of 1 - R wrong. Prints a JSON object a line: tokens/s without and with drafts, the median of their
-ratio over the rounds, the share of drafted tokens that were accepted, and the share of answers that are the same.
+demo model), ``again`` asks what was asked before (``again 2048``: prompts of so many tokens), ``new`` has nothing that could be
+foreseen, ``dial R`` has a drafter that knows the answer and gets a share of 1 - R wrong, ``draft R`` the draft model of
+``--draft``: its steps are run and paid for, but what it says is the dial's, as weights that are made up agree on nothing.
+``WORKLOAD@1/16`` has batches of its own. Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio
+over the rounds, the share of drafted tokens that were accepted, and the share of answers that are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import time
@@ -29,10 +32,12 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter, HostDrafter
-from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
+from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.step import ModelOutput, Step
 
 Answers = dict[int, list[int]]
 
@@ -101,6 +106,61 @@ class DialRow:
         return self._guesses[start : start + most]
 
 
+class DialledRunner:
+    """Runs a draft model, and says what the dial says.
+
+    Args:
+        runner: The draft model's.
+        prompts: Of the requests; a request is that of its serial number modulo their number.
+        answers: To these, by their place.
+        right: The share that it knows.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, prompts: Sequence[list[int]], answers: Mapping[int, list[int]], right: float
+    ) -> None:
+        self.asynchronous = runner.asynchronous
+        self._runner = runner
+        self._prompts = prompts
+        self._answers = answers
+        self._right = right
+        self._serials: dict[int, int] = {}
+
+    def execute(self, step: Step) -> ModelOutput:
+        return self.launch(step).result()
+
+    def launch(self, step: Step) -> DialledStep:
+        for entry in step.entries:
+            self._serials[entry.row] = entry.serial
+        places = [
+            self._say(self._serials[row], position) if samples else []
+            for row, position, samples in zip(
+                step.rows.tolist(), (step.starts + step.counts).tolist(), step.samples.tolist(), strict=True
+            )
+        ]
+        return DialledStep(self._runner.launch(step), places)
+
+    def _say(self, serial: int, position: int) -> list[int]:
+        which = serial % len(self._prompts)
+        place = position - len(self._prompts[which])
+        answer = self._answers[which]
+        token = answer[place] if place < len(answer) else 0
+        return [token if random.Random(serial * 1_000_003 + position).random() < self._right else token ^ 1]
+
+
+class DialledStep:
+    """A step of :class:`DialledRunner`."""
+
+    def __init__(self, launched: LaunchedStep, token_ids: list[list[int]]) -> None:
+        self._launched = launched
+        self._token_ids = token_ids
+
+    def result(self) -> ModelOutput:
+        answer = self._launched.result()
+        answer.token_ids = self._token_ids
+        return answer
+
+
 class Engine:
     """A scheduler over a runner that others may use too, but not at the same time.
 
@@ -112,7 +172,11 @@ class Engine:
     """
 
     def __init__(
-        self, runner: ModelRunner, speculate: SpeculateName, max_running: int, drafter: Drafter | None = None
+        self,
+        runner: ModelRunner,
+        speculate: SpeculateName,
+        max_running: int,
+        drafter: Drafter | DraftModel | None = None,
     ) -> None:
         info = runner.info
         self._runner = runner
@@ -162,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Model file or folder [default: the demo model]")
     parser.add_argument("--dummy", action="store_true", help="Random weights of the true shape")
+    parser.add_argument("--draft", type=Path, help="Draft model for draft R")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--max-running", type=int, default=64, help="Also the most positions of a step [default: 64]")
@@ -175,21 +240,26 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = [int(each) for each in arguments.batches.split(",")]
     model = arguments.model or demo_path()
-    runner = build_runner(
-        RunnerOptions(
-            model_path=model,
-            load_format="dummy" if arguments.dummy else "auto",
-            device=arguments.device,
-            dtype=arguments.dtype,
-            threads=arguments.threads,
-            context_length=8192,
-            max_running=max(arguments.max_running, *batches),
-            max_step_tokens=2048,
-            kv_cache_bytes=int(arguments.kv_gb * 2**30),
-        )
+    workloads = [each.partition("@")[::2] for each in arguments.workloads.split(",")]
+    cases = [(name, list(map(int, own.split("/"))) if own else batches) for name, own in workloads]
+    arguments.max_running = max(arguments.max_running, *(batch for _, own in cases for batch in own))
+    options = RunnerOptions(
+        model_path=model,
+        load_format="dummy" if arguments.dummy else "auto",
+        device=arguments.device,
+        dtype=arguments.dtype,
+        threads=arguments.threads or None,
+        context_length=8192,
+        max_running=arguments.max_running,
+        max_step_tokens=2048,
+        kv_cache_bytes=int(arguments.kv_gb * 2**30),
     )
-    for workload in arguments.workloads.split(","):
-        for batch in batches:
+    if arguments.draft is None:
+        runner = build_runner(options)
+    else:
+        runner = build_drafted_runner(options, dataclasses.replace(options, model_path=arguments.draft))
+    for workload, own in cases:
+        for batch in own:
             measure(runner, workload, batch, arguments, None if arguments.model else model)
 
 
@@ -197,19 +267,25 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
     """Prints one workload's figures for one batch size."""
     chance = random.Random(batch)
     sampling = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
-    prompts = [[chance.randrange(10, 30_000) for _ in range(arguments.prompt_tokens)] for _ in range(batch)]
+    length = int(workload.split()[1]) if workload.startswith("again ") else arguments.prompt_tokens
+    prompts = [[chance.randrange(10, 30_000) for _ in range(length)] for _ in range(batch)]
     if workload == "copy":
         if demo is None:
             return
         prompts = [edit_prompt(demo, number) for number in range(batch)]
     elif workload == "new":
         sampling = replace(sampling, temperature=1.5)
-    drafter: Drafter | None = None
-    most = max(arguments.max_running, batch)
+    drafter: Drafter | DraftModel | None = None
+    most = arguments.max_running
     plain = Engine(runner, "off", most)
     if workload.startswith("dial"):
         known, _ = plain.generate(prompts, sampling)
         drafter = Dial({str(index): answer for index, answer in known.items()}, float(workload.split()[1]))
+    elif workload.startswith("draft"):
+        assert runner.draft is not None, "draft R needs --draft"
+        known, _ = plain.generate(prompts, sampling)
+        said = DialledRunner(runner.draft, prompts, known, float(workload.split()[1]))
+        drafter = DraftModel(said, runner.draft.info.context_length, 2048)
     drafting = Engine(runner, "auto", most, drafter)
     ratios: list[float] = []
     rates: dict[str, list[float]] = {"off": [], "auto": []}
@@ -218,7 +294,7 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         found: dict[str, Answers] = {}
         for name, engine in sorted({"off": plain, "auto": drafting}.items(), reverse=bool(turn % 2)):
             engine.scheduler.flush_cache()
-            if workload == "again":
+            if workload.startswith("again"):
                 engine.generate(prompts, sampling)
             before = engine.scheduler.load()
             found[name], rate = engine.generate(prompts, sampling)

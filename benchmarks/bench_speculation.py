@@ -33,7 +33,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter, HostDrafter
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
+from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="Model file or folder [default: the demo model]")
     parser.add_argument("--dummy", action="store_true", help="Random weights of the true shape")
     parser.add_argument("--draft", type=Path, help="Draft model for draft R")
+    parser.add_argument("--eagle", type=Path, help="The same: a head of EAGLE-3")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--max-running", type=int, default=64, help="Also the most positions of a step [default: 64]")
@@ -254,7 +255,9 @@ def main() -> None:
         max_step_tokens=2048,
         kv_cache_bytes=int(arguments.kv_gb * 2**30),
     )
-    if arguments.draft is None:
+    if arguments.eagle is not None:
+        runner = build_headed_runner(options, arguments.eagle)
+    elif arguments.draft is None:
         runner = build_runner(options)
     else:
         runner = build_drafted_runner(options, dataclasses.replace(options, model_path=arguments.draft))
@@ -282,10 +285,11 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         known, _ = plain.generate(prompts, sampling)
         drafter = Dial({str(index): answer for index, answer in known.items()}, float(workload.split()[1]))
     elif workload.startswith("draft"):
-        assert runner.draft is not None, "draft R needs --draft"
+        assert runner.draft is not None, "draft R needs --draft or --eagle"
         known, _ = plain.generate(prompts, sampling)
         said = DialledRunner(runner.draft, prompts, known, float(workload.split()[1]))
-        drafter = DraftModel(said, runner.draft.info.context_length, 2048)
+        kind, first = ("draft", 0) if arguments.eagle is None else ("eagle", 1)
+        drafter = DraftModel(said, runner.draft.info.context_length, 2048, kind, first)
     drafting = Engine(runner, "auto", most, drafter)
     ratios: list[float] = []
     rates: dict[str, list[float]] = {"off": [], "auto": []}

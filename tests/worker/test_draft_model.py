@@ -140,6 +140,7 @@ def test_a_draft_model_that_is_the_model_is_right_where_nothing_but_the_model_ch
     assert load.accepted_tokens == load.drafted_tokens > 50
 
 
+@pytest.mark.slow
 def test_a_models_first_layers_draft_for_it(
     tiny_model: Any, drafter: Callable[..., Path], plain: Callable[..., Answers], store: GrammarStore
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_request_that_goes_on_elsewhere_is_drafted_for_and_stays_the_same(
     assert scheduler.load().accepted_tokens > 10
 
 
+@pytest.mark.slow
 def test_rank_0_drafts_for_all_ranks_of_a_split_model(tiny_model: Any, tmp_path: Path, store: GrammarStore) -> None:
     from multiprocessing import Pipe
 

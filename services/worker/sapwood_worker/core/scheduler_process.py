@@ -66,7 +66,9 @@ def build_scheduler(
     max_running = config.max_running or info.max_running
     drafter = None
     if draft is not None:
-        drafter = DraftModel(draft, draft.info.context_length, max(max_running, draft.info.max_step_tokens))
+        head = config.speculate.startswith("eagle:")
+        most = max(max_running, draft.info.max_step_tokens)
+        drafter = DraftModel(draft, draft.info.context_length, most, config.speculate.partition(":")[0], int(head))
     return Scheduler(
         SchedulerConfig(
             page_size=info.page_size,

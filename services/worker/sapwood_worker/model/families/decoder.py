@@ -21,6 +21,7 @@ from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
+from sapwood_worker.model.layers.taps import Taps
 
 Angles = tuple[Tensor, Tensor]
 
@@ -132,6 +133,7 @@ class DecoderModel(Layer):
     Attributes:
         config: The argument.
         own: The layers that this rank's stage has.
+        taps: Keep hidden states for a head that drafts; None: there is none.
     """
 
     def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer], context: LayerContext) -> None:
@@ -163,6 +165,11 @@ class DecoderModel(Layer):
         # The index of each layer's rotary embedding.
         self._kinds = [ropes.index(rope) for rope in config.ropes]
         self._dtype = context.dtype
+        self.taps: Taps | None = None
+        # A layer whose tokens all stay in the cache: its slots tell where each token is.
+        self._lasting = AttentionLayer(
+            min(self.own, key=lambda index: -(config.windows[index] or config.max_position)), 1.0
+        )
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -228,8 +235,13 @@ class DecoderModel(Layer):
             shape = len(token_ids), self.config.hidden_size
             hidden = stages.receive(torch.empty(shape, dtype=self._dtype, device=token_ids.device), stages.rank - 1)
         angles = [rotary(positions) for rotary in self.rotary]
+        taps = self.taps
         for layer, index in zip(self.layers, self.own, strict=True):
+            if taps is not None:
+                taps.see(index, hidden)
             hidden = layer(hidden, angles[self._kinds[index]], plan)
+        if taps is not None:
+            taps.keep(plan.destination(self._lasting).slots)
         if stages.rank < stages.size - 1:
             stages.send(hidden, stages.rank + 1)
         return hidden

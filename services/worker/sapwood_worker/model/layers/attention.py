@@ -22,7 +22,8 @@ class Attention(Layer):
     """Grouped-query attention over the paged cache, heads split over the ranks.
 
     Args:
-        hidden_size: Width in and out.
+        hidden_size: Width out, and in.
+        input_size: Width in, where it is another.
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
         head_dim: Elements a head.
@@ -47,6 +48,7 @@ class Attention(Layer):
         qkv_bias: bool,
         output_bias: bool,
         sinks: bool = False,
+        input_size: int | None = None,
         rope: RopeConfig | None = None,
         context: LayerContext,
     ) -> None:
@@ -56,7 +58,8 @@ class Attention(Layer):
         keys = context.parallel.shard("num_key_value_heads", num_kv_heads, head_dim, copies=True)
         self._pairs = None if rope is None else rope.pairs(head_dim)
         self._heads = queries.size // head_dim, keys.size // head_dim
-        self.qkv = ColumnLinear(hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, qkv_bias, context)
+        inputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = ColumnLinear(input_size or hidden_size, inputs, qkv_bias, context)
         self.output = RowLinear(queries, "o_proj", hidden_size, output_bias, context)
         self.qk_norm = qk_norm
         self._sinks: WeightSlots = {}

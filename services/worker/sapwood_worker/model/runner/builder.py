@@ -26,6 +26,10 @@ from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.model.heads.eagle import EagleHead, load_eagle
+from sapwood_worker.model.heads.features import ShiftedSteps
+from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, memory_limit, pool_bytes
@@ -89,6 +93,21 @@ def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelR
     return runner
 
 
+def build_headed_runner(options: RunnerOptions, folder: Path) -> ModelRunner:
+    """Does :func:`build_runner`, and makes a runner of a head that drafts from its hidden states, which is its ``draft``.
+
+    Args:
+        options: The model's.
+        folder: The head's, in EAGLE-3's format.
+
+    Raises:
+        ConfigError: Either cannot be loaded, or the head is not for this model.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return _Builder(options).build_headed(folder)
+
+
 class _Builder:
     """Loads a model, and makes its parts: for a trial step that measures memory, and for good."""
 
@@ -114,6 +133,7 @@ class _Builder:
             parallel=options.parallel,
             stored_weights=options.stored_weights,
         )
+        self._head: EagleHead | None = None
         self._parallel = options.parallel
         self._tp = options.parallel.tp
         self._assure_equal()
@@ -173,6 +193,10 @@ class _Builder:
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
         host_pool = _build_host_pool(options, pool, self._parallel)
+        if (head := self._head) is not None:
+            shape = pool.num_pages * pool.page_size, head.config.hidden_size
+            head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self._model.taps = Taps(head.taken, head.mix, head.store)
         backend, graphs = self._build_backend(config, pool, None)
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
@@ -195,6 +219,36 @@ class _Builder:
             identity=self._identity,
             cuts=self._micro_batches(pool, backend),
         )
+
+    def build_headed(self, folder: Path) -> ModelRunner:
+        """Does :meth:`build`, with a head that drafts."""
+        page_size = self._options.page_size
+        head = self._head = load_eagle(folder, self._model, self._dtype, self._ops)
+        config = head.config
+        layout = attention_layout(config, self._dtype_name, page_size)
+        features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8
+        runner = self.build(layout.page_bytes + features)
+        pool = DevicePool(layout, [runner.info.num_pages + _SCRATCH_PAGES], self._device, None)
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, self._dtype)
+        needs = AttentionNeeds(shape, self._dtype, tuple(config.kinds), config.max_position)
+        prefill, decode = (choose_backend("auto", half, needs, self._ops).backend for half in ("prefill", "decode"))
+        runner.draft = ModelRunner(
+            info=runner.info,
+            ops=self._ops,
+            model=head,
+            pool=pool,
+            backend=PagedAttention(needs, pool, self._ops, prefill, decode),
+            graphs=None,
+            pieces=None,
+            sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
+            last_tokens=torch.zeros_like(self._last_tokens),
+            vocabulary=None,
+            host_pool=None,
+            transfer=None,
+            identity=self._identity,
+            shifted=ShiftedSteps(head.store, page_size, self._ops),
+        )
+        return runner
 
     def _attention_needs(self, config: ModelConfig) -> AttentionNeeds:
         [kept] = {(each.heads, each.dim) for each in self._layout.components}  # kernels are planned for one shape
@@ -323,7 +377,7 @@ class _Builder:
     @torch.inference_mode()
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
         """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
-        if not self._captures:
+        if not self._captures or self._head is not None:  # they run layer by layer, past the taps
             return None
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,7 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
 from sapwood_worker.model.gpu import check_gpu, read_gpu
-from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
+from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -149,18 +150,27 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     )
     if encodes:
         return EncoderRunner(options)
-    drafter = config.speculate.partition("draft:")[2]
+    kind, _, drafter = config.speculate.partition(":")
+    if kind == "eagle":
+        if place.size > 1:
+            raise ConfigError("--speculate eagle: heads draft for models on one device only")
+        return build_headed_runner(options, _resolve_drafter(config, drafter))
     if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
         return build_runner(options)
     return build_drafted_runner(options, _draft_options(config, options, drafter))
 
 
-def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> RunnerOptions:
-    """What a draft model is made of."""
+def _resolve_drafter(config: WorkerConfig, model: str) -> Path:
+    """The files of a draft model or a head, fetched if need be."""
     try:
-        path = resolve_model(model, weights=config.load_format != "dummy", progress=logged(logger))
+        return resolve_model(model, weights=config.load_format != "dummy", progress=logged(logger))
     except ConfigError as error:
         raise ConfigError(f"--speculate: {str(error).removeprefix('--model: ')}") from error
+
+
+def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> RunnerOptions:
+    """What a draft model is made of."""
+    path = _resolve_drafter(config, model)
     if is_bert(path) or (path.is_dir() and classifies(path)):
         raise ConfigError(f"--speculate draft:{model}: it generates nothing")
     return RunnerOptions(

@@ -14,6 +14,8 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.heads.eagle import EagleHead
+from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.transfer import Transfer
@@ -55,6 +57,7 @@ class ModelRunner:
         transfer: Copies pages to it and from it.
         identity: Makes :meth:`cache_identity`'s answer.
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
+        shifted: Shifts steps for a head that drafts; None: it is a whole model.
 
     Attributes:
         draft: Runs a model that drafts for this one, over as many pages; None: there is none.
@@ -65,7 +68,7 @@ class ModelRunner:
         *,
         info: ModelInfo,
         ops: DeviceOps,
-        model: DecoderModel,
+        model: DecoderModel | EagleHead,
         pool: DevicePool,
         backend: PagedAttention,
         graphs: DecodeGraphs | None,
@@ -77,11 +80,12 @@ class ModelRunner:
         transfer: Transfer | None,
         identity: Callable[[], str],
         cuts: MicroBatches | None = None,
+        shifted: ShiftedSteps | None = None,
     ) -> None:
         self.info = info
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
-        self.experts = None if model.config.sparse is None else model.expert_tokens
+        self.experts = None if isinstance(model, EagleHead) or model.config.sparse is None else model.expert_tokens
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self._ops = ops
@@ -95,6 +99,7 @@ class ModelRunner:
         self._transfer = transfer
         self._identity = identity
         self._cuts = cuts
+        self._shifted = shifted
         self._entries: dict[int, Entry] = {}
         # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
         self._plain_from = np.zeros(len(last_tokens), np.int64)
@@ -171,10 +176,13 @@ class ModelRunner:
         return torch.cat([self._compute(each).clone() for each in cuts])
 
     def _compute(self, step: Step) -> Tensor:
-        batch = build_forward_batch(step, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
+        shown = step if self._shifted is None else self._shifted.shift(step)
+        batch = build_forward_batch(shown, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
         if self._pieces is not None and len(batch.token_ids) <= self._pieces.largest:
             return self._pieces.run(batch)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
+        if self._shifted is not None:
+            self._shifted.leave(step, hidden)
         return hidden
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
@@ -203,6 +211,7 @@ class ModelRunner:
     def _pool_chunk(self, hidden: Tensor, pooling: Pooling) -> Tensor:
         if pooling == "labels":
             return self._model.logits(hidden[-1:])[0].float()
+        assert not isinstance(self._model, EagleHead)
         return pool_chunk(self._model.normed(hidden), pooling)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:

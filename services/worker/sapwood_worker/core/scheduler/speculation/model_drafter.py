@@ -35,11 +35,15 @@ class DraftModel:
         runner: Runs it, over a pool with a page for each of the model's.
         context_length: Most tokens that it takes.
         max_step_tokens: Most tokens of one of its steps; at least as many as requests may run.
+        name: What it is, as metrics call it.
+        first: The first position that it computes: a head has no features before position 1.
     """
 
     runner: Runner
     context_length: int
     max_step_tokens: int
+    name: str = "draft"
+    first: int = 0
 
 
 class ModelRow:
@@ -101,13 +105,12 @@ class ModelDrafter:
     Args:
         model: The draft model.
         pages: What it has computed.
-        name: The drafter's.
     """
 
     computes = True
 
-    def __init__(self, model: DraftModel, pages: DraftPages, name: str = "draft") -> None:
-        self.name = name
+    def __init__(self, model: DraftModel, pages: DraftPages) -> None:
+        self.name = model.name
         self.caught_up = 0
         self._model = model
         self._pages = pages
@@ -135,7 +138,7 @@ class ModelDrafter:
             slot, known = part.request.slot, len(part.request.token_ids)
             filled[part.index] = part.draft
             part.row.drafted(part.draft)
-            self._pages.fill(slot, part.start, known)
+            self._pages.fill(slot, part.start if part.start > self._model.first else 0, known)
             part.row.mark = self._pages.mark(slot, known)
         return filled
 
@@ -149,7 +152,7 @@ class ModelDrafter:
         start = self._pages.leading(slot, known - 1)
         if own and start == row.computed // self._pages.page_size * self._pages.page_size:
             start = min(row.computed, known - 1)
-        return _Part(index, request, row, start, wanted, [])
+        return _Part(index, request, row, max(start, self._model.first), wanted, [])
 
     def _catch_up(self, parts: Sequence[_Part]) -> list[int]:
         """Computes what one step has no room for of the requests' known tokens; returns where each goes on."""

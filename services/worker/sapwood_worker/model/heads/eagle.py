@@ -1,0 +1,214 @@
+"""The head of EAGLE-3 (Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+2025): one layer that says the next token, given the last one and what three layers of the model made of those before.
+
+Position p of the head has the token at p + 1 and the model's features of p: three hidden states, mixed to one. Of positions that
+the model has not computed, the head's own output at the position before stands for the features. The checkpoint has a vocabulary
+of its own, a part of the model's; ``d2t`` says how far each of its tokens is from the model's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sapwood_common.errors import ConfigError
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.families.hf_values import HfValues, read_json
+from sapwood_worker.model.families.llama import LLAMA
+from sapwood_worker.model.layers.attention import Attention
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.linear import ColumnLinear
+from sapwood_worker.model.layers.mlp import GatedMLP
+from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.rotary import RotaryEmbedding
+from sapwood_worker.model.quantization.registry import LinearMethods
+from sapwood_worker.model.weight_slot import whole
+
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_SKIPPED = ("t2d", "d2t", "embed_tokens.weight")
+
+
+class EagleHead(Layer):
+    """A head, as a runner runs it. Its weights are not set: :func:`load_eagle` fills them.
+
+    Args:
+        config: Its own configuration, of one layer; ``vocab_size`` is the model's.
+        vocabulary: int64 [its own vocabulary]: the model's token of each of its own.
+        embed: int64 [T] -> [T, hidden_size].
+        width: The model's hidden size.
+        taken: The layers of the model of whose inputs it takes its features.
+        context: Where and how it is built.
+
+    Attributes:
+        config: The argument.
+        taken: The argument.
+        store: [slots, hidden_size]: the features, by the cache's slots; set before it is run.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocabulary: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        width: int,
+        taken: tuple[int, ...],
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.taken = taken
+        self.store: Tensor
+        self._vocabulary = vocabulary
+        self._embed = embed
+        size, inside = config.hidden_size, context.inside("midlayer")
+        self._constants = AttentionLayer(0, config.attention_scale)
+        self.mix_states = ColumnLinear(len(taken) * width, {"fc": whole(size)}, False, context)
+        self.attention = Attention(
+            hidden_size=size,
+            input_size=2 * size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            constants=self._constants,
+            qk_norm=None,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            rope=config.ropes[0],
+            context=inside.inside("self_attn"),
+        )
+        self.mlp = GatedMLP(
+            size, config.intermediate_size, activation=config.activation, bias=False, context=inside.inside("mlp")
+        )
+        eps = config.rms_norm_eps
+        self.norm_token = RMSNorm(size, eps, inside.inside("input_layernorm"))
+        self.norm_features = RMSNorm(size, eps, inside.inside("hidden_norm"))
+        self.norm_mlp = RMSNorm(size, eps, inside.inside("post_attention_layernorm"))
+        self.norm = RMSNorm(size, eps, context.inside("norm"))
+        self.head = ColumnLinear(size, {"lm_head": whole(len(vocabulary))}, False, context)
+        assert config.ropes[0] is not None
+        self.rotary = RotaryEmbedding(config.head_dim, config.ropes[0], config.max_position, context)
+
+    def mix(self, states: Tensor) -> Tensor:
+        """The features of tokens, [T, hidden_size], of the taken hidden states side by side."""
+        mixed: Tensor = self.mix_states(states, None)
+        return mixed
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """What it makes of each token and the features of the position before, which is the one that ``positions`` name.
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T].
+            plan: The step's attention.
+
+        Returns:
+            [T, hidden_size]: good for :meth:`logits`, and as the features of the position after.
+        """
+        features = self.store.index_select(0, plan.destination(self._constants).slots)
+        both = torch.cat((self.norm_token(self._embed(token_ids)), self.norm_features(features)), -1)
+        hidden: Tensor = self.attention(both, None, self.rotary(positions), plan, features)
+        self.mlp(hidden, self.norm_mlp, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> [R, vocab_size of the model], -inf for tokens that it does not know."""
+        own: Tensor = self.head(hidden, self.norm)
+        result = own.new_full((len(own), self.config.vocab_size), float("-inf"))
+        return result.index_copy_(1, self._vocabulary, own)
+
+
+def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: DeviceOps) -> EagleHead:
+    """Reads a head for a model.
+
+    Args:
+        folder: ``config.json`` with ``draft_vocab_size``, and the weights in one file, safetensors or torch's own.
+        model: The model that it was trained for.
+        dtype: Of its weights.
+        ops: The operations of the device where they go.
+
+    Raises:
+        ConfigError: It cannot be read, or is not for this model; names the file and what.
+    """
+    raw = read_json(folder / "config.json")
+    try:
+        values = {**LLAMA.defaults, **{key: value for key, value in raw.items() if value is not None}}
+        config = HfValues(LLAMA.name, raw, values | {"num_hidden_layers": 1}).llama()
+    except KeyError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    if config.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"{folder}: its model's vocabulary has {config.vocab_size} tokens, this model's {model.config.vocab_size}"
+        )
+    config = replace(config, max_position=model.config.max_position, windows=(None,))
+    path, tensors = _read(folder)
+    offsets = tensors.get("d2t")
+    size = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else config.vocab_size
+    vocabulary = torch.arange(size) + (offsets.long() if offsets is not None else 0)
+    if offsets is None and size != config.vocab_size:
+        raise ConfigError(f"{path}: tensor d2t is missing: its vocabulary has {size} tokens")
+    if not 0 <= int(vocabulary.min()) <= int(vocabulary.max()) < config.vocab_size:
+        raise ConfigError(f"{path}: tensor d2t names tokens that the model does not have")
+    table = tensors.get("embed_tokens.weight")
+    embed: Callable[[Tensor], Tensor] = model.embed
+    if table is not None:
+        table = table.to(ops.device, dtype)
+        embed = lambda tokens: torch.nn.functional.embedding(tokens, table)  # noqa: E731
+    elif config.hidden_size != model.config.hidden_size:
+        raise ConfigError(f"{path}: tensor embed_tokens.weight is missing: it is not as wide as the model")
+    context = LayerContext(dtype, ops, LinearMethods("none", dtype, ops), Parallel())
+    taken = _taken(raw, model.config.num_layers, folder)
+    head = EagleHead(config, vocabulary.to(ops.device), embed, model.config.hidden_size, taken, context)
+    _fill(head, tensors, path)
+    with torch.inference_mode():
+        head.prepare()
+    return head
+
+
+def _taken(raw: Mapping[str, object], layers: int, folder: Path) -> tuple[int, ...]:
+    """The layers of whose inputs the features are made: the configuration's, or an early, a middle and a late one."""
+    own = raw.get("eagle_config")
+    given = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
+    found = tuple(sorted(given)) if isinstance(given, list) else (2, layers // 2, layers - 3)
+    if len(set(found)) != 3 or not all(isinstance(each, int) and 0 <= each < layers for each in found):
+        raise ConfigError(f"{folder}: features of the layers {list(found)} are asked for; the model has {layers}")
+    return found
+
+
+def _read(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file with the weights, and these by their names."""
+    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise ConfigError(f"{folder}: holds neither {' nor '.join(_FILES)}")
+    try:
+        stored = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return path, {name.removeprefix("model.").replace("layers.0.", "midlayer."): each for name, each in stored.items()}
+
+
+def _fill(head: EagleHead, tensors: Mapping[str, Tensor], path: Path) -> None:
+    slots = head.weights()
+    for name, slot in slots.items():
+        found = tensors.get(name)
+        if found is None or tuple(found.shape) != slot.shape:
+            what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(slot.shape)}"
+            raise ConfigError(f"{path}: tensor {name} {what}")
+        with torch.inference_mode():
+            slot.target.copy_(found)
+    unexpected = sorted(set(tensors) - set(slots) - set(_SKIPPED))
+    if unexpected:
+        raise ConfigError(f"{path}: tensor {unexpected[0]} is no part of a head of EAGLE-3")

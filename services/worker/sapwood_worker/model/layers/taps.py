@@ -1,0 +1,34 @@
+"""Keeps what a model's layers were given, for a head that drafts from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Taps:
+    """Takes the hidden states that some layers get, and stores what is made of them, a row for each slot of the cache.
+
+    Args:
+        layers: The layers, ascending.
+        mix: Makes [T, width] of the hidden states side by side, [T, hidden_size * layers].
+        store: [slots, width].
+    """
+
+    def __init__(self, layers: Sequence[int], mix: Callable[[Tensor], Tensor], store: Tensor) -> None:
+        self._layers = frozenset(layers)
+        self._mix = mix
+        self._store = store
+        self._seen: list[Tensor] = []
+
+    def see(self, layer: int, hidden: Tensor) -> None:
+        """What a layer is about to get, [T, hidden_size]; it may overwrite that."""
+        if layer in self._layers:
+            self._seen.append(hidden.clone())
+
+    def keep(self, slots: Tensor) -> None:
+        """Stores what was seen of tokens in these slots, int64 [T]."""
+        self._store.index_copy_(0, slots, self._mix(torch.cat(self._seen, -1)))
+        self._seen = []

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -54,11 +55,13 @@ class Worker(WorkerProcess):
         super().__init__(flags=("--role", role, "--metrics-port", str(self.metrics), *flags))
 
     async def count(self, name: str) -> float:
+        return (await self.counts(name))[0]
+
+    async def counts(self, *names: str) -> list[float]:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
             text = (await http.get(f"http://127.0.0.1:{self.metrics}/metrics")).text
-        found = re.search(rf"^sapwood_worker_{name}(?:_total)? (\S+)$", text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        found = [re.search(rf"^sapwood_worker_{name}(?:_total)? (\S+)$", text, re.MULTILINE) for name in names]
+        return [float(each[1]) for each in found if each is not None]
 
     async def reaches(self, name: str, met: Callable[[float], bool]) -> None:
         """Waits until a counter is as wanted."""
@@ -431,3 +434,47 @@ async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_ke
         for worker in fleet[:2]:
             await worker.reaches("handoff_pages", lambda held: held == 0)
         print(f"{lose.__name__}: {load.done} answers, {load.resumed} resumed, none wrong")
+
+
+async def _stream_until(call: Any, tokens: int, reached: asyncio.Event) -> None:
+    got = 0
+    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+        if not tokens:
+            reached.set()
+        async for response in call:
+            got += len(response.token_ids)
+            if got >= tokens:
+                reached.set()
+
+
+async def _clear(worker: Worker) -> None:
+    while any(await worker.counts("running_requests", "waiting_requests", "handoff_pages")):
+        pass
+
+
+@pytest.mark.slow
+async def test_a_thousand_aborts_on_the_way_from_one_worker_to_the_other_leave_nothing() -> None:
+    """Forty at a time go when one of them has come so far: none has begun, its first token, its second, more."""
+    pair = [Worker("prefill"), Worker("decode")]
+    seconds: list[float] = []
+    async with started(*pair), front(pair) as router:
+        for storm in range(25):
+            reached = asyncio.Event()
+            calls = [router.stream(new_prompt(), 200) for _ in range(40)]
+            streams = [asyncio.ensure_future(_stream_until(call, storm % 5, reached)) for call in calls]
+            await reached.wait()
+            for call in calls:
+                call.cancel()
+            begun = time.monotonic()
+            await asyncio.gather(*map(_clear, pair))
+            seconds.append(time.monotonic() - begun)
+            await asyncio.gather(*streams)
+        assert router.count("handoffs") > 0
+        assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)
+        given, expired = await pair[0].count("handoff_tickets"), await pair[0].count("handoff_expired")
+    assert expired <= given / 10  # the others were released, whatever was on its way
+    seconds.sort()
+    print(
+        f"1000 aborts, 40 at a time: all gone after {seconds[12]:.3f} s (median), {seconds[-1]:.3f} s (the most); of {given:g} "
+        f"tickets {expired:g} ended by their time alone"
+    )

@@ -203,8 +203,10 @@ class WorkerSession(SharedCall):
                     sink.token(token_id)
         for output in response.outputs:
             sink = self._sinks.get(output.stream_id)
-            if sink is not None:  # else it was closed here while this was on its way
+            if sink is not None:
                 handed_on += self._deliver(output, sink)
+            elif output.response.HasField("ticket"):  # it was closed here while this was on its way
+                self.tickets.hold(output.response.ticket).release()
         if handed_on:
             self._on_tokens(handed_on)
 

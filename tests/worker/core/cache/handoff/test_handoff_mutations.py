@@ -26,8 +26,8 @@ MUTATIONS = [
     # What was leased is given back.
     Mutation(
         LEASES,
-        "        del self._leases[lease.ticket.transfer_id]\n        self._unpin(lease)\n",
-        "        del self._leases[lease.ticket.transfer_id]\n",
+        "        del self._leases[lease.ticket.transfer_id], self._by_serial[lease.serial]\n        self._unpin(lease)\n",
+        "        del self._leases[lease.ticket.transfer_id], self._by_serial[lease.serial]\n",
     ),
     # Leases pin their share at most.
     Mutation(LEASES, "found[: max(0, self._limit - pinned)]", "found"),

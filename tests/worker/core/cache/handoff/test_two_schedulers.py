@@ -256,6 +256,13 @@ class Simulation:
                 client.received.append(token)
             if output.finish_reason == "handoff":
                 assert output.ticket is not None
+                if self.chance.random() < self.abort_rate:  # its client has left, which the worker hears after all
+                    assert not worker.scheduler.abort(output.serial)
+                    assert worker.leases is not None
+                    assert worker.leases.find(output.ticket.transfer_id, self.epoch) is None
+                    del self.clients[output.serial], self.tickets[output.ticket.transfer_id]
+                    self.counts["aborted with a ticket"] += 1
+                    continue
                 client.ticket = output.ticket if self.chance.random() > self.loss / 4 else None
                 del self.clients[output.serial]
                 self.counts["tickets"] += 1

@@ -4,7 +4,8 @@ States of a transfer::
 
     OFFERED --all pages in host memory--> LEASED --all were read--> READ
        |                                    |  ^renewed^              |  ^renewed^
-       '--aborted--> (gone)                 '--released, or late------'----> (gone)
+       '--aborted--> (gone)                 '--released, late, or-----'----> (gone)
+                                                 aborted
 
 A lease pins its pages, so that nothing evicts them. Pins are bounded: where a new lease finds no room, those that were read give
 theirs back, oldest first; their pages then stay readable until somebody else needs the room, which a page's epoch tells.
@@ -64,6 +65,7 @@ class Lease:
     """A ticket that was given.
 
     Attributes:
+        serial: The request.
         ticket: The ticket.
         keys: Of its pages.
         until: When it ends, unless it is renewed.
@@ -71,6 +73,7 @@ class Lease:
         unread: Places in the ticket that were not read yet. Reading threads take from it.
     """
 
+    serial: int
     ticket: HandoffTicket
     keys: list[PageKey]
     until: float
@@ -118,6 +121,7 @@ class HandoffLeases:
         self._seconds = lease_seconds
         self._offers: dict[int, _Offer] = {}
         self._leases: dict[bytes, Lease] = {}
+        self._by_serial: dict[int, Lease] = {}
 
     @property
     def offering(self) -> bool:
@@ -147,7 +151,12 @@ class HandoffLeases:
         self._offers[serial] = _Offer(chain.keys, self._clock() + _OFFER_SECONDS)
 
     def cancel(self, serial: int) -> bool:
-        """Takes an offer back that has no ticket yet; returns whether there was one."""
+        """Takes an offer back, since its request was aborted; returns whether it had no ticket yet.
+
+        An abort that meets the ticket on its way says that the ticket reaches nobody: its lease ends, too.
+        """
+        if (lease := self._by_serial.get(serial)) is not None:
+            self._end(lease)
         return self._offers.pop(serial, None) is not None
 
     def poll(self) -> list[tuple[int, HandoffTicket]]:
@@ -163,7 +172,7 @@ class HandoffLeases:
             if coming and now < offer.until:
                 continue
             del self._offers[serial]
-            given.append((serial, self._grant(found, now)))
+            given.append((serial, self._grant(serial, found, now)))
         return given
 
     def renew(self, transfer_ids: Iterable[bytes]) -> None:
@@ -202,7 +211,7 @@ class HandoffLeases:
                 count[entry.page] = count.get(entry.page, 0) + 1
         return count
 
-    def _grant(self, found: list[HostPage], now: float) -> HandoffTicket:
+    def _grant(self, serial: int, found: list[HostPage], now: float) -> HandoffTicket:
         pinned = self.num_pinned
         for lease in self._leases.values():  # the oldest first
             if pinned + len(found) <= self._limit:
@@ -223,15 +232,15 @@ class HandoffLeases:
         )
         self._host.touch(kept)
         self._host.pin(kept)
-        self._leases[ticket.transfer_id] = Lease(
-            ticket, [entry.key for entry in kept], now + self._seconds, kept, set(range(len(kept)))
-        )
+        keys = [entry.key for entry in kept]
+        lease = Lease(serial, ticket, keys, now + self._seconds, kept, set(range(len(kept))))
+        self._leases[ticket.transfer_id] = self._by_serial[serial] = lease
         self.counters.tickets += 1
         self.counters.pages += len(kept)
         return ticket
 
     def _end(self, lease: Lease) -> None:
-        del self._leases[lease.ticket.transfer_id]
+        del self._leases[lease.ticket.transfer_id], self._by_serial[lease.serial]
         self._unpin(lease)
 
     def _unpin(self, lease: Lease) -> None:

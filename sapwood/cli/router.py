@@ -123,11 +123,16 @@ def _router(arguments: argparse.Namespace) -> Iterator[router_pb2_grpc.RouterStu
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    from sapwood.generation import role_name
     from sapwood.v1 import router_pb2
 
     with _router(arguments) as router:
         workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
     print("\n".join(table(worker_rows(workers))))
+    for worker in workers:
+        if worker.proposed_because:
+            role = role_name(worker.proposed_role)
+            print(f"{worker.address} had better be for {role}: {worker.proposed_because}")
     return 0
 
 

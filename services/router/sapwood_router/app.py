@@ -50,6 +50,7 @@ from sapwood_router.fleet.sources.membership import follow_file, follow_leases
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.decision import Disaggregation
+from sapwood_router.flow.disaggregation.proposals import RoleProposals, follow_proposals
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
@@ -141,6 +142,8 @@ class RouterApplication:
             asyncio.get_running_loop().time,
         )
         router_metrics.watch_sessions(lambda: len(sessions))
+        costs = Costs(time.monotonic)
+        self._proposals = RoleProposals(self.registry, costs, time.monotonic)
         pipeline = Pipeline(
             self._tokenizers,
             self.registry,
@@ -151,7 +154,7 @@ class RouterApplication:
             config.resume_grace,
             observer,
             sessions,
-            Disaggregation(config.disaggregate, self.registry, self._policies, Costs(time.monotonic)),
+            Disaggregation(config.disaggregate, self.registry, self._policies, costs),
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -252,6 +255,7 @@ class RouterApplication:
         self._spawn(self._lag.run(), "loop lag")
         self._tokenizers.start()
         self._fleet.name(CONFIGURED, self._config.named_workers)
+        self._spawn(follow_proposals(self._proposals), "proposals of roles")
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
             self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")

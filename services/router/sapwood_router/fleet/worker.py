@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sapwood_common.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
-from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.session import WorkerSession
 from sapwood_router.routing.load import Load
 from sapwood_router.routing.worker_view import WorkerView
@@ -84,6 +84,8 @@ class Worker:
         """Whether it is connected and takes requests."""
         self.draining = False
         """Whether an operator wants it to get no new requests."""
+        self.proposed: tuple[Role, str] | None = None
+        """The role that it had better have by the load, and why; None: the one it has."""
         self.leaving = False
         """Whether no source names it any more: it finishes what it has."""
         self.problem: str | None = "not reached yet"

@@ -280,6 +280,7 @@ class RouterMetrics:
             "breaker",
         )
         polled("sapwood_router_worker_in_flight_requests", "This router's requests on the worker.", "in_flight")
+        polled("sapwood_router_worker_role_proposed", "1 if the load proposes another role for it.", "proposed")
         polled("sapwood_router_worker_pending_tokens", "Prompt tokens sent and not prefilled yet.", "pending_tokens")
         polled("sapwood_router_worker_used_page_share", "Share of its pages that running requests hold.", "used_share")
 
@@ -296,6 +297,8 @@ def _reading(worker: Worker, what: str) -> float:
             return float(worker.available)
         case "breaker":
             return _BREAKER_STATES[worker.breaker.state]
+        case "proposed":
+            return float(worker.proposed is not None)
         case "in_flight":
             return worker.in_flight
         case "pending_tokens":

@@ -28,6 +28,8 @@ class WorkerState:
         epoch: Of its scheduler; 0 while that is not known.
         in_flight: This router's requests on it.
         load: Its last report.
+        proposed_role: What it had better do by the load; empty: what it does.
+        proposed_because: Why.
         tokens_per_second: That it generated for this router, over the last ten seconds.
     """
 
@@ -42,6 +44,8 @@ class WorkerState:
     load: Load
     tokens_per_second: float
     role: str = "both"
+    proposed_role: str = ""
+    proposed_because: str = ""
 
     @property
     def used_share(self) -> float | None:
@@ -131,6 +135,8 @@ class StatusBoard:
                     load=worker.load,
                     tokens_per_second=worker.generated.total() / RATE_SECONDS,
                     role=(worker.model.role if worker.model is not None else Role.BOTH).value,
+                    proposed_role="" if worker.proposed is None else worker.proposed[0].value,
+                    proposed_because="" if worker.proposed is None else worker.proposed[1],
                 )
                 for worker in self._registry.all()
             ),

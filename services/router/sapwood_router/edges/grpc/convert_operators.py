@@ -43,6 +43,8 @@ def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
         epoch=worker.epoch,
         tokens_per_second=worker.tokens_per_second,
         role=_ROLE[worker.role],
+        proposed_role=_ROLE.get(worker.proposed_role, worker_pb2.WORKER_ROLE_UNSPECIFIED),
+        proposed_because=worker.proposed_because,
     )
 
 

@@ -62,7 +62,7 @@ def render() -> str:
     add_metrics(tokenizer, dict, lambda: 0)
     worker_metrics = WorkerMetrics(worker)
     worker_metrics.watch(Load)
-    worker_metrics.watch_experts(ExpertLoad)
+    worker_metrics.watch_experts(ExpertLoad, int)
     worker_metrics.watch_vitals(Vitals())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])

@@ -188,6 +188,9 @@ def main() -> None:
         "--routing", choices=("own", "uniform"), default="own", help="How tokens get experts (default: own)."
     )
     parser.add_argument(
+        "--expert-tuning", type=float, default=0.0, help="Seconds to measure experts' tiles in (default: none)."
+    )
+    parser.add_argument(
         "--prefills", default="1x128,1x1024,1x8192,16x8192", help="Of the workload prefill (default: %(default)s)."
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs to split the model over (default: 1).")
@@ -211,6 +214,8 @@ def main() -> None:
         variant += f"+{arguments.quantization}"
     if arguments.kv_cache_dtype != "auto":
         variant += "+fp8-kv"
+    if arguments.expert_tuning:
+        variant += "+tuned"
     if arguments.tensor_parallel > 1:
         variant += f"+tp{arguments.tensor_parallel}"
     if arguments.pipeline_parallel > 1:
@@ -228,7 +233,7 @@ def main() -> None:
 
     engine = Engine(
         arguments.model, max_running=256, max_step_tokens=STEP_TOKENS, attention_backend=arguments.attention_backend,
-        kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
+        expert_tuning=arguments.expert_tuning, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
     )  # fmt: skip

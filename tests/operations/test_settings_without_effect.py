@@ -105,6 +105,7 @@ OF_BERT = [
     *(
         "--no-cuda-graphs",
         "--cuda-graph-max-batch 8",
+        "--expert-tuning 0",
         "--attention-backend torch",
         "--speculate prefix",
         "--shared-prefix-attention off",
@@ -164,7 +165,8 @@ def test_what_changes_nothing_for_an_encoder_is_refused_when_the_model_is_known(
 
 
 @pytest.mark.parametrize(
-    "flag", ["--memory-fraction 0.5", "--no-overlap", "--no-cuda-graphs", "--cuda-graph-max-batch 8"]
+    "flag",
+    ["--memory-fraction 0.5", "--no-overlap", "--no-cuda-graphs", "--cuda-graph-max-batch 8", "--expert-tuning 9"],
 )
 def test_what_is_for_gpus_is_refused_on_a_cpu(tmp_path: Path, flag: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

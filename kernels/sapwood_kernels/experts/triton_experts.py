@@ -10,7 +10,6 @@ so its height follows the tokens that an expert has on average.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
+from sapwood_kernels.experts.tiles import TilePlan, TileShape, modelled_tiles
 from sapwood_kernels.experts.triton_align import Tiles, align
 
 _SUM_BLOCK = 512
@@ -111,45 +111,6 @@ def _sum_kernel(parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, BLOC
     tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=columns < N)
 
 
-class TileShape(NamedTuple):
-    """How a tile of the matrix is multiplied: its columns, how much of K at a time, warps and stages of the pipeline."""
-
-    width: int
-    depth: int
-    warps: int
-    stages: int
-
-
-class TilePlan(NamedTuple):
-    """The tiles of a layer's two products.
-
-    Attributes:
-        height: Places of a tile.
-        gate_up: The first product's.
-        down: The second's.
-    """
-
-    height: int
-    gate_up: TileShape
-    down: TileShape
-
-
-def tile_height(pairs: int, experts: int) -> int:
-    """Places of a tile, for so many pairs of tokens and experts: what an expert has on average, from 16 to 128."""
-    return next((height for height in (16, 32, 64) if pairs <= height * experts), 128)
-
-
-def tile_shape(height: int) -> TileShape:
-    """What goes with tiles so high."""
-    return TileShape(128 if height >= 64 else 64, 64, 8 if height == 128 else 4, 3)
-
-
-def modelled_tiles(pairs: int, experts: int) -> TilePlan:
-    """Tiles for so many pairs of tokens and experts, by what an expert has on average."""
-    height = tile_height(pairs, experts)
-    return TilePlan(height, tile_shape(height), tile_shape(height))
-
-
 def product(
     x: Tensor, stack: DenseStack | StoredStack, tiles: Tiles, pairs: int, share: int, shape: TileShape
 ) -> Tensor:
@@ -175,19 +136,19 @@ def expert_sum(
     gate_up: DenseStack | StoredStack,
     down: DenseStack | StoredStack,
     activate: Callable[[Tensor], Tensor],
-    plan: TilePlan | None = None,
+    tiles: Callable[[int], TilePlan] | None = None,
 ) -> Tensor:
     """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous.
 
     Args:
         x, ids, weights, gate_up, down, activate: As ``reference.expert_sum`` has them.
-        plan: The tiles; None: as :func:`modelled_tiles` has them.
+        tiles: Gives them, by the number of pairs of tokens and experts; None: ``modelled_tiles`` does.
     """
     pairs, chosen = ids.numel(), ids.shape[1]
-    plan = plan or modelled_tiles(pairs, gate_up.experts)
-    tiles = align(ids, gate_up.experts, plan.height)
-    inner = activate(product(x, gate_up, tiles, pairs, chosen, plan.gate_up))
-    parts = product(inner, down, tiles, pairs, 1, plan.down)
+    plan = modelled_tiles(pairs, gate_up.experts) if tiles is None else tiles(pairs)
+    places = align(ids, gate_up.experts, plan.height)
+    inner = activate(product(x, gate_up, places, pairs, chosen, plan.gate_up))
+    parts = product(inner, down, places, pairs, 1, plan.down)
     out = torch.empty(len(x), down.outputs, dtype=x.dtype, device=x.device)
     _sum_kernel[(len(x), triton.cdiv(down.outputs, _SUM_BLOCK))](
         parts, ids, weights, out, gate_up.experts, down.outputs, CHOSEN=chosen, BLOCK=_SUM_BLOCK, num_warps=4

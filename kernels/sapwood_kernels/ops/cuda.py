@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,9 @@ from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
+from sapwood_kernels.experts.tiles import TileTable
+from sapwood_kernels.experts.triton_timing import ProductTimer
+from sapwood_kernels.experts.tuning import tuned
 from sapwood_kernels.ops.device import (
     DeviceOps,
     ExpertSum,
@@ -59,6 +65,8 @@ class CudaOps(DeviceOps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._tune: tuple[float, Path] = (0.0, Path())
+        self._tables: dict[str, TileTable] = {}
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
         if torch.cuda.is_available():  # else Triton's interpreter stands in
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -118,12 +126,32 @@ class CudaOps(DeviceOps):
             return partial(triton_words.row_product, weight=weight, bias=bias)
         return partial(triton_row.row_product, weight=weight, bias=bias) if triton_row.serves(weight) else None
 
-    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate) -> ExpertSum:
+    def tune_experts(self, seconds: float, folder: Path) -> None:
+        self._tune = seconds, folder
+
+    def _tiles(self, gate_up: DenseStack | StoredStack, down: DenseStack | StoredStack, chosen: int) -> TileTable:
+        """The tiles of a kind of layer, measured once."""
+        experts, (seconds, folder) = gate_up.experts, self._tune
+        if not seconds:
+            return TileTable(experts)
+        held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
+        parts = (
+            torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", held.dtype,
+            f"triton{version('triton')}",
+        )  # fmt: skip
+        name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
+        if name not in self._tables:
+            timer = ProductTimer(gate_up, down, chosen, held.dtype if held.dtype.itemsize > 1 else torch.bfloat16)
+            self._tables[name], self.tuning = tuned(experts, chosen, timer, folder / f"{name}.json", seconds)
+        return self._tables[name]
+
+    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int) -> ExpertSum:
         known = DenseStack | StoredStack
         if not isinstance(gate_up, known) or not isinstance(down, known):
-            return super().expert_sum(gate_up, down, gate)
+            return super().expert_sum(gate_up, down, gate, chosen)
         activate = partial(triton_activation.clamped, gate=gate) if isinstance(gate, ClampedGate) else self.gated(gate)
-        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate)
+        tiles = self._tiles(gate_up, down, chosen).plan
+        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, tiles=tiles)
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
         return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=self._live)

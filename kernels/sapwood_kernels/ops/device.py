@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
+from sapwood_kernels.experts.tuning import Tuning
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -148,6 +150,7 @@ class DeviceOps:
         asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
         captures: Whether launches can be captured in CUDA graphs.
         processors: Its multiprocessors: programs that run at once.
+        tuning: Where the tiles of experts come from.
     """
 
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -157,6 +160,7 @@ class DeviceOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.tuning = Tuning()
         self._slots = torch.empty(0)
         self._places = self._slots, self._slots
 
@@ -284,13 +288,22 @@ class DeviceOps:
         """The fused product of a single row with such a weight; None: there is none."""
         return None
 
-    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate) -> ExpertSum:
+    def tune_experts(self, seconds: float, folder: Path) -> None:
+        """From now on :meth:`expert_sum` measures what is the fastest for experts of new sizes, where there is a choice.
+
+        Args:
+            seconds: Longest that it may take for each kind of layer; 0: nothing is measured.
+            folder: Where what was found is kept for later.
+        """
+
+    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int) -> ExpertSum:
         """What sums each token's experts.
 
         Args:
             gate_up: Each expert's matrix before the gated activation.
             down: That after it.
             gate: The activation.
+            chosen: How many experts a token goes to.
         """
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
         return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.device import DeviceOps
+
+
+def cache_folder() -> Path:
+    """Where what was measured or compiled is kept for later starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sapwood"
 
 
 def device_ops(device: str | torch.device) -> DeviceOps:

@@ -117,6 +117,7 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
             "busiest": tokens.index(max(tokens)),
             "busiest_share": round(max(tokens) / max(sum(tokens), 1), 3),
             "unused": tokens.count(0),
+            **({"tiles": load.tiles, "tile_sizes": load.tile_sizes} if load.tiles else {}),
         }
         return found | {"each": tokens} if given.json else found
 

@@ -95,7 +95,9 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing), config.role)
     health = _Health(server, engine.vitals)
     worker_metrics.watch(lambda: engine.load)
-    worker_metrics.watch_experts(lambda: engine.experts)
+    worker_metrics.watch_experts(
+        lambda: engine.experts, lambda: 0 if service.model is None else service.model.info.expert_tile_sizes
+    )
     worker_metrics.watch_vitals(engine.vitals)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)

@@ -276,6 +276,12 @@ class WorkerConfig(ServiceConfig):
         description="Most tokens of a decode step that is captured as a CUDA graph; larger steps are computed like prompts; "
         "none: as many as requests may run.",
     )
+    expert_tuning: float = Field(
+        60.0,
+        ge=0,
+        description="On a GPU, longest seconds of a model's first start in which tiles of its experts' products are measured; "
+        "what was found is kept in ~/.cache/sapwood for later starts; 0: tiles go by a model.",
+    )
     policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = Field(
         "fcfs",
         description="Order of a tenant's requests in the queue: fcfs (by arrival), lpm (longest cached prefix first), "

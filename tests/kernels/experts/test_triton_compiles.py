@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sapwood_kernels.experts import triton_align, triton_experts, triton_routing
+from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_routing
 
 
 
@@ -43,7 +43,7 @@ formats = {
 }
 for name, (stored, group, bits) in formats.items():
     for height in (16, 64, 128) if name == "bf16" else (16, 128):
-        shape = triton_experts.tile_shape(height)
+        shape = tiles.tile_shape(height)
         constants = dict(
             SHARE=8, K=2048, HAS_BIAS=True, GROUP=group, BITS=bits, BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth
         )

@@ -10,6 +10,7 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack
+from sapwood_kernels.experts.tiles import tile_height
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -90,7 +91,7 @@ def test_shapes_do_not_depend_on_what_is_chosen():
     ("pairs", "experts", "height"), [(8, 128, 16), (4096, 128, 32), (4097, 128, 64), (65536, 8, 128)]
 )
 def test_a_tile_is_as_high_as_an_expert_has_tokens(pairs, experts, height):
-    assert triton_experts.tile_height(pairs, experts) == height
+    assert tile_height(pairs, experts) == height
 
 
 def stored(bits, *sizes):
@@ -161,6 +162,19 @@ def test_logits_that_are_no_numbers_name_experts_that_there_are():
     assert int(ids.min()) >= 0 and int(ids.max()) < EXPERTS
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tiles_are_measured_once_and_give_the_same_sum(tmp_path):
+    x, ids, weights, *stacks = made(50, 2, torch.bfloat16, width=256, inner=128)
+    sources = []
+    for _ in range(2):
+        ops = cuda.CudaOps(torch.device(DEVICE))
+        ops.tune_experts(3.0, tmp_path)
+        found = ops.expert_sum(*stacks, "silu", 2)(x, ids, weights)
+        near(found, expert_sum(x, ids, weights, *stacks, reference.silu_mul), 0.02)
+        sources.append(ops.tuning.source)
+    assert sources == ["measured", "file"] and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_gpu_takes_the_kernel_for_experts_it_has_a_product_for(monkeypatch):
     ops = cuda.CudaOps(torch.device(DEVICE))
     parts = made(5, 2, torch.float32)
@@ -168,10 +182,10 @@ def test_a_gpu_takes_the_kernel_for_experts_it_has_a_product_for(monkeypatch):
     taken = []
     product = triton_experts.product
     monkeypatch.setattr(triton_experts, "product", lambda *args: (taken.append(args), product(*args))[1])
-    near(ops.expert_sum(*parts[3:], "silu")(*parts[:3]), expected, 1e-5)
+    near(ops.expert_sum(*parts[3:], "silu", 2)(*parts[:3]), expected, 1e-5)
     assert len(taken) == 2
     others = [
         StackOfProducts([lambda x, e=e, s=s: s.product(e, x) for e in range(EXPERTS)], s.outputs) for s in parts[3:]
     ]
-    near(ops.expert_sum(*others, "silu")(*parts[:3]), expected, 1e-5)
+    near(ops.expert_sum(*others, "silu", 2)(*parts[:3]), expected, 1e-5)
     assert len(taken) == 2

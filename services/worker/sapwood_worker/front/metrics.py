@@ -162,8 +162,14 @@ class WorkerMetrics:
             rank=ranks,
         )
 
-    def watch_experts(self, load: Callable[[], ExpertLoad]) -> None:
-        """Adds the metrics of a mixture of experts, which read its load at each scrape."""
+    def watch_experts(self, load: Callable[[], ExpertLoad], tile_sizes: Callable[[], int]) -> None:
+        """Adds the metrics of a mixture of experts, which read its load and its tuning at each scrape."""
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_expert_tile_sizes",
+            "Batch sizes for which the tiles of experts' products were measured, on a GPU; 0: they go by a model.",
+            lambda: [((), tile_sizes())],
+        )
         self._metrics.polled(
             "counter",
             "sapwood_worker_expert_tokens_total",

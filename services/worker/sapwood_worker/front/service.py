@@ -257,9 +257,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetExpertLoad(
         self, request: worker_pb2.GetExpertLoadRequest, context: Context
     ) -> worker_pb2.GetExpertLoadResponse:
-        self.loaded()
-        load = self._engine.experts
-        return worker_pb2.GetExpertLoadResponse(tokens=load.tokens, balance=load.balance)
+        info, load = self.loaded().info, self._engine.experts
+        return worker_pb2.GetExpertLoadResponse(
+            tokens=load.tokens, balance=load.balance, tiles=info.expert_tiles, tile_sizes=info.expert_tile_sizes
+        )
 
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Context

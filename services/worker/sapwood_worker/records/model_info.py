@@ -48,6 +48,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         prefill_attention: The backend of prompts' attention; empty: the model has none of ours.
         decode_attention: The same for one token of each request.
         attention_reason: Why they were taken.
+        expert_tiles: What the tiles of a GPU's expert products go by: ``model``, ``measured`` at this start, or a ``file`` of an
+            earlier one; empty: there are none.
+        expert_tile_sizes: Batch sizes whose tiles were measured.
         tensor_parallel: Ranks that its layers are split over.
         pipeline_parallel: Stages that its layers are spread over.
         logit_processors: Names of those that are installed.
@@ -79,6 +82,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefill_attention: str = ""
     decode_attention: str = ""
     attention_reason: str = ""
+    expert_tiles: str = ""
+    expert_tile_sizes: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     weights: str = ""

@@ -111,7 +111,7 @@ def test_a_part_that_is_no_whole_blocks_is_refused_by_name():
     linear = LinearMethods("none", torch.float32, ops, stored)
     context = LayerContext(torch.float32, ops, linear, Parallel(tp=rank), name)
     with pytest.raises(ConfigError, match=rf"{name}.down_proj: columns 0 to 48 are no whole blocks of 32"):
-        JoinedExperts(64, 96, 2, activation=ClampedGate(), context=context)
+        JoinedExperts(64, 96, 2, 1, activation=ClampedGate(), context=context)
 
 
 def test_a_missing_tensor_of_blocks_is_named(published, tmp_path):

@@ -183,7 +183,8 @@ class DecoderModel(Layer):
         met = sum(shape.rows * shape.columns.size for shape in shapes)
         if (sparse := self.config.sparse) is not None:
             expert = 3 * self.config.hidden_size * sparse.intermediate_size
-            met += (len(self.layers) - len(sparse.dense_layers)) * sparse.routing.chosen * expert
+            mixtures = sum(isinstance(each, SparseMLP) for each in self.layers.modules())
+            met += mixtures * sparse.routing.chosen * expert
         return met
 
     def expert_tokens(self) -> list[list[int]]:

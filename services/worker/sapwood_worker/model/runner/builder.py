@@ -16,7 +16,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_common.plugins import part_names
 from sapwood_kernels.attention.planned import AttentionShape, Variant
-from sapwood_kernels.ops.factory import device_ops
+from sapwood_kernels.ops.factory import cache_folder, device_ops
 from sapwood_worker.model.attention.backend import AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
@@ -114,6 +114,7 @@ class _Builder:
     def __init__(self, options: RunnerOptions) -> None:
         self._options = options
         self._ops = device_ops(options.device)
+        self._ops.tune_experts(options.expert_tuning, cache_folder() / "experts")
         self._device = self._ops.device
         self._dtype_name = self._ops.default_dtype if options.dtype == "auto" else options.dtype
         self._dtype = DTYPES[self._dtype_name]
@@ -277,6 +278,8 @@ class _Builder:
             shortened=sentences.shortened,
             prefill_attention=self._prefill.name,
             decode_attention=self._decode.name,
+            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.captures else "",
+            expert_tile_sizes=self._ops.tuning.sizes,
             attention_reason="; ".join(dict.fromkeys((self._prefill.reason, self._decode.reason))),
             special_ids=sentences.special_ids,
             weights=self._weights,

@@ -27,7 +27,7 @@ from sapwood_worker.records.place import ALONE, Place
 
 logger = logging.getLogger(__name__)
 
-_GRAPHS = ("cuda_graphs", "cuda_graph_max_batch")
+_GRAPHS = ("cuda_graphs", "cuda_graph_max_batch", "expert_tuning")
 ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
     Needs(
@@ -140,6 +140,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         context_length=config.context_length,
         max_running=config.max_running,
         cuda_graphs=config.cuda_graphs,
+        expert_tuning=config.expert_tuning,
         cuda_graph_max_batch=config.cuda_graph_max_batch,
         attention_backend=config.attention_backend,
         shared_prefix_attention=config.shared_prefix_attention == "auto",

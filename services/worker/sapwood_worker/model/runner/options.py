@@ -36,6 +36,7 @@ class RunnerOptions:
         context_length: Upper limit of prompt and output together; None: the model's own.
         max_running: Most requests in a step; the pool must have a page for each. None: what suits device and model.
         cuda_graphs: Whether decode steps and small prefill steps are captured as CUDA graphs, on a GPU.
+        expert_tuning: Longest seconds in which tiles of experts are measured, on a GPU; 0: they go by a model.
         cuda_graph_max_batch: Most tokens of a captured decode step; None: ``max_running``.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of made-up weights.
@@ -64,6 +65,7 @@ class RunnerOptions:
     context_length: int | None = None
     max_running: int | None = 64
     cuda_graphs: bool = True
+    expert_tuning: float = 0.0
     cuda_graph_max_batch: int | None = None
     threads: int | None = None
     seed: int = 0

@@ -20,6 +20,7 @@ class Experts(Layer):
         hidden_size: Width in and out.
         intermediate_size: Width of an expert's gate and up.
         count: How many experts there are.
+        chosen: How many a token goes to.
         projections: What checkpoints call an expert's gate, up and down.
         activation: Of the gate.
         context: Where and how it is built.
@@ -33,13 +34,14 @@ class Experts(Layer):
         hidden_size: int,
         intermediate_size: int,
         count: int,
+        chosen: int,
         *,
         projections: tuple[str, str, str],
         activation: Gate,
         context: LayerContext,
     ) -> None:
         super().__init__()
-        self._context, self._activation = context, activation
+        self._context, self._activation, self._chosen = context, activation, chosen
         inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
         self._own = context.parallel.own_experts(count)
         outer = whole(hidden_size)
@@ -52,7 +54,9 @@ class Experts(Layer):
         return self._gate_up.slots() | self._down.slots()
 
     def finish(self) -> None:
-        self._sum = self._context.ops.expert_sum(self._gate_up.stack(), self._down.stack(), self._activation)
+        self._sum = self._context.ops.expert_sum(
+            self._gate_up.stack(), self._down.stack(), self._activation, self._chosen
+        )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""

@@ -98,6 +98,7 @@ class JoinedExperts(Layer):
         hidden_size: Width in and out.
         intermediate_size: Width of an expert's gate and up.
         count: How many experts there are.
+        chosen: How many a token goes to.
         activation: Of gate and up.
         context: Where and how it is built.
 
@@ -106,10 +107,17 @@ class JoinedExperts(Layer):
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, count: int, *, activation: ClampedGate, context: LayerContext
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        count: int,
+        chosen: int,
+        *,
+        activation: ClampedGate,
+        context: LayerContext,
     ) -> None:
         super().__init__()
-        self._context, self._activation = context, activation
+        self._context, self._activation, self._chosen = context, activation, chosen
         inner, outer = context.parallel.shard_expert("intermediate_size", intermediate_size), whole(hidden_size)
         self._own = context.parallel.own_experts(count)
         both = Span(2 * inner.start, 2 * inner.size, 2 * inner.total)
@@ -126,7 +134,9 @@ class JoinedExperts(Layer):
         return self._gate_up.slots() | self._down.slots()
 
     def finish(self) -> None:
-        self._sum = self._context.ops.expert_sum(self._gate_up.stack(), self._down.stack(), self._activation)
+        self._sum = self._context.ops.expert_sum(
+            self._gate_up.stack(), self._down.stack(), self._activation, self._chosen
+        )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""

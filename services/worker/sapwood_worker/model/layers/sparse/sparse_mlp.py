@@ -68,7 +68,7 @@ class SparseConfig:
 def _experts(
     hidden_size: int, config: SparseConfig, activation: Gate, context: LayerContext
 ) -> Experts | JoinedExperts:
-    sizes = hidden_size, config.intermediate_size, config.routing.experts
+    sizes = hidden_size, config.intermediate_size, config.routing.experts, config.routing.chosen
     if config.joined is not None:
         return JoinedExperts(*sizes, activation=config.joined, context=context)
     return Experts(*sizes, projections=config.projections, activation=activation, context=context)

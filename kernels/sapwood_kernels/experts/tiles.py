@@ -1,0 +1,83 @@
+"""The tiles of the experts' products: by a model, or as they were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class TileShape(NamedTuple):
+    """How a tile of the matrix is multiplied: its columns, how much of K at a time, warps and stages of the pipeline."""
+
+    width: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class TilePlan(NamedTuple):
+    """The tiles of a layer's two products.
+
+    Attributes:
+        height: Places of a tile.
+        gate_up: The first product's.
+        down: The second's.
+    """
+
+    height: int
+    gate_up: TileShape
+    down: TileShape
+
+
+HEIGHTS = (16, 32, 64, 128)
+_LOW = (TileShape(64, 64, 4, 3), TileShape(64, 128, 4, 4), TileShape(128, 64, 4, 4), TileShape(32, 128, 4, 4))
+_TALL = (TileShape(128, 64, 8, 3), TileShape(128, 64, 4, 4), TileShape(64, 64, 4, 4), TileShape(256, 64, 8, 3))
+
+
+def tile_height(pairs: int, experts: int) -> int:
+    """Places of a tile, for so many pairs of tokens and experts: what an expert has on average, from 16 to 128."""
+    return next((height for height in HEIGHTS if pairs <= height * experts), HEIGHTS[-1])
+
+
+def tile_shape(height: int) -> TileShape:
+    """What goes with tiles so high, unless it was measured."""
+    return TileShape(128 if height >= 64 else 64, 64, 8 if height == 128 else 4, 3)
+
+
+def modelled_tiles(pairs: int, experts: int) -> TilePlan:
+    """Tiles for so many pairs of tokens and experts, by what an expert has on average."""
+    height = tile_height(pairs, experts)
+    return TilePlan(height, tile_shape(height), tile_shape(height))
+
+
+def candidates(pairs: int, experts: int) -> dict[int, tuple[TileShape, ...]]:
+    """What is worth measuring, by height: the modelled height and its neighbours."""
+    at = HEIGHTS.index(tile_height(pairs, experts))
+    heights = HEIGHTS[max(at - 1, 0) : at + 2]
+    return {
+        height: tuple({tile_shape(height): None, **dict.fromkeys(_TALL if height >= 64 else _LOW)})
+        for height in heights
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TileTable:
+    """The tiles of a layer for any number of pairs.
+
+    Attributes:
+        experts: How many there are.
+        measured: By pairs of tokens and experts the fastest that was measured.
+    """
+
+    experts: int
+    measured: Mapping[int, TilePlan] = field(default_factory=dict)
+
+    def plan(self, pairs: int) -> TilePlan:
+        """The tiles of the nearest number that was measured, if that is at most twice as many or half; else the modelled ones."""
+        if self.measured:
+            nearest = min(self.measured, key=lambda each: abs(math.log2(each / pairs)))
+            if pairs <= 2 * nearest and nearest <= 2 * pairs:
+                return self.measured[nearest]
+        return modelled_tiles(pairs, self.experts)

@@ -1,0 +1,65 @@
+"""Times the experts' products on the GPU, for :mod:`sapwood_kernels.experts.tuning`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from sapwood_kernels.experts.stack import DenseStack, StoredStack
+from sapwood_kernels.experts.tiles import TileShape
+from sapwood_kernels.experts.triton_align import align
+from sapwood_kernels.experts.triton_experts import product
+from sapwood_kernels.experts.tuning import Part
+
+_DRAWS, _ROUNDS = 4, 3
+"""Choices of experts that take turns, so that matrices are not found in the L2 cache; and how often each is timed."""
+
+
+class ProductTimer:
+    """Implements ``Measure`` by the weights of a layer, with tokens spread evenly over its experts.
+
+    Args:
+        gate_up: The matrices of the first product.
+        down: Those of the second.
+        chosen: How many experts a token goes to.
+        dtype: The dtype of activations.
+    """
+
+    def __init__(
+        self, gate_up: DenseStack | StoredStack, down: DenseStack | StoredStack, chosen: int, dtype: torch.dtype
+    ) -> None:
+        self._stacks = {"gate_up": gate_up, "down": down}
+        self._widths = {"gate_up": down.outputs, "down": gate_up.outputs // 2}
+        self._chosen, self._dtype = chosen, dtype
+
+    def __call__(self, pairs: int, height: int, part: Part, shape: TileShape) -> float:
+        stack = self._stacks[part]
+        device = (stack.weight if isinstance(stack, DenseStack) else stack.codes).device
+        share = self._chosen if part == "gate_up" else 1
+        x = torch.randn(pairs // share, self._widths[part], dtype=self._dtype, device=device)
+        draws = [align(self._ids(pairs, stack.experts, device), stack.experts, height) for _ in range(_DRAWS)]
+        try:
+            product(x, stack, draws[0], pairs, share, shape)
+        except (triton.CompilationError, triton.OutOfResources, RuntimeError):
+            return math.inf
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()  # launched one by one, small products would wait for the host
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for tiles in draws:
+                product(x, stack, tiles, pairs, share, shape)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        best = math.inf
+        for _ in range(_ROUNDS):
+            before.record()
+            graph.replay()
+            after.record()
+            after.synchronize()
+            best = min(best, before.elapsed_time(after) / 1000 / _DRAWS)
+        return best
+
+    def _ids(self, pairs: int, experts: int, device: torch.device) -> Tensor:
+        noise = torch.rand(pairs // self._chosen, experts, device=device)
+        return noise.topk(self._chosen, -1).indices.int()

@@ -10,6 +10,7 @@ import msgspec
 
 from sapwood_router.edges.openai.parameters import SAMPLING
 from sapwood_router.edges.openai.types import ChatRequest, CompletionRequest
+from sapwood_router.flow.stages.prepare import prepare
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD = {
@@ -117,3 +118,31 @@ async def test_token_ids_are_looked_at_in_pieces_and_those_of_a_prompt_too_long_
     )  # more than the longest context holds, or a batch
     assert await ask([-1] * 150_000) == "the prompt has 150000 tokens, the context holds 100000"
     assert "token ids must be in" in await ask([7] * 90_000 + [-1])
+
+
+async def test_a_long_prompt_that_is_continued_often_is_refused_and_others_start_one_in_a_turn(
+    cluster, monkeypatch
+) -> None:
+    """A body of 600 KB, 200 000 tokens to be continued 128 times, stopped the router for over a second."""
+    refused = await cluster.http.post(COMPLETIONS, json={"prompt": "a" * 200_000, "n": 128, "max_tokens": 1})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"
+    assert "have 25600000 characters" in refused.json()["error"]["message"]
+    turn, started = 0, []
+
+    def count() -> None:
+        nonlocal turn, handle
+        turn += 1
+        handle = loop.call_soon(count)
+
+    async def counted(*given) -> None:
+        started.append(turn)
+        await prepare(*given)
+
+    loop = asyncio.get_running_loop()
+    handle = loop.call_soon(count)
+    monkeypatch.setattr("sapwood_router.flow.pipeline.prepare", counted)
+    answer = await cluster.http.post(COMPLETIONS, json={"prompt": "a" * 40_000, "n": 6, "max_tokens": 1})
+    handle.cancel()
+    assert len(answer.json()["choices"]) == 6
+    assert len(set(started)) == len(started) == 6

@@ -14,7 +14,7 @@ class Running:
     """Opens a run of each context; they end with the ``with`` block, and as soon as the client leaves."""
 
     def __init__(self, exchange: Exchange, pipeline: Pipeline, contexts: Sequence[RequestContext]) -> None:
-        self._runs = runs = [pipeline.open(context) for context in contexts]
+        self._runs = runs = pipeline.open_all(contexts)
         exchange.on_disconnect(lambda: close_all(runs))
 
     def __enter__(self) -> list[Run]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.delivery import Sink
@@ -26,10 +27,14 @@ from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.request.context import Delta, RequestContext, Usage
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 from sapwood_router.request.session import SessionTurn
+from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
 logger = logging.getLogger(__name__)
+
+_LONG, _MANY_TOKENS = 32 * 1024, 8 * 1024
+"""Characters and tokens of a prompt from which on it waits for its turn: a request may have a thousand of them."""
 
 
 class Pipeline:
@@ -71,13 +76,23 @@ class Pipeline:
         self.resume_grace = resume_grace
         self.disaggregation = disaggregation
         self.observer = observer
+        self.heavy = HeavyWork()
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
 
     def open(self, context: RequestContext) -> Run:
-        """A request's run; the caller starts and closes it."""
+        """A run; the caller starts and closes it."""
         self.retry.budget.request()
         return Run(self, context)
+
+    def open_all(self, contexts: Sequence[RequestContext]) -> list[Run]:
+        """The runs of one request.
+
+        Raises:
+            InvalidArgumentError: Their prompts come to too much.
+        """
+        check_together(contexts)
+        return [self.open(context) for context in contexts]
 
 
 class Run:
@@ -215,7 +230,11 @@ class Run:
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
             tokenizer = pipeline.tokenizers.of(context.model)
+            if extent(context.prompt) >= _LONG:
+                await pipeline.heavy.turn(context.caller.tenant)
             await prepare(context, tokenizer.client, pipeline.registry)
+            if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
+                await pipeline.heavy.turn(context.caller.tenant)
         if self._closed:
             raise RequestCancelledError("the client left")
         stream: OutputStream

@@ -9,7 +9,33 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, RequestContext, TextPrompt
 
 MOST_BAD_WORDS = 128
+MOST_TOGETHER = 16 * 1024 * 1024
+"""Characters of all prompts of a request, each as often as it is continued: every run has it tokenized, hashed and sent."""
+_CHARACTERS_A_TOKEN = 4
 _UINT32 = 2**32
+
+
+def extent(prompt: Prompt) -> int:
+    """About how many characters a prompt has."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) + len(prompt.suffix)
+    if isinstance(prompt, ChatPrompt):
+        said = sum(len(turn.content or "") + len(turn.reasoning or "") for turn in prompt.turns)
+        return said + len(prompt.tools) + len(prompt.template_variables)
+    return _CHARACTERS_A_TOKEN * len(prompt.token_ids)
+
+
+def check_together(contexts: Sequence[RequestContext]) -> None:
+    """Refuses a request whose prompts are long and continued so often that they come to more than any one could."""
+    if len(contexts) == 1:
+        return
+    total = sum(extent(context.prompt) for context in contexts)
+    if total > MOST_TOGETHER:
+        raise InvalidArgumentError(
+            f"the prompts, each as often as it is continued, have {total} characters (a token counts for "
+            f"{_CHARACTERS_A_TOKEN}); the most are {MOST_TOGETHER}",
+            field=contexts[0].fields.prompt,
+        )
 
 
 def check_prompt(prompt: Prompt, fields: FieldNames) -> None:

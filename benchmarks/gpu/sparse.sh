@@ -31,9 +31,9 @@ engine() { # SECONDS MODEL KV_GB OPTIONS...
 part 45 "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels/experts tests/kernels/attention/test_triton_latent.py \
   tests/worker/model/families/test_sparse_kernels.py
 short=(--only "steady,prefill" --batches 1,8,64,256 --prefills 1x8192,8x8192 --profile "${TMPDIR:-/tmp}/sapwood-traces")
-engine 40 qwen3-30b-a3b 40 "${short[@]}"
-engine 35 deepseek-v2-lite 20 "${short[@]}"
-engine 30 deepseek-v3-4-layers 10 --only steady,prefill --batches 1,64,256 --prefills 1x8192
+engine 35 qwen3-30b-a3b 40 "${short[@]}"
+engine 28 deepseek-v2-lite 20 "${short[@]}"
+engine 24 deepseek-v3-4-layers 10 --only steady,prefill --batches 1,64,256 --prefills 1x8192
 # Tiles as a worker measures them at its first start; the second start reads them.
 tuned=(--expert-tuning 40 --only steady,prefill --batches 1,8,64,256 --prefills 1x8192)
 engine 80 qwen3-30b-a3b 40 "${tuned[@]}"

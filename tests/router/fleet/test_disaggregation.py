@@ -436,6 +436,27 @@ async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_ke
         print(f"{lose.__name__}: {load.done} answers, {load.resumed} resumed, none wrong")
 
 
+@pytest.mark.slow
+async def test_a_lost_decode_workers_successor_pulls_the_prompt_again_by_the_same_ticket() -> None:
+    prefill, *decodes = Worker("prefill"), Worker("decode"), Worker("decode")
+    prompt = new_prompt()
+    async with started(prefill, *decodes), front([prefill, *decodes]) as router:
+        tokens: list[int] = []
+        left: list[Worker] = []
+        async for response in router.stream(prompt, 150):
+            tokens += response.token_ids
+            if not left and len(tokens) >= 10:
+                [lost] = [worker for worker in decodes if await worker.count("running_requests")]
+                left = [worker for worker in decodes if worker is not lost]
+                assert await left[0].count("pulled_pages") == 0
+                await lost.kill()
+        assert tokens == expected(prompt, 150)
+        assert router.count("resumptions") == 1
+        assert await left[0].count("pulled_pages") > 0
+        computed_again = await prefill.count("handoff_tickets") - 1
+        assert not computed_again or await prefill.count("handoff_expired")  # a lease may end on a busy machine
+
+
 async def _stream_until(call: Any, tokens: int, reached: asyncio.Event) -> None:
     got = 0
     with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):

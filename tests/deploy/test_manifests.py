@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from sapwood_common.settings.config import parse_config
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
@@ -334,3 +335,49 @@ def test_what_images_are_built_with_is_pinned() -> None:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
         names = {requirement.split(">")[0].split("=")[0].split("[")[0].lower() for requirement in listed}
         assert names - {"torch", "triton"} <= pinned, f"docker/constraints.txt misses {names - pinned}"
+
+
+def test_workers_over_hosts_are_groups_of_pods_of_which_the_first_serves() -> None:
+    from kubernetes_validate import validate
+
+    items = manifests("hosts")
+    [group] = of_kind(items, "LeaderWorkerSet").values()  # an operator's own kind: its pods are what can be checked
+    for item in items:
+        if item is not group:
+            validate(item, "1.37", strict=True)
+    assert "worker" not in workloads("hosts")
+    [scaler] = (
+        item for item in items if item["kind"] == "HorizontalPodAutoscaler" and item["metadata"]["name"] == "worker"
+    )
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": group["apiVersion"],
+        "kind": group["kind"],
+        "name": group["metadata"]["name"],
+    }
+    template = group["spec"]["leaderWorkerTemplate"]
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    restricted({str(rank): {"spec": {"template": pod}} for rank, pod in enumerate(pods)}, tokens=set())
+    settings = of_kind(items, "ConfigMap")["worker"]["data"]
+    for rank, pod in enumerate(pods):
+        metadata = {"name": "pod"} | pod["metadata"]
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod["spec"]}, "1.37", strict=True)
+        [container] = pod["spec"]["containers"]
+        given = {"$(LWS_LEADER_ADDRESS)": "worker-0.worker.sapwood", "$(LWS_WORKER_INDEX)": str(rank)}
+        flags = [re.sub(r"\$\(\w+\)", lambda found, given=given: given[found[0]], flag) for flag in container["args"]]  # type: ignore[misc]
+        for name, value in settings.items():
+            flags.append(f"--{name.removeprefix('SAPWOOD_WORKER_').lower().replace('_', '-')}={value}")
+        config = parse_config(WorkerConfig, "worker", "", flags)
+        assert config.meeting_place == ("worker-0.worker.sapwood", 7411)
+        assert (config.nnodes, config.node_rank) == (template["size"], rank)
+        assert config.ranks == config.nnodes * container["resources"]["limits"]["nvidia.com/gpu"]
+        assert (
+            ("readinessProbe" in container) == ("livenessProbe" in container) == ("ports" in container) == (rank == 0)
+        )
+    names = [pod["metadata"]["labels"]["app.kubernetes.io/name"] for pod in pods]
+    assert of_kind(items, "Service")["worker"]["spec"]["selector"] == {"app.kubernetes.io/name": names[0]}
+    policy = of_kind(items, "NetworkPolicy")["ranks"]["spec"]
+    assert policy["podSelector"]["matchExpressions"][0]["values"] == names
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    assert policy["egress"] == [{"to": [{"podSelector": policy["podSelector"]}]}]
+    drain = float(settings["SAPWOOD_WORKER_DRAIN_TIMEOUT"])
+    assert pods[0]["spec"]["terminationGracePeriodSeconds"] > drain + 5

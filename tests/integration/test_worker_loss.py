@@ -119,7 +119,7 @@ class Service:
 
 
 class Cluster:
-    def __init__(self, model: Path, namespaces: Sequence[Any]) -> None:
+    def __init__(self, model: Path, namespaces: Sequence[Any], *of_workers: str) -> None:
         self.services: list[Service] = []
         try:
             tokenizer = ("--port", str(port_of_its_own()), "--metrics-port", "0", "--model", str(model))
@@ -135,7 +135,7 @@ class Cluster:
                 "--metrics-port",
                 "0",
             )
-            worker += ("--served-model-name", "demo")
+            worker += ("--served-model-name", "demo", *of_workers)
             self.workers = [
                 self.add(
                     *(
@@ -357,3 +357,31 @@ def test_killing_the_only_tokenizer_under_load_changes_no_answer(cluster: Cluste
         f"{load.done} answers, none wrong"
     )
     assert running >= ROUNDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_losing_each_rank_of_two_groups_in_turn_changes_no_answer(demo_model: Path, number: signal.Signals) -> None:
+    cluster = Cluster(demo_model, (), "--tensor-parallel", "2")
+    try:
+        with Load(cluster) as load:
+            for worker in cluster.workers:
+                for turn in (1, 2):
+                    load.progress(2)
+                    before = worker.pids()
+                    os.kill(before[turn], number)
+                    deadline = time.monotonic() + 120
+                    while len(after := worker.pids()) < 3 or set(after[1:]) & set(before[1:]):
+                        assert time.monotonic() < deadline
+                        time.sleep(0.05)
+                    cluster.wait_for_workers(WORKERS)
+            while load.done < 60:
+                load.progress(1)
+        resumed = cluster.metric("sapwood_router_resumptions_total")
+        print(f"{number.name} of each rank: {resumed:g} streams resumed, {load.done} answers, none wrong or lost")
+        assert resumed > 0
+        logs = "".join("".join(worker.log) for worker in cluster.workers)
+        assert [f"rank {turn} of 2" in logs for turn in (0, 1)] == [True, True]
+    finally:
+        cluster.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -534,3 +535,40 @@ async def test_a_body_that_is_all_there_counts_until_its_turn_and_may_be_given_u
         assert [status for status, _, _ in answers] == [503, 200, 200]
         assert [body for _, _, body in answers[1:]] == [b"%d" % (90 * KB), b"%d" % (70 * KB)]
         await wait_until(lambda: bodies.held == 0)
+
+
+@pytest.mark.parametrize("ends", [b"", b"connection: close\r\n"], ids=["kept", "closed"])
+async def test_answers_that_clients_are_slow_to_read_count_and_the_largest_goes(
+    serve, wait_until, monkeypatch, ends
+) -> None:
+    monkeypatch.setattr(connection_module, "_SLOW_SECONDS", 0.01)
+    fail, failed = connection_module.HttpConnection.fail, []
+
+    def counted(connection, error) -> None:
+        failed.append(connection)
+        fail(connection, error)
+
+    monkeypatch.setattr(connection_module.HttpConnection, "fail", counted)
+    bodies, answer = BodyMemory(4 * 1024 * KB), bytes(24 * 1024 * KB)  # more than the kernel takes, and than fits
+
+    async def give(request) -> None:
+        await request.respond(200, [], answer if request.head.path == "/much" else b"little")
+
+    async with serve(give, bodies=bodies) as site:
+        slow = [await site.connect() for _ in range(6)]
+        for client in slow:
+            client.writer.transport.pause_reading()
+            client.send(b"GET /much HTTP/1.1\r\nhost: x\r\n%b\r\n" % ends)
+        modest = await site.connect()
+        await wait_until(lambda: len(failed) == 2)  # each counts a quarter of all memory
+        assert bodies.held == bodies.most
+        modest.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await modest.answer())[2] == b"little"
+        for client in slow:
+            client.writer.transport.resume_reading()
+        whole = 0
+        for client in slow:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                whole += (await client.answer())[2] == answer
+        assert whole == 4
+    await wait_until(lambda: bodies.held == 0)

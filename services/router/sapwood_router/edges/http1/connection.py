@@ -28,6 +28,8 @@ _MOST_REFUSED = 32 * 1024 * 1024
 """The same after a refused body: its client mostly sends all of it before it reads the answer."""
 _LIGHT = 4 * 1024
 """Up to so many waiting bytes a connection are not counted against the memory of all."""
+_SLOW_SECONDS = 1.0
+"""Seconds after which an answer that waits for its client counts as memory; again and again, as long as it waits."""
 _MOST_PIECES, _PIECE_SECONDS = 4, 0.02
 """A head that has come in more pieces is read on as seldom: a byte each costs as much as a whole head."""
 _END_OF_LINE, _EMPTY_LINE = b"\r\n", b"\r\n\r\n"
@@ -58,7 +60,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Bytes received; those before ``_at`` are handled."""
         self._at = 0
         self._counted = 0
-        """Bytes of ``_data`` that count against the memory of all connections together."""
+        """Bytes of ``_data`` and of answers unread that count against the memory of all connections together."""
+        self._unread = 0
+        """Bytes of an answer that the client has been slow to read, as far as they count."""
+        self._slow: asyncio.TimerHandle | None = None
         self._request: Request | None = None
         """The request that is being answered, or whose body is still coming."""
         self._place: Place | None = None
@@ -94,6 +99,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._data, self._at, self._lingers = b"", 0, True
         self._host.lost(self)
         self._host.bodies.release(self)
+        self._counted = self._unread = 0
         self._host.share.drop(self)
         if self._place is not None:
             self._place.leave()
@@ -111,9 +117,13 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.write_paused = True
+        self._slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._notice_slow)
 
     def resume_writing(self) -> None:
         self.write_paused = False
+        self._forget_slow()
+        if self._counted:
+            self._weigh()
         if self._drained is not None:
             self._drained.set()
             self._drained = None
@@ -185,7 +195,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def fail(self, error: SapwoodError) -> None:
         """Gives up what this connection holds: all of them together hold too much, and this one the most."""
         self._counted = 0
-        if self._request is None and not self._lingers:
+        self._forget_slow()
+        if self._request is None and not self._lingers and not self.write_paused:
             self._refuse(HttpError(503, error.message))
         else:
             self._data, self._at = b"", 0
@@ -305,10 +316,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if transport is None or transport.is_closing():
             return
         waiting = len(self._data) - self._at
-        if waiting > _LIGHT or self._counted:
-            self._count(waiting if waiting > _LIGHT else 0)
-            if self._transport is None:  # it held the most
-                return
+        self._weigh()
+        if self._transport is None:  # it held the most
+            return
         request = self._request
         reading = not self._breathes and waiting < self._limits.head_bytes
         if request is not None and not request.body.complete:
@@ -320,12 +330,28 @@ class HttpConnection(asyncio.BufferedProtocol):
             else:
                 transport.pause_reading()
 
-    def _count(self, waiting: int) -> None:
-        before, self._counted = self._counted, waiting
-        if waiting > before:
-            self._host.bodies.grow(self, waiting - before)
-        elif waiting < before:
-            self._host.bodies.shrink(self, before - waiting)
+    def _weigh(self) -> None:
+        """Counts what was sent ahead, if that is much, and what the client does not read."""
+        waiting = len(self._data) - self._at
+        held = self._unread + (waiting if waiting > _LIGHT else 0)
+        before, self._counted = self._counted, held
+        if held > before:
+            self._host.bodies.grow(self, held - before)
+        elif held < before:
+            self._host.bodies.shrink(self, before - held)
+
+    def _forget_slow(self) -> None:
+        self._unread = 0
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+
+    def _notice_slow(self) -> None:
+        """The client has not read an answer for a while. A whole one may be larger than all memory: it counts in part."""
+        if self._transport is not None:
+            self._slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._notice_slow)
+            self._unread = min(self._transport.get_write_buffer_size(), self._host.bodies.most // 4)
+            self._weigh()
 
     def _check_pace(self, before: int) -> None:
         """Gives a body up of which less than it should has come since it was ``before`` bytes."""

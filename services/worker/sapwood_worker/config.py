@@ -40,8 +40,8 @@ def _is_quantization(name: str) -> str:
 
 def _is_speculation(name: str) -> str:
     kind, colon, model = name.partition(":")
-    if kind not in ("draft", "eagle") if colon else name not in ("auto", "off", "prefix"):
-        raise ValueError(f"{name!r} is none of auto, off, prefix, draft:MODEL and eagle:MODEL")
+    if kind not in ("draft", "eagle") if colon else name not in ("auto", "off", "prefix", "mtp"):
+        raise ValueError(f"{name!r} is none of auto, off, prefix, mtp, draft:MODEL and eagle:MODEL")
     if colon and not model:
         raise ValueError(f"{name!r} names no model")
     return name
@@ -410,8 +410,9 @@ class WorkerConfig(ServiceConfig):
         description="Draft the tokens that probably come next, and check several of them in one step; outputs are the same with "
         "and without. auto drafts what came before in the prompt, in the output or in the prefix cache, where the steps' "
         "measured times say that it pays; prefix wherever that is often right; draft:MODEL what a smaller model with the same "
-        "vocabulary says, where it pays; eagle:MODEL what a head of EAGLE-3 says that was trained for the model; off nothing. "
-        "MODEL is named as --model's is.",
+        "vocabulary says, where it pays; eagle:MODEL what a head of EAGLE-3 says that was trained for the model; mtp "
+        "what the layer for multi-token prediction says that the model's own checkpoint holds (DeepSeek, GLM); "
+        "off nothing. MODEL is named as --model's is.",
     )
     grammar_timeout: float = Field(
         10.0,

@@ -66,7 +66,7 @@ def build_scheduler(
     max_running = config.max_running or info.max_running
     drafter = None
     if draft is not None:
-        head = config.speculate.startswith("eagle:")
+        head = config.speculate.startswith(("eagle:", "mtp"))
         most = max(max_running, draft.info.max_step_tokens)
         drafter = DraftModel(draft, draft.info.context_length, most, config.speculate.partition(":")[0], int(head))
     return Scheduler(

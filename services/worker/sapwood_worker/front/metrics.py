@@ -12,7 +12,7 @@ from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
 _EXPERTS = 512
-_DRAFTERS = OneOf("prefix", "draft", "eagle")
+_DRAFTERS = OneOf("prefix", "draft", "eagle", "mtp")
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 

@@ -242,6 +242,7 @@ class DecoderModel(Layer):
                 taps.see(index, hidden)
             hidden = layer(hidden, angles[self._kinds[index]], plan)
         if taps is not None:
+            taps.see(self.config.num_layers, hidden)
             taps.keep(plan.destination(self._lasting).slots)
         if stages.rank < stages.size - 1:
             stages.send(hidden, stages.rank + 1)

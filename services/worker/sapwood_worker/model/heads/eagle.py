@@ -1,9 +1,7 @@
 """The head of EAGLE-3 (Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
 2025): one layer that says the next token, given the last one and what three layers of the model made of those before.
 
-Position p of the head has the token at p + 1 and the model's features of p: three hidden states, mixed to one. Of positions that
-the model has not computed, the head's own output at the position before stands for the features. The checkpoint has a vocabulary
-of its own, a part of the model's; ``d2t`` says how far each of its tokens is from the model's.
+The checkpoint has a vocabulary of its own, a part of the model's; ``d2t`` says how far each of its tokens is from the model's.
 """
 
 from __future__ import annotations
@@ -25,22 +23,24 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.hf_values import HfValues, read_json
+from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.model.families.llama import LLAMA
+from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import ColumnLinear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import RotaryEmbedding
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import whole
+from sapwood_worker.records.kv_layout import KVLayout
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SKIPPED = ("t2d", "d2t", "embed_tokens.weight")
 
 
-class EagleHead(Layer):
+class EagleHead(Head):
     """A head, as a runner runs it. Its weights are not set: :func:`load_eagle` fills them.
 
     Args:
@@ -50,11 +50,6 @@ class EagleHead(Layer):
         width: The model's hidden size.
         taken: The layers of the model of whose inputs it takes its features.
         context: Where and how it is built.
-
-    Attributes:
-        config: The argument.
-        taken: The argument.
-        store: [slots, hidden_size]: the features, by the cache's slots; set before it is run.
     """
 
     def __init__(
@@ -66,10 +61,7 @@ class EagleHead(Layer):
         taken: tuple[int, ...],
         context: LayerContext,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.taken = taken
-        self.store: Tensor
+        super().__init__(config, taken)
         self._vocabulary = vocabulary
         self._embed = embed
         size, inside = config.hidden_size, context.inside("midlayer")
@@ -100,22 +92,14 @@ class EagleHead(Layer):
         assert config.ropes[0] is not None
         self.rotary = RotaryEmbedding(config.head_dim, config.ropes[0], config.max_position, context)
 
+    def layout(self, dtype: str, page_size: int) -> KVLayout:
+        return attention_layout(self.config, dtype, page_size)
+
     def mix(self, states: Tensor) -> Tensor:
-        """The features of tokens, [T, hidden_size], of the taken hidden states side by side."""
         mixed: Tensor = self.mix_states(states, None)
         return mixed
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """What it makes of each token and the features of the position before, which is the one that ``positions`` name.
-
-        Args:
-            token_ids: int64 [T].
-            positions: int64 [T].
-            plan: The step's attention.
-
-        Returns:
-            [T, hidden_size]: good for :meth:`logits`, and as the features of the position after.
-        """
         features = self.store.index_select(0, plan.destination(self._constants).slots)
         both = torch.cat((self.norm_token(self._embed(token_ids)), self.norm_features(features)), -1)
         hidden: Tensor = self.attention(both, None, self.rotary(positions), plan, features)
@@ -123,7 +107,6 @@ class EagleHead(Layer):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] -> [R, vocab_size of the model], -inf for tokens that it does not know."""
         own: Tensor = self.head(hidden, self.norm)
         result = own.new_full((len(own), self.config.vocab_size), float("-inf"))
         return result.index_copy_(1, self._vocabulary, own)

@@ -24,7 +24,7 @@ class Taps:
         self._seen: list[Tensor] = []
 
     def see(self, layer: int, hidden: Tensor) -> None:
-        """What a layer is about to get, [T, hidden_size]; it may overwrite that."""
+        """What a layer is about to get, [T, hidden_size], or what the last has given; it may be overwritten."""
         if layer in self._layers:
             self._seen.append(hidden.clone())
 

@@ -26,9 +26,10 @@ from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.families.kv_layout import attention_layout
-from sapwood_worker.model.heads.eagle import EagleHead, load_eagle
+from sapwood_worker.model.heads.eagle import load_eagle
 from sapwood_worker.model.heads.features import ShiftedSteps
+from sapwood_worker.model.heads.head import Head
+from sapwood_worker.model.heads.mtp import load_mtp
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
@@ -93,12 +94,12 @@ def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelR
     return runner
 
 
-def build_headed_runner(options: RunnerOptions, folder: Path) -> ModelRunner:
+def build_headed_runner(options: RunnerOptions, folder: Path | None) -> ModelRunner:
     """Does :func:`build_runner`, and makes a runner of a head that drafts from its hidden states, which is its ``draft``.
 
     Args:
         options: The model's.
-        folder: The head's, in EAGLE-3's format.
+        folder: The head's, in EAGLE-3's format; None: the head is that of the model's own checkpoint, for multi-token prediction.
 
     Raises:
         ConfigError: Either cannot be loaded, or the head is not for this model.
@@ -134,7 +135,7 @@ class _Builder:
             parallel=options.parallel,
             stored_weights=options.stored_weights,
         )
-        self._head: EagleHead | None = None
+        self._head: Head | None = None
         self._parallel = options.parallel
         self._tp = options.parallel.tp
         self._assure_equal()
@@ -221,17 +222,24 @@ class _Builder:
             cuts=self._micro_batches(pool, backend),
         )
 
-    def build_headed(self, folder: Path) -> ModelRunner:
+    def build_headed(self, folder: Path | None) -> ModelRunner:
         """Does :meth:`build`, with a head that drafts."""
         page_size = self._options.page_size
-        head = self._head = load_eagle(folder, self._model, self._dtype, self._ops)
-        config = head.config
-        layout = attention_layout(config, self._dtype_name, page_size)
+        head: Head
+        if folder is None:
+            threads = self._options.threads or torch.get_num_threads()
+            head = load_mtp(self._options.model_path, self._model, self._dtype, self._ops, threads)
+        else:
+            head = load_eagle(folder, self._model, self._dtype, self._ops)
+        self._head, config = head, head.config
+        layout = head.layout(self._dtype_name, page_size)
         features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8
         runner = self.build(layout.page_bytes + features)
         pool = DevicePool(layout, [runner.info.num_pages + _SCRATCH_PAGES], self._device, None)
-        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, self._dtype)
-        needs = AttentionNeeds(shape, self._dtype, tuple(config.kinds), config.max_position)
+        [kept] = {(each.heads, each.dim) for each in layout.components}
+        shape = AttentionShape(config.num_heads, *kept, page_size, self._dtype)
+        latent = config.latent is not None
+        needs = AttentionNeeds(shape, self._dtype, config.kinds[-1:], config.max_position, latent=latent)
         prefill, decode = (choose_backend("auto", half, needs, self._ops).backend for half in ("prefill", "decode"))
         runner.draft = ModelRunner(
             info=runner.info,

@@ -152,10 +152,10 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if encodes:
         return EncoderRunner(options)
     kind, _, drafter = config.speculate.partition(":")
-    if kind == "eagle":
+    if kind in ("eagle", "mtp"):
         if place.size > 1:
-            raise ConfigError("--speculate eagle: heads draft for models on one device only")
-        return build_headed_runner(options, _resolve_drafter(config, drafter))
+            raise ConfigError(f"--speculate {kind}: heads draft for models on one device only")
+        return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)
     if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
         return build_runner(options)
     return build_drafted_runner(options, _draft_options(config, options, drafter))

@@ -14,8 +14,8 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.heads.eagle import EagleHead
 from sapwood_worker.model.heads.features import ShiftedSteps
+from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.transfer import Transfer
@@ -68,7 +68,7 @@ class ModelRunner:
         *,
         info: ModelInfo,
         ops: DeviceOps,
-        model: DecoderModel | EagleHead,
+        model: DecoderModel | Head,
         pool: DevicePool,
         backend: PagedAttention,
         graphs: DecodeGraphs | None,
@@ -85,7 +85,7 @@ class ModelRunner:
         self.info = info
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
-        self.experts = None if isinstance(model, EagleHead) or model.config.sparse is None else model.expert_tokens
+        self.experts = None if isinstance(model, Head) or model.config.sparse is None else model.expert_tokens
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self._ops = ops
@@ -211,7 +211,7 @@ class ModelRunner:
     def _pool_chunk(self, hidden: Tensor, pooling: Pooling) -> Tensor:
         if pooling == "labels":
             return self._model.logits(hidden[-1:])[0].float()
-        assert not isinstance(self._model, EagleHead)
+        assert not isinstance(self._model, Head)
         return pool_chunk(self._model.normed(hidden), pooling)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:

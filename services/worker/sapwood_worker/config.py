@@ -71,8 +71,8 @@ class WorkerConfig(ServiceConfig):
         Needs(("role",), lambda config: config.prefix_cache, "without {prefix_cache}: pages are passed on from there"),
         Needs(
             ("role",),
-            lambda config: config.tls_cert is None,
-            "with {tls_cert}: pages would pass from worker to worker in plain text",
+            lambda config: config.tls_cert is None or config.tls_client_ca is not None,
+            "with {tls_cert} and without {tls_client_ca}, of which workers show each other certificates",
         ),
         Needs(("handoff_port", "handoff_share"), lambda config: config.role != "both", "without {role}"),
         Needs(("handoff_port",), lambda config: config.role != "decode", "with {role} decode, which hands nothing off"),

@@ -11,12 +11,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 import pytest_asyncio
+import trustme
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from sapwood.cli.main import main
@@ -228,6 +230,40 @@ async def test_prefill_transfer_and_decode_are_spans_of_one_request(workers: dic
         assert len({trace for trace, _, _ in spans.found}) == 1
     finally:
         await server.stop(None)
+
+
+@pytest.mark.slow
+async def test_pages_pass_over_tls_where_workers_have_certificates(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    ca, cert, key = (tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    authority.cert_pem.write_to_path(str(ca))
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(str(key))
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca))
+    prefill, decode = Worker("prefill", *flags), Worker("decode", *flags)
+    credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), cert.read_bytes())
+    async with (
+        started(prefill, decode),
+        open_channel(prefill.address, credentials=credentials) as there,
+        open_channel(decode.address, credentials=credentials) as here,
+    ):
+        for number in range(20):  # on a busy machine a lease that nobody renews may end before its pages were pulled
+            prompt = new_prompt()
+            asked = worker_pb2.WorkerGenerateRequest(request_id=f"p{number}", token_ids=prompt, hand_off=True)
+            asked.sampling.seed, asked.sampling.max_tokens = 7, 20
+            got = [each async for each in worker_pb2_grpc.WorkerStub(there).Generate(asked, timeout=60)]
+            ticket, first = got[-1].ticket, tokens_of(got)
+            ticket.source = f"127.0.0.1{ticket.source}"
+            rest = worker_pb2.WorkerGenerateRequest(
+                request_id=f"d{number}", token_ids=prompt + first, output_tokens=1, ticket=ticket
+            )
+            rest.sampling.seed, rest.sampling.max_tokens = 7, 19
+            answer = [each async for each in worker_pb2_grpc.WorkerStub(here).Generate(rest, timeout=60)]
+            assert first + tokens_of(answer) == expected(prompt)
+            if await decode.count("pulled_pages"):
+                break
+        assert await decode.count("pulled_pages") == len(prompt) // PAGE
 
 
 async def test_explain_route_names_both_workers_of_a_pair(workers: dict[str, Worker]) -> None:

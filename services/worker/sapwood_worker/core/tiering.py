@@ -15,6 +15,7 @@ from sapwood_worker.config import Role, WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.pulls import Pulls
 from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
+from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
@@ -186,7 +187,7 @@ class Tiering:
 
 def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> HandoffLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
-    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port)
+    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, _page_tls(config))
     fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
@@ -199,7 +200,18 @@ def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, p
 
 def _build_pulls(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> Pulls:
     fingerprint = page_fingerprint(runner, pool)
-    return Pulls(host, pool, fingerprint, TcpMover(), ThreadExecutor(), config.handoff_share, time.monotonic)
+    return Pulls(
+        host, pool, fingerprint, TcpMover(_page_tls(config)), ThreadExecutor(), config.handoff_share, time.monotonic
+    )
+
+
+def _page_tls(config: WorkerConfig) -> PageTls | None:
+    """How pages travel: as all else that the worker says."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    if config.tls_client_ca is None:
+        raise ConfigError("without --tls-client-ca workers cannot tell who asks for pages")
+    return PageTls(config.tls_cert, config.tls_key, config.tls_client_ca)
 
 
 def page_fingerprint(runner: TieredRunner, pool: HostPool) -> bytes:

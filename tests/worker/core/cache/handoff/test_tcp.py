@@ -7,8 +7,10 @@ import socket
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import trustme
 from msgspec.structs import replace
 
 from sapwood_common.errors import ConfigError
@@ -17,6 +19,7 @@ from sapwood_worker.core.cache.handoff import tcp
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
+from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
@@ -30,10 +33,12 @@ PAGES, BYTES = 8, 200_000
 class Kept:
     """A worker that keeps a prompt's pages and serves them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: PageTls | None = None) -> None:
+        self.tls: PageTls | None = tls
+        """Of whoever reads."""
         self.clock = Clock()
         self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
-        self.server = PageServer("127.0.0.1", 0)
+        self.server = PageServer("127.0.0.1", 0, tls)
         self.leases = HandoffLeases(self.host, 4, FINGERPRINT, 5, f"127.0.0.1:{self.server.port}", 1.0, self.clock)
         prompt = array("I", range(4 * (PAGES - 2)))
         self.chain = PageChain(b"", 4)
@@ -49,7 +54,7 @@ class Kept:
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
         records = [memoryview(bytearray(HEADER_BYTES + BYTES)) for _ in indices]
-        read = TcpMover().read(ticket or self.ticket, indices, records)
+        read = TcpMover(self.tls).read(ticket or self.ticket, indices, records)
         checked = []
         for index, there, record in zip(indices, read, records, strict=True):
             if there:
@@ -168,6 +173,40 @@ def test_strangers_who_say_nothing_are_bounded_in_number_and_time(kept: Kept, mo
         with contextlib.suppress(MoverError):
             assert None not in kept.read([0])
             return
+
+
+def tls_of(authority: trustme.CA, folder: Path, trusted: trustme.CA | None = None) -> PageTls:
+    """A worker's files: a certificate of an authority, which it also wants of others, or that of another."""
+    folder.mkdir()
+    issued = authority.issue_cert("worker.internal")
+    files = PageTls(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
+    issued.cert_chain_pems[0].write_to_path(str(files.cert))
+    issued.private_key_pem.write_to_path(str(files.key))
+    (trusted or authority).cert_pem.write_to_path(str(files.ca))
+    return files
+
+
+def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_nowhere_else(tmp_path: Path) -> None:
+    ours, others = trustme.CA(), trustme.CA()
+    kept = Kept(tls_of(ours, tmp_path / "source"))
+    try:
+        kept.tls = tls_of(ours, tmp_path / "reader")
+        assert None not in kept.read([4, 0, 5])
+        kept.tls = None
+        with contextlib.suppress(MoverError):  # or the first byte of TLS's complaint, which is no yes
+            assert kept.read([0]) == [None]
+        for stranger in (
+            tls_of(others, tmp_path / "other"),
+            tls_of(others, tmp_path / "knows-us", trusted=ours),
+            tls_of(ours, tmp_path / "does-not", trusted=others),
+        ):
+            kept.tls = stranger
+            with pytest.raises(MoverError):
+                kept.read([0])
+        kept.tls = tls_of(ours, tmp_path / "again")
+        assert None not in kept.read([0])
+    finally:
+        kept.server.close()
 
 
 def test_a_port_that_is_taken_is_named(kept: Kept) -> None:

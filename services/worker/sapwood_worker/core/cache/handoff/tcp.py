@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases, Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.storage.record import header_of
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.records.handoff import HandoffTicket
@@ -44,6 +45,7 @@ class PageServer:
     Args:
         host: Address to listen on.
         port: Port; 0 takes a free one.
+        tls: Its files; None: plain text.
 
     Attributes:
         port: The port.
@@ -52,7 +54,8 @@ class PageServer:
         ConfigError: It cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: PageTls | None = None) -> None:
+        self._tls = tls
         try:
             self._listener = socket.create_server((host, port), backlog=_MOST_READS)
         except OSError as error:
@@ -88,8 +91,12 @@ class PageServer:
     def _answer(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(_SILENCE_SECONDS)
-                self._send_pages(connection)
+                connection.settimeout(_SILENCE_SECONDS)  # of a handshake it is the time for all of it
+                if self._tls is None:
+                    self._send_pages(connection)
+                else:
+                    with self._tls.server().wrap_socket(connection, server_side=True) as secured:
+                        self._send_pages(secured)
         except (OSError, MoverError):  # the asker is gone, or is none
             pass
         except Exception:
@@ -124,7 +131,14 @@ class PageServer:
 
 
 class TcpMover:
-    """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover` by asking a :class:`PageServer`."""
+    """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover` by asking a :class:`PageServer`.
+
+    Args:
+        tls: Its files; None: plain text.
+    """
+
+    def __init__(self, tls: PageTls | None = None) -> None:
+        self._tls = tls
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         host, _, port = ticket.source.rpartition(":")
@@ -132,11 +146,24 @@ class TcpMover:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), _SILENCE_SECONDS) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                ask = _ASK.pack(_MAGIC, ticket.transfer_id, ticket.epoch, len(indices))
-                connection.sendall(ask + b"".join(map(_INDEX.pack, indices)))
-                return [_receive_page(connection, buffer, until) for buffer in buffers]
+                if self._tls is None:
+                    return _ask(connection, ticket, indices, buffers, until)
+                with self._tls.client().wrap_socket(connection) as secured:
+                    return _ask(secured, ticket, indices, buffers, until)
         except (OSError, ValueError) as error:
             raise MoverError(f"{ticket.source}: {error}") from error
+
+
+def _ask(
+    connection: socket.socket,
+    ticket: HandoffTicket,
+    indices: Sequence[int],
+    buffers: Sequence[memoryview],
+    until: float,
+) -> list[bool]:
+    ask = _ASK.pack(_MAGIC, ticket.transfer_id, ticket.epoch, len(indices))
+    connection.sendall(ask + b"".join(map(_INDEX.pack, indices)))
+    return [_receive_page(connection, buffer, until) for buffer in buffers]
 
 
 def _receive_page(connection: socket.socket, buffer: memoryview, until: float) -> bool:

@@ -44,6 +44,11 @@ class FollowerNode:
         for line in self.process.stderr:
             self.log += line
 
+    def wait_for(self, text: str) -> None:
+        while text not in self.log:
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+
     def rank_pid(self) -> int:
         [pid] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(pid)
@@ -162,6 +167,25 @@ def test_who_stands_still_on_the_second_host_is_named(start, follow) -> None:
         told = lose(stub, lambda: os.kill(node.rank_pid(), signal.SIGSTOP))
         assert re.search(r"rank 1 of 2 \(node 1\): no sign of life for \d", told), told
         assert "node 1 (rank 1 of 2) is lost: no sign of life for" in lose(stub, stop_all)
+
+
+@pytest.mark.slow
+def test_a_host_that_leaves_while_models_are_loaded_is_waited_for(start, follow) -> None:
+    port, flags = port_of_its_own(), ("--load-seconds", "2")
+    node = follow(port, *flags)
+
+    def replace() -> None:
+        node.wait_for("ranks 1 to 1 of 2 start")
+        node.close()
+        follow(port, *flags)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    worker = start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", *flags)
+    thread.join()
+    assert "node 1 (rank 1 of 2) is lost: the connection has ended" in worker.log
+    with grpc.insecure_channel(worker.address) as channel:
+        assert answer(worker_pb2_grpc.WorkerStub(channel)) == expected([4, 5], 20)
 
 
 @pytest.mark.slow

@@ -174,6 +174,11 @@ class SchedulerProcess:
         """The rank by which :meth:`run` has ended; None: it has not."""
         return self._lost
 
+    @property
+    def waits_for_a_node(self) -> bool:
+        """Whether it has ended because another host is gone, which may come again."""
+        return self._nodes is not None and self._nodes.one_left
+
     def kill(self, reason: str = "", rank: int | None = None) -> None:
         """Ends the processes at once, whatever they do; :meth:`run` returns, with the reason and the rank if they are given."""
         self._reason = self._reason or reason

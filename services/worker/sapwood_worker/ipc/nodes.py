@@ -53,6 +53,7 @@ class Nodes:
 
     Attributes:
         host: The address at which ranks meet.
+        one_left: Whether a node was lost in this epoch, which may come again.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -66,6 +67,7 @@ class Nodes:
         self._server: asyncio.Server | None = None
         self._epoch = 0
         self._was_whole = False
+        self.one_left = False
         self._lost: asyncio.Future[tuple[int, str]] | None = None
 
     async def start(self) -> None:
@@ -105,6 +107,7 @@ class Nodes:
     def begin(self, meeting: Meeting) -> asyncio.Future[tuple[int, str]]:
         """Has the nodes start their ranks; the result is the first rank that is lost and how."""
         self._epoch += 1
+        self.one_left = False
         self._lost = asyncio.get_running_loop().create_future()
         store, steps = (each.getsockname()[1] for each in (meeting.store, meeting.steps))
         message = Begin(self._epoch, store, steps, meeting.key)
@@ -112,6 +115,7 @@ class Nodes:
             if node in self._links:
                 self._links[node].send(message)
             else:
+                self.one_left = True
                 self._lose(node * self._each, f"{self._name(node)} has left")
         return self._lost
 
@@ -163,6 +167,7 @@ class Nodes:
         except (LinkLostError, TimeoutError) as error:
             if node:
                 logger.error("%s is lost: %s", self._name(node), error)
+                self.one_left = True
                 self._lose(node * self._each, f"{self._name(node)} is lost: {error}")
         finally:
             if self._links.get(node) is link:

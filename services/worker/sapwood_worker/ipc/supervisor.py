@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from sapwood_common.errors import ConfigError
 from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
 from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, RankSilence
@@ -55,13 +56,22 @@ class Supervisor:
         self._process.start()
 
     async def ready(self) -> ModelInfo:
-        """Waits until the process has loaded its model; raises ConfigError if it cannot."""
-        await self._current.meet()
-        watching = asyncio.ensure_future(self._watch_start(self._current))
-        try:
-            return await self._current.ready()
-        finally:
-            watching.cancel()
+        """Waits until the process has loaded its model; raises ConfigError if it cannot.
+
+        Where a host leaves that some of the ranks were on, it is waited for and all begin anew.
+        """
+        while True:
+            await self._current.meet()
+            watching = asyncio.ensure_future(self._watch_start(self._current))
+            try:
+                return await self._current.ready()
+            except ConfigError as error:
+                if not self._current.waits_for_a_node:
+                    raise
+                logger.error("%s", error)
+            finally:
+                watching.cancel()
+            await self.start()
 
     def send(self, message: ToScheduler) -> None:
         """Queues a message for the process; never blocks."""

@@ -181,7 +181,10 @@ def test_auto_measures_steps_and_changes_no_token(
     assert_alike(run(scheduler, runner, False, requests(store)), expected)
 
 
-def test_ranks_of_a_split_model_check_drafts_alike(tiny_model: Any, store: GrammarStore) -> None:
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 2)])
+def test_ranks_of_a_split_model_check_drafts_alike(
+    tiny_model: Any, store: GrammarStore, size: int, stages: int
+) -> None:
     settings: dict[str, Any] = {"page_size": 16, "num_pages": 128, "max_running": 8}
 
     def both(runner: Any) -> tuple[Answers, Answers, int, int]:
@@ -194,6 +197,8 @@ def test_ranks_of_a_split_model_check_drafts_alike(tiny_model: Any, store: Gramm
         load = scheduler.load()
         return *found, load.accepted_tokens, load.drafted_tokens
 
-    expected, found, accepted, drafted = run_group(2, tiny_model("llama", **SHAPE).path, both, **settings)
+    expected, found, accepted, drafted = run_group(
+        size, tiny_model("llama", **SHAPE).path, both, stages=stages, **settings
+    )
     assert_alike(found, expected)
     assert 30 < accepted < drafted

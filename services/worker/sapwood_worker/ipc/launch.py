@@ -35,6 +35,8 @@ MODEL_RUNNER = "sapwood_worker.model.runner.factory:make_runner"
 """``module:function`` that makes the runner in the scheduler process. The front itself never imports torch."""
 
 _LAST_WORDS_SECONDS = 1.0
+_NEWS_SECONDS = 3.0
+"""Seconds for which another host is waited for to say why a rank here has lost one there; it takes 0.2 s."""
 _EXIT_SECONDS = 10.0
 
 
@@ -222,7 +224,7 @@ class SchedulerProcess:
             first = min(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken, rank.number), default=None)
             knows = first is not None and (first.was_killed or first.has_spoken)
             if elsewhere is not None and not knows:  # it has only lost another, whose end its host tells
-                await asyncio.wait({elsewhere}, timeout=_LAST_WORDS_SECONDS)
+                await asyncio.wait({elsewhere}, timeout=_NEWS_SECONDS)
         finally:
             for wait in waits:
                 wait.cancel()

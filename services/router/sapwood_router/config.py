@@ -239,7 +239,8 @@ class RouterConfig(ServiceConfig):
         None,
         ge=1,
         description="Memory for requests of which a part is still to come, over HTTP and gRPC, and for those over 64 KiB that "
-        "gRPC calls are at work on, and for answers that clients are slow to read, in bytes: beyond it the largest is refused; none: three times max_body_bytes.",
+        "gRPC calls are at work on, and for answers that clients are slow to read, in bytes: beyond it the largest is refused; "
+        "none: three times max_body_bytes.",
     )
     stored_responses: int = Field(
         1000,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, cast
 
@@ -23,6 +22,7 @@ from sapwood_common.serving.health import HealthServicer
 from sapwood_common.serving.interceptor import ServiceInterceptor
 from sapwood_common.serving.reflection import add_reflection
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.serving.stop_signal import stop_signal
 from sapwood_common.status import rpc_status
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet
@@ -151,24 +151,6 @@ class ServiceServer:
 def _as_grpc_server(server: _Server) -> grpc.aio.Server:
     """The server in the eyes of generated code, which only adds methods."""
     return cast(grpc.aio.Server, server)
-
-
-def stop_signal() -> asyncio.Event:
-    """An event set by SIGTERM or SIGINT. A second signal gives up waiting: it raises in the main thread.
-
-    Must be called in a running event loop.
-    """
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-
-    def on_signal(number: signal.Signals) -> None:
-        logger.info("%s: draining", number.name)
-        stop.set()
-        loop.remove_signal_handler(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    return stop
 
 
 async def serve_until_stopped(

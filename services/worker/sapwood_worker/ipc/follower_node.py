@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.socket_folder import SocketFolder
-from sapwood_common.serving.server import stop_signal
+from sapwood_common.serving.stop_signal import stop_signal
 from sapwood_common.telemetry.logs import announce
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.node_link import Begin, End, Hello, LinkLostError, Loaded, NodeLink, RankEnded, Refused

@@ -2,7 +2,7 @@
 
 The text is this project's documentation, which no model has seen. On a CPU the same roundings are computed in float32. Schemes
 that round weights alone are tried by their numbers; all are rounded to the nearest but one: GPTQ, calibrated on other pages.
-Prints one JSON object a line.
+GGUF's K types are rounded by llama.cpp's library, where its package is installed (docs/gguf.md). Prints one JSON object a line.
 
     python benchmarks/quantization_accuracy.py --model demo --tokens 1500
 """
@@ -10,11 +10,14 @@ Prints one JSON object a line.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -34,6 +37,7 @@ from sapwood_worker.model.runner.options import RunnerOptions
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
+    "as its GGUF file stores it": {"stored_weights": "keep"},
     "fp8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8 linear": {"quantization": "fp8"},
     "fp8_block linear": {"quantization": "fp8_block"},
@@ -50,11 +54,34 @@ WEIGHTS: dict[str, layouts.Layout] = {
     "MXFP4 weights": layouts.mxfp4,
     "NVFP4 weights": partial(layouts.nvfp4, kind="modelopt"),
 }
+GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_K_BLOCK = 256
+"""Numbers of a block of a K type; layers of other widths cannot have it, and get what llama.cpp gives them instead."""
+_INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _CALIBRATION = 8
 """Pages by which GPTQ is calibrated."""
 
 
 GPTQ = "int4 weights, groups of 128, by GPTQ"
+
+
+def gguf_numbers(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight's numbers in a type of GGUF's, float32 [N, K]."""
+    if name in _INSTEAD and weight.shape[1] % _K_BLOCK:
+        name = _INSTEAD[name]
+    kind, numbers = gguf.GGMLQuantizationType[name], weight.numpy()
+    if name not in _INSTEAD:
+        raw = gguf.quants.quantize(numbers, kind)
+    else:
+        from llama_cpp._ggml import libggml
+
+        rounds = libggml.ggml_quantize_chunk
+        rounds.restype, number = ctypes.c_size_t, ctypes.c_int64
+        rounds.argtypes = ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, number, number, number, ctypes.c_void_p
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        raw = np.empty((len(numbers), numbers.shape[1] // _K_BLOCK * block_bytes), np.uint8)
+        rounds(kind.value, numbers.ctypes.data, raw.ctypes.data, 0, *numbers.shape, None)
+    return torch.from_numpy(gguf.quants.dequantize(raw, kind))
 
 
 def linears(layers: torch.nn.Module) -> list[Any]:
@@ -91,6 +118,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="Default: cpu.")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs", help="A file or a folder.")
     parser.add_argument("--tokens", type=int, default=1500, help="Of the text, in pieces of 500 (default: 1500).")
+    parser.add_argument("--only", help="Schemes whose names hold one of these words, divided by commas (default: all).")
     arguments = parser.parse_args()
     files = [arguments.text] if arguments.text.is_file() else sorted(arguments.text.glob("*.md"))
     tokenizer = load_tokenizer(resolve_tokenizer(arguments.model))
@@ -101,21 +129,27 @@ def main() -> None:
             pieces.append(ids)
     others = [tokenizer.tokenizer.encode(file.read_text()).ids[:500] for file in files[len(pieces) :][:_CALIBRATION]]
     plain: list[torch.Tensor] = []
-    for name in (*VARIANTS, *WEIGHTS, GPTQ):
+    types = [name for name in GGUF if name not in _INSTEAD or find_spec("llama_cpp")]
+    words = (arguments.only or "").split(",")
+    for name in (*VARIANTS, *WEIGHTS, *types, GPTQ):
+        if name != "as it is" and not any(word in name for word in words):
+            continue
         runner = build_runner(
             RunnerOptions(
                 model_path=resolve_model(arguments.model),
                 device=arguments.device,
                 num_pages=64,
                 max_running=2,
-                stored_weights="widen",
-                **VARIANTS.get(name, {}),
+                **({"stored_weights": "widen"} | VARIANTS.get(name, {})),
             )
         )
         model = runner._model
         if name in WEIGHTS:
             for linear in linears(model.layers):
                 replace(linear, WEIGHTS[name](linear.method.weight.float())[1])
+        if name in GGUF:
+            for linear in linears(model.layers):
+                replace(linear, gguf_numbers(name, linear.method.weight.float()))
         if name == GPTQ:
             calibrate(resolve_model(arguments.model), arguments.device, others, model)
         found = []

@@ -147,11 +147,21 @@ INLINE group q6_k(const uint8_t *block, int j) {
     return grouped(q0 - 32, q1 - 32, scale * scales[0], scale * scales[1], 0);
 }
 
+INLINE group g4(const uint8_t *block, int j) {
+    const bytes q = load16(block + 8 + 16 * j);
+    const uint8_t zero = block[4];
+    float scale;
+    memcpy(&scale, block, sizeof scale);
+    return grouped((q & 15) - zero, (right(q, 4) & 15) - zero, scale, scale, 0);
+}
+
 // By ggml's numbers.
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+// Our own, of 32 and 128 numbers: `(code - zero) * scale` with a float32 scale, a zero in a byte (three unused), codes as of Q4_0.
+enum { G4_32 = 64, G4_128 = 65 };
 
 // Groups and bytes of a block.
-INLINE int groups_of(const int type) { return type < Q4_K ? 1 : 8; }
+INLINE int groups_of(const int type) { return type == G4_128 ? 4 : type < Q4_K || type == G4_32 ? 1 : 8; }
 INLINE int64_t bytes_of(const int type) {
     switch (type) {
         case Q4_0: return 18;
@@ -161,6 +171,8 @@ INLINE int64_t bytes_of(const int type) {
         case Q8_0: return 34;
         case Q4_K: return 144;
         case Q5_K: return 176;
+        case G4_32: return 24;
+        case G4_128: return 72;
         default: return 210;
     }
 }
@@ -175,6 +187,8 @@ INLINE group read(const int type, const uint8_t *block, int j) {
         case Q8_0: return q8_0(block);
         case Q4_K: return q4_k(block, j);
         case Q5_K: return q5_k(block, j);
+        case G4_32:
+        case G4_128: return g4(block, j);
         default: return q6_k(block, j);
     }
 }

@@ -1,4 +1,4 @@
-// Products with matrices in the block formats of GGUF files, as they are stored, on a CPU.
+// Products with matrices in the block formats of GGUF files, as they are stored, and in two of our own, on a CPU.
 //
 // Activations stay float32, so a product
 // differs from one with the dequantised matrix only in the order of its sum.
@@ -128,6 +128,8 @@ FORMAT(Q8_0)
 FORMAT(Q4_K)
 FORMAT(Q5_K)
 FORMAT(Q6_K)
+FORMAT(G4_32)
+FORMAT(G4_128)
 
 typedef struct {
     void (*one)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
@@ -139,6 +141,7 @@ typedef struct {
 #define ENTRY(type) [type] = {one_##type, few_##type, fewer_##type, widen_##type}
 static const format FORMATS[] = {
     ENTRY(Q4_0), ENTRY(Q4_1), ENTRY(Q5_0), ENTRY(Q5_1), ENTRY(Q8_0), ENTRY(Q4_K), ENTRY(Q5_K), ENTRY(Q6_K),
+    ENTRY(G4_32), ENTRY(G4_128),
 };
 
 // out[t][r]: the sums of ROWS widened rows, CHUNK apart, times `count` of the x.

@@ -29,7 +29,9 @@ TYPES = {
         gguf.GGMLQuantizationType.Q6_K,
     )
 }
-"""The types that the library multiplies: ggml's number, numbers of a block and its bytes."""
+"""The types of GGUF files that the library multiplies: ggml's number, numbers of a block and its bytes."""
+GROUPS = {"G4_32": (64, 32, 24), "G4_128": (65, 128, 72)}
+"""Our own, of 4-bit codes with a float32 scale and a zero: likewise."""
 
 
 class _Matrix(ctypes.Structure):
@@ -59,7 +61,7 @@ class GgufProduct:
         self._matrices = (_Matrix * len(parts))()
         self._outputs = 0
         for matrix, (kind, rows) in zip(self._matrices, parts, strict=True):
-            number, per_block, block_bytes = TYPES[kind]
+            number, per_block, block_bytes = (TYPES | GROUPS)[kind]
             if rows.dtype != torch.uint8 or rows.stride(1) != 1 or rows.shape[1] != columns // per_block * block_bytes:
                 raise ValueError(f"rows of {columns} numbers in {kind} are not of shape {list(rows.shape)}")
             matrix.data, matrix.stride, matrix.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]

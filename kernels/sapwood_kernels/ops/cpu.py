@@ -14,7 +14,7 @@ from sapwood_kernels.native import steps
 from sapwood_kernels.native.library import NativeLibrary, load_library
 from sapwood_kernels.native.products import TYPES, GgufProduct
 from sapwood_kernels.ops.device import DeviceOps, Gate, KVDestination, StoredProduct, StoreHeads
-from sapwood_kernels.quantised.cpu_grouped import PackedGroups, can_pack
+from sapwood_kernels.quantised.cpu_grouped import can_pack, packed_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 
@@ -66,7 +66,9 @@ class CpuOps(DeviceOps):
         return cpu.PackedLinear(weight, bias) if cpu.can_pack(weight) else None
 
     def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
-        return PackedGroups(weight) if can_pack(weight) else super().grouped(weight)
+        if self.native is not None and can_pack(weight):
+            return packed_product(self.native, weight)
+        return super().grouped(weight)
 
     def gguf_product(self, parts: Sequence[tuple[str, Tensor]], columns: int) -> StoredProduct | None:
         if self.native is None or any(kind not in TYPES for kind, _ in parts):

@@ -1,4 +1,4 @@
-"""Products with grouped weights in torch, for any device, and by torch's own kernel of 4-bit groups on CPUs."""
+"""Products with grouped weights in torch, for any device, and by our kernel of 4-bit groups on CPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.native.library import NativeLibrary
+from sapwood_kernels.native.products import GgufProduct
 from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
 
 Product = Callable[[Tensor], Tensor]
@@ -15,8 +17,8 @@ Product = Callable[[Tensor], Tensor]
 
 _CHUNK = 1 << 20
 """Numbers of the weight that are widened at a time."""
-_PACKED_GROUPS = (32, 64, 128, 256)
-_PACKED_ROWS = 16
+_BLOCK, _LARGE = 32, 128
+"""Numbers of the library's blocks."""
 
 
 def plain_product(weight: GroupedWeight) -> Product:
@@ -37,33 +39,34 @@ def plain_product(weight: GroupedWeight) -> Product:
 
 
 def can_pack(weight: GroupedWeight) -> bool:
-    """Whether :class:`PackedGroups` serves this weight, which is on a CPU."""
-    fits = weight.rows % _PACKED_ROWS == 0 and weight.columns % weight.group == 0
-    return (
-        weight.bits == 4 and weight.table is None and weight.factors is None and fits and weight.group in _PACKED_GROUPS
-    )
+    """Whether :func:`packed_product` serves this weight: 4 bits without a table, in whole blocks."""
+    codes = weight.bits == 4 and weight.table is None and weight.factors is None
+    whole = weight.columns % _BLOCK == 0 and weight.columns % weight.group == 0 and weight.group % _BLOCK == 0
+    return codes and whole
 
 
-class PackedGroups:
-    """The product with a weight of 4-bit groups, held in the layout of torch's kernel: in float32 throughout.
+def packed_product(library: NativeLibrary, weight: GroupedWeight) -> Product:
+    """The product with a weight of 4-bit groups by the library's kernel, in float32 throughout.
 
     Args:
-        weight: On a CPU; may be freed.
+        library: The library.
+        weight: On a CPU, one that :func:`can_pack`; may be freed.
     """
+    per = _LARGE if weight.group % _LARGE == 0 else _BLOCK
+    rows, count = weight.rows, weight.columns // per
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), -1).view(rows, count, per // _BLOCK, 2, _BLOCK // 2)
+    zeros = torch.zeros_like(weight.scales, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+    scales = weight.scales.float()
+    blocks = torch.zeros(rows, count, 8 + per // 2, dtype=torch.uint8)
+    blocks[:, :, :4] = scales.repeat_interleave(weight.group // per, 1)[..., None].view(torch.uint8)
+    blocks[:, :, 4] = zeros.repeat_interleave(weight.group // per, 1)
+    blocks[:, :, 8:] = (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(2)
+    multiply = GgufProduct(library, [(f"G4_{per}", blocks.flatten(1))], weight.columns)
+    order = weight.order
 
-    def __init__(self, weight: GroupedWeight) -> None:
-        codes = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(1).int()
-        self._packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
-        scales = weight.scales.float()
-        zeros = torch.zeros_like(scales) if weight.zeros is None else weight.zeros.float()
-        # The kernel takes (code - 8) * scale + zero.
-        self._scales = torch.stack((scales, (8 - zeros) * scales), -1).transpose(0, 1).contiguous()
-        self._group = weight.group
-        self._order = weight.order
+    def product(x: Tensor) -> Tensor:
+        if order is not None:
+            x = x.index_select(1, order)
+        return multiply(x.float()).to(x.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies x: [T, K] -> [T, N]."""
-        if self._order is not None:
-            x = x.index_select(1, self._order)
-        result = torch._weight_int4pack_mm_for_cpu(x.float().contiguous(), self._packed, self._group, self._scales)
-        return result.to(x.dtype)
+    return product

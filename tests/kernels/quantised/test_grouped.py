@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
+from sapwood_kernels.native.library import load_library
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import can_pack, plain_product
@@ -72,6 +75,7 @@ def test_the_plain_product_is_that_of_the_numbers(kind: str, columns: int):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a CPU's")
+@pytest.mark.skipif(load_library() is None, reason="nothing is compiled: python hatch_build.py")
 def test_a_cpu_packs_groups_of_4_bits_and_multiplies_with_the_same_numbers():
     weight = made("int4 in order")
     assert can_pack(weight)
@@ -81,6 +85,21 @@ def test_a_cpu_packs_groups_of_4_bits_and_multiplies_with_the_same_numbers():
     x = torch.randn(5, 160)
     near(product(x), x @ dequantise(weight).t())
     near(product(x.bfloat16()), x.bfloat16().float() @ dequantise(weight).t(), 0.005)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or load_library() is None, reason="a CPU's, compiled from C")
+@pytest.mark.parametrize("group", [32, 64, 128, 640])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_cpu_s_product_is_that_of_the_numbers_for_few_tokens_and_many(group: int, zeros: bool):
+    torch.manual_seed(4)
+    weight = round_to_groups(torch.randn(37, 640).bfloat16(), group)
+    if not zeros:
+        weight = replace(weight, zeros=None)
+    product = device_ops("cpu").grouped(weight)
+    torch.testing.assert_close(product(torch.eye(640)), dequantise(weight).t(), rtol=0, atol=0)
+    for tokens in (1, 9, 40):
+        x = torch.randn(tokens, 640)
+        near(product(x), x @ dequantise(weight).t(), 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

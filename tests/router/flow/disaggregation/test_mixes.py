@@ -132,7 +132,7 @@ class Fleet:
             self.registry.mark_up(worker, ServedModel(MODEL, 1 << 20, 1000, 16, 1 << 20, 1, role=role))
             self._machines[address] = Machine(self.clock)
         self._policies = PolicyBook("least_load", {}, (), lambda name: LeastLoad(random.Random(1)), lambda *_: None)
-        self.deciding = Disaggregation(mode, self.registry, self._policies, Costs(self.clock))
+        self.deciding = Disaggregation(mode, self.registry, self._policies, Costs(self.clock), random.Random(3))
         self.answered = self.handed_off = 0
         for _ in range(mix.clients):
             self.clock.after(self._rng.random(), self._ask)

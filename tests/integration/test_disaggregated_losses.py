@@ -14,7 +14,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,19 @@ class Round:
         self.pieces: list[asyncio.Queue[str]] = [asyncio.Queue() for _ in STORIES]
         self.answers = [asyncio.ensure_future(cluster.ask(story, pieces)) for story, pieces in enumerate(self.pieces)]
 
-    async def comes_to(self, point: str, side: str) -> Worker:
-        """Waits until a request is at a point; returns the worker of that side which it concerns, or may concern."""
+    async def comes_to(self, point: str, side: str) -> Worker | None:
+        """Waits until a request is at a point; returns the worker of that side which it concerns, or may concern; None: all are
+        over, and none was seen there."""
+        coming = asyncio.ensure_future(self._comes_to(point, side))
+        over = asyncio.ensure_future(asyncio.wait(self.answers))
+        await asyncio.wait((coming, over), return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        if coming.done():
+            return coming.result()
+        coming.cancel()
+        return None
+
+    async def _comes_to(self, point: str, side: str) -> Worker:
         cluster, there = self.cluster, "running_requests"
         match point:
             case "queued":
@@ -211,11 +222,8 @@ class Round:
                 await self.some_piece(1)
                 return await self.first_of(side, "handoff_pages", there)
             case "pulling":
-                holding = [asyncio.ensure_future(worker.link.reached.wait()) for worker in cluster.of("prefill")]
-                await asyncio.wait(holding, return_when=asyncio.FIRST_COMPLETED)
+                await self.first(worker.link.reached.wait() for worker in cluster.of("prefill"))
                 reached = [worker for worker in cluster.of("prefill") if worker.link.reached.is_set()]
-                for each in holding:
-                    each.cancel()
                 return reached[0] if side == "prefill" else await cluster.find("decode", "waiting_requests")
             case "first token":
                 await self.some_piece(2)
@@ -235,10 +243,17 @@ class Round:
 
     async def some_piece(self, count: int) -> None:
         """Waits until one of the answers has so many pieces."""
-        came = [asyncio.ensure_future(self.so_many(pieces, count)) for pieces in self.pieces]
-        await asyncio.wait(came, return_when=asyncio.FIRST_COMPLETED)
-        for each in came:
-            each.cancel()
+        await self.first(self.so_many(pieces, count) for pieces in self.pieces)
+
+    @staticmethod
+    async def first(waits: Iterable[Coroutine[Any, Any, Any]]) -> None:
+        """Waits for one of several."""
+        tasks = [asyncio.ensure_future(each) for each in waits]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in tasks:
+                each.cancel()
 
     @staticmethod
     async def so_many(pieces: asyncio.Queue[str], count: int) -> None:
@@ -289,13 +304,14 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
                 worker.link.hold(worker.page_port, 3 * PAGE_BYTES)
         running = Round(cluster)
         lost = await running.comes_to(point, side)
-        make_well = await lose(lost, fault)
+        make_well = await lose(lost, fault) if lost is not None else None
         for worker in cluster.workers:
             worker.link.let_go()
         answers = await asyncio.gather(*running.answers, return_exceptions=True)
-        await make_well()
+        if make_well is not None:
+            await make_well()
         await cluster.available(4)
-        counts["losses"] += 1
+        counts["losses" if make_well is not None else "missed"] += 1
         counts["answers"] += len(answers)
         counts["failed"] += sum(isinstance(answer, BaseException) for answer in answers)
         counts["different"] += sum(a != b for a, b in zip(answers, cluster.expected, strict=True))
@@ -304,7 +320,7 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
     resumed, handed = (metrics.get_sample_value(f"sapwood_router_{name}_total") for name in ("resumptions", "handoffs"))
     print(f"{handed:g} hand-overs, {resumed:g} streams went on elsewhere; {dict(counts)}")
     assert not counts["failed"] and not counts["different"]
-    assert resumed and handed
+    assert resumed and handed and counts["missed"] < counts["losses"]
     await nothing_is_kept(cluster)
 
 

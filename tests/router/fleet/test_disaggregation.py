@@ -294,7 +294,9 @@ async def test_workers_of_any_role_serve_where_there_is_no_pair(
         assert explained.chosen == workers[roles[-1]].address  # who does both is asked first
 
 
-async def test_auto_measures_on_the_first_requests_and_then_weighs(workers: dict[str, Worker]) -> None:
+async def test_auto_measures_on_the_first_requests_and_then_weighs(
+    workers: dict[str, Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
     pair = [workers["prefill"], workers["decode"]]
     async with front(pair, disaggregate="auto") as router:
         first = await router.explain(new_prompt())
@@ -310,6 +312,10 @@ async def test_auto_measures_on_the_first_requests_and_then_weighs(workers: dict
         assert sorted(ways) == sorted([(prefill, ""), (decode, ""), (prefill, decode)])
         assert all(way.prefill_seconds > 0 and way.generate_seconds > 0 for way in explained.estimates)
         assert [way.transfer_seconds > 0 for way in explained.estimates] == [bool(paired) for _, paired in ways]
+        command = ["router", "route", "explain", "what would this cost? " * 4]
+        address = f"127.0.0.1:{router.router.grpc_port}"
+        assert await asyncio.to_thread(main, [*command, "--address", address]) == 0
+        assert re.search(rf"{prefill} +{decode}( +[0-9.]+){{5}}\n", capsys.readouterr().out)
         assert tokens_of(await router.answer(asked)) == expected(asked)
         weighed = [
             router.router._metrics.registry.get_sample_value(

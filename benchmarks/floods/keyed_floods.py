@@ -24,6 +24,10 @@ def _of_prompt(value: bytes) -> bytes:
     return b'{"model": "mock", "max_tokens": 1, "prompt": %b}' % value
 
 
+def _continued(prompt: bytes) -> bytes:
+    return b'{"model": "mock", "max_tokens": 1, "n": 128, "prompt": %b}' % prompt
+
+
 def _keys() -> bytes:
     return b'{"model": "mock", "prompt": "a", %b}' % b", ".join(b'"k%d": 1' % number for number in range(1_000_000))
 
@@ -72,6 +76,20 @@ KEYED_FLOODS = (
         "prompts of too many numbers", "http", _bodies(_of_prompt(b"[%b]" % b",".join([b"7"] * 1_200_000))), keyed=True
     ),
     Flood("prompts of 15 MB", "http", _bodies(_of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
+    Flood(
+        "200 000 tokens continued 128 times",
+        "http",
+        _bodies(_continued(b"[%b]" % b",".join([b"7"] * 200_000))),
+        keyed=True,
+    ),
+    Flood("100 KB continued 128 times", "http", _bodies(_continued(b'"%b"' % (b"a " * 50_000))), keyed=True),
+    Flood(
+        "long answers unread",
+        "http",
+        _bodies(_of_prompt(b'"%b", "echo": true' % (b"a " * 1_500_000))),
+        keyed=True,
+        reads=False,
+    ),
     Flood("gzip bombs with a key", "grpc", _calls(bytes(_MOST)), keyed=True),
     Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops()), keyed=True),
 )

@@ -9,8 +9,8 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, RequestContext, TextPrompt
 
 MOST_BAD_WORDS = 128
-MOST_TOGETHER = 16 * 1024 * 1024
-"""Characters of all prompts of a request, each as often as it is continued: every run has it tokenized, hashed and sent."""
+MOST_TOGETHER = 4 * 1024 * 1024
+"""Characters of all prompts of a request, each as often as it is continued: every run has it tokenized, hashed, sent and kept."""
 _CHARACTERS_A_TOKEN = 4
 _UINT32 = 2**32
 

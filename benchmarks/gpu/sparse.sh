@@ -29,7 +29,7 @@ engine() { # SECONDS MODEL KV_GB OPTIONS...
     --attention-backend "$own" "${@:4}"
 }
 part 45 "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels/experts tests/kernels/attention/test_triton_latent.py \
-  tests/worker/model/families/test_sparse_kernels.py
+  tests/worker/model/families/test_sparse_kernels.py tests/worker/test_experts.py
 short=(--only "steady,prefill" --batches 1,8,64,256 --prefills 1x8192,8x8192 --profile "${TMPDIR:-/tmp}/sapwood-traces")
 engine 35 qwen3-30b-a3b 40 "${short[@]}"
 engine 28 deepseek-v2-lite 20 "${short[@]}"

@@ -12,6 +12,7 @@ import urllib.request
 
 import grpc
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cli.main import main
@@ -91,6 +92,33 @@ def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
         }
         assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
         assert found["sapwood_worker_expert_balance",] == after.balance
+        assert not after.tiles and found["sapwood_worker_expert_tile_sizes",] == 0, "a CPU has no tiles"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_worker_on_a_gpu_tells_what_its_tiles_go_by(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for source in ("measured", "file"):
+        flags = (
+            "--attention-backend",
+            "triton",
+            "--max-step-tokens",
+            "128",
+            "--max-running",
+            "4",
+            "--expert-tuning",
+            "3",
+        )
+        with started(model, tmp_path / "log", *flags) as (address, metrics):
+            until = time.monotonic() + 60
+            while not load_of(address).tokens and time.monotonic() < until:
+                time.sleep(0.02)
+            load = load_of(address)
+            assert load.tiles == source and load.tile_sizes > 0
+            assert main(["worker", "experts", "--worker", address]) == 0
+            assert f"tiles {source}, tile_sizes {load.tile_sizes}" in capsys.readouterr().out
+            with urllib.request.urlopen(metrics) as page:
+                assert f"sapwood_worker_expert_tile_sizes {float(load.tile_sizes)}" in page.read().decode()
 
 
 def test_a_model_without_experts_says_so(lend, capsys):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures mixtures of experts and latent attention on one CUDA GPU: kernels and tiny models against a CPU, then the
 # engine alone on true shapes with random weights and tokens spread evenly over experts. Each part is a process of its own with a
-# time limit; what would not end within BUDGET seconds (default 450) is left out. JSON lines go to OUT (default:
+# time limit; what would not end within BUDGET seconds (default 570) is left out. JSON lines go to OUT (default:
 # benchmarks/results/gpu-sparse-<date>.jsonl). FlashInfer is taken where its kernels have been built, else our own.
 #
 #   benchmarks/gpu/sparse.sh [OUT]
@@ -9,7 +9,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-benchmarks/results/gpu-sparse-$(date +%F).jsonl}
 python=${PYTHON:-python3}
-budget=${BUDGET:-450}
+budget=${BUDGET:-570}
 gpu=benchmarks/gpu
 backend=triton
 [ -n "$(find ~/.cache/flashinfer -name '*.so' 2>/dev/null | head -n 1)" ] && backend=auto
@@ -28,12 +28,12 @@ engine() { # SECONDS MODEL KV_GB OPTIONS...
   part "$1" "$python" $gpu/bench_engine.py --model "$gpu/configs/$2" --routing uniform --kv-gb "$3" \
     --attention-backend "$own" "${@:4}"
 }
-part 45 "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels/experts tests/kernels/attention/test_triton_latent.py \
+part 120 "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels/experts tests/kernels/attention/test_triton_latent.py \
   tests/worker/model/families/test_sparse_kernels.py tests/worker/test_experts.py
 short=(--only "steady,prefill" --batches 1,8,64,256 --prefills 1x8192,8x8192 --profile "${TMPDIR:-/tmp}/sapwood-traces")
-engine 35 qwen3-30b-a3b 40 "${short[@]}"
-engine 28 deepseek-v2-lite 20 "${short[@]}"
-engine 24 deepseek-v3-4-layers 10 --only steady,prefill --batches 1,64,256 --prefills 1x8192
+engine 60 qwen3-30b-a3b 40 "${short[@]}"
+engine 55 deepseek-v2-lite 20 "${short[@]}"
+engine 60 deepseek-v3-4-layers 10 --only steady,prefill --batches 1,64,256 --prefills 1x8192
 # Tiles as a worker measures them at its first start; the second start reads them.
 tuned=(--expert-tuning 40 --only steady,prefill --batches 1,8,64,256 --prefills 1x8192)
 engine 80 qwen3-30b-a3b 40 "${tuned[@]}"

@@ -381,7 +381,5 @@ def test_losing_each_rank_of_two_groups_in_turn_changes_no_answer(demo_model: Pa
         resumed = cluster.metric("sapwood_router_resumptions_total")
         print(f"{number.name} of each rank: {resumed:g} streams resumed, {load.done} answers, none wrong or lost")
         assert resumed > 0
-        logs = "".join("".join(worker.log) for worker in cluster.workers)
-        assert [f"rank {turn} of 2" in logs for turn in (0, 1)] == [True, True]
     finally:
         cluster.close()

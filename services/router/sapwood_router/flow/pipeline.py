@@ -76,7 +76,7 @@ class Pipeline:
         self.resume_grace = resume_grace
         self.disaggregation = disaggregation
         self.observer = observer
-        self.heavy = HeavyWork()
+        self.heavy = HeavyWork(rest=1.0)
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
 

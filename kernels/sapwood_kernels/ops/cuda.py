@@ -34,7 +34,7 @@ from sapwood_kernels.ops.device import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row, triton_words
+from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.triton_latent_store import store_latent
@@ -122,8 +122,6 @@ class CudaOps(DeviceOps):
         return partial(triton_grouped.product, weight=weight, processors=self.processors)
 
     def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
-        if triton_words.serves(weight):
-            return partial(triton_words.row_product, weight=weight, bias=bias)
         return partial(triton_row.row_product, weight=weight, bias=bias) if triton_row.serves(weight) else None
 
     def tune_experts(self, seconds: float, folder: Path) -> None:

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.quantised import triton_turned
 from sapwood_kernels.quantised.grouped import GroupedWeight
 
 _WIDEN_ROWS = 1024
@@ -159,8 +158,6 @@ def product(
     count, rows = x.shape[0], weight.rows
     if blocks is None and count >= _WIDEN_ROWS:
         return F.linear(x, widened(weight, x.dtype))
-    if blocks is None and triton_turned.serves(weight) and weight.scales.dtype == x.dtype:
-        return triton_turned.product(x, weight, processors)
     out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
     block_m, block_n, block_k, warps, stages = blocks or block_shape(count, rows, processors)
     _product_kernel[(triton.cdiv(count, block_m) * triton.cdiv(rows, block_n),)](

@@ -17,8 +17,6 @@ from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise, joined,
 
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_row = pytest.importorskip("sapwood_kernels.quantised.triton_row")
-triton_words = pytest.importorskip("sapwood_kernels.quantised.triton_words")
-triton_turned = pytest.importorskip("sapwood_kernels.quantised.triton_turned")
 triton_int8 = pytest.importorskip("sapwood_kernels.quantised.triton_int8")
 triton_grouped = pytest.importorskip("sapwood_kernels.quantised.triton_grouped")
 
@@ -138,40 +136,6 @@ def test_the_kernel_s_product_of_one_row_takes_norm_gate_and_sum_along(
     got = triton_row.row_product(x, weight, bias=bias, norm=norm, gate=gate, add_to=total, blocks=(8, 64, 1))
     assert got is total
     near(total, wanted, 1e-4)
-
-
-@pytest.mark.parametrize(("group", "gate"), [(32, "silu"), (128, "gelu_tanh"), (384, None)])
-@pytest.mark.parametrize("shape", [(20, 384), (40, 1288)])
-def test_the_kernel_of_words_of_codes_takes_norm_gate_and_sum_along(
-    group: int, gate: str | None, shape: tuple[int, int]
-):
-    torch.manual_seed(2)
-    rows, columns = shape
-    if columns % group:
-        group = 8
-    weight = round_to_groups(torch.randn(rows, columns, device=DEVICE), group)
-    assert triton_words.serves(weight)
-    x, factors, bias = (torch.randn(count, device=DEVICE) for count in (columns, columns, rows))
-    expected = reference.rms_norm(x[None], factors, 1e-6) @ dequantise(weight).t() + bias
-    expected = expected if gate is None else GATES[gate](expected)
-    total = torch.randn_like(expected)
-    wanted = total + expected
-    triton_words.row_product(
-        x[None], weight, bias=bias, norm=(factors, 1e-6), gate=gate, add_to=total, blocks=(4, 64, 1)
-    )
-    near(total, wanted, 1e-4)
-    near(triton_words.row_product(x[None], weight), x[None] @ dequantise(weight).t(), 1e-5)
-
-
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("group", [128, 256])
-def test_the_kernel_with_the_weight_on_the_left_multiplies_with_the_same_numbers(split: int, group: int):
-    torch.manual_seed(3)
-    weight = round_to_groups(torch.randn(40, 512, device=DEVICE).half(), group)
-    assert triton_turned.serves(weight)
-    x = torch.randn(20, 512, device=DEVICE).half()
-    for blocks in ((16, 16, 64, 4, 2, split), (32, 64, 64, 4, 2, split), None):
-        near(triton_turned.product(x, weight, 1, blocks), x.float() @ dequantise(weight).t(), 2e-3)
 
 
 def test_neighbours_of_one_layout_become_one_weight():

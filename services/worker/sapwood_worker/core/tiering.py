@@ -13,7 +13,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import Role, WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.pulls import Pulls
+from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
 from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
@@ -201,7 +201,13 @@ def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, p
 def _build_pulls(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> Pulls:
     fingerprint = page_fingerprint(runner, pool)
     return Pulls(
-        host, pool, fingerprint, TcpMover(_page_tls(config)), ThreadExecutor(), config.handoff_share, time.monotonic
+        host,
+        pool,
+        fingerprint,
+        TcpMover(_page_tls(config)),
+        ThreadExecutor(READS),
+        config.handoff_share,
+        time.monotonic,
     )
 
 

@@ -32,7 +32,7 @@ _ASK = struct.Struct("<8s16sQI")
 _INDEX = struct.Struct("<I")
 _MAGIC = b"SAPWHO01"
 _MOST_PAGES = 4096
-_MOST_READS = 32
+_MOST_READS = 64
 _SILENCE_SECONDS = 1.0
 _READ_SECONDS = 4.0
 """For all of a read; whoever asked waits little longer (``pulls.PATIENCE_SECONDS``)."""

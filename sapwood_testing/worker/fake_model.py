@@ -98,6 +98,7 @@ class StallingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
 
@@ -128,6 +129,7 @@ class DivergingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
 

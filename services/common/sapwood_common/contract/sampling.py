@@ -78,6 +78,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     speculate: bool = True
     logit_processors: Annotated[tuple[LogitProcessorCall, ...], Meta(max_length=8)] = ()
 
+    def draws(self) -> SamplingParams:
+        """The settings that decide a token by its logits and position alone, whatever came before."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            logit_bias=self.logit_bias,
+        )
+
     def tokens(self) -> Iterator[tuple[str, int]]:
         """Each token id that a field names, with the field."""
         for token in self.stop_token_ids:

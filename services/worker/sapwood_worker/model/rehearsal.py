@@ -21,7 +21,7 @@ from sapwood_worker.records.step import Entry, Step
 _SETTINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8),
-    SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.05),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=50),
     SamplingParams(temperature=0.8, presence_penalty=0.5, repetition_penalty=1.1, frequency_penalty=0.1),
     SamplingParams(temperature=0.0, logprobs=5),
 )

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.draft_pages import DraftPages
 from sapwood_worker.records.step import Entry, LaunchedStep, Runner, Step
@@ -215,20 +214,8 @@ class ModelDrafter:
             request = part.request
             if self._rows.get(request.slot) != request.serial:
                 self._rows[request.slot] = request.serial
-                found.append(Entry(request.slot, request.serial, _draw(request.sampling), request.output_start))
+                found.append(Entry(request.slot, request.serial, request.sampling.draws(), request.output_start))
         return found
-
-
-def _draw(sampling: SamplingParams) -> SamplingParams:
-    """What of a request's settings is the same for both models."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        logit_bias=sampling.logit_bias,
-    )
 
 
 def _tokens(known: array[int], start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

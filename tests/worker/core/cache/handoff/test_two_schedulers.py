@@ -139,7 +139,7 @@ class Simulation:
         self.limit = chance.randint(20, 40)
         self.pages = int(self.limit * chance.uniform(1, 2.5) / self.page_size) + 1
         self.host_pages = max(4, int(self.pages * chance.choice([0.5, 1, 2, 4])))
-        self.share = chance.choice([0.3, 0.5, 0.8])
+        self.share = chance.choice([0.05, 0.1, 0.5])
         self.clock = Clock()
         self.faults = chance.choice([0.0, 0.2, 0.5])
         self.loss = chance.choice([0.0, 0.1, 0.4])
@@ -260,7 +260,8 @@ class Simulation:
                     assert not worker.scheduler.abort(output.serial)
                     assert worker.leases is not None
                     assert worker.leases.find(output.ticket.transfer_id, self.epoch) is None
-                    del self.clients[output.serial], self.tickets[output.ticket.transfer_id]
+                    del self.clients[output.serial]
+                    self.tickets.pop(output.ticket.transfer_id, None)  # it may have ended by its time on the way
                     self.counts["aborted with a ticket"] += 1
                     continue
                 client.ticket = output.ticket if self.chance.random() > self.loss / 4 else None
@@ -483,4 +484,4 @@ def test_no_loss_delay_or_disorder_between_two_schedulers_gives_a_wrong_token_or
 def test_two_hundred_thousand_turns_of_two_schedulers() -> None:
     totals = run_seeds(1_000_000, steps=200_000)
     print(totals)
-    assert min(totals.values()) > 200, f"too little happened: {totals}"
+    assert min(totals.values()) > 100, f"too little happened: {totals}"

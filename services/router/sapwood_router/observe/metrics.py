@@ -131,6 +131,11 @@ class RouterMetrics:
             "worker's first (transfer), and from there to its last (decode).",
             part=OneOf("prefill", "transfer", "decode"),
         )
+        # There from the start, at 0: a chart of a fleet without pairs says 0, not that it has no data.
+        for choice in ("pair", "alone"):
+            self.weighed.at(choice=choice)
+        for part in ("prefill", "transfer", "decode"):
+            self.pair.at(part=part)
         self.session_prompt_tokens = metrics.counter(
             "sapwood_router_session_prompt_tokens_total",
             "Prompt tokens of sessions' requests, what they hold included.",

@@ -69,7 +69,7 @@ def test_sharing_little_does_not_pay_and_is_not_counted():
     assert prefixes.find([few], np.array([640] * 3)) is None
     assert prefixes.take() == 0
     many = np.array(rows(*[list(range(500, 539))] * 16), np.int32)
-    runs = prefixes.find([many, few], np.array([640] * 16))
+    runs = prefixes.find([many, many], np.array([640] * 16))
     assert runs is not None and runs[0] is not None and runs[0].spared == 15 * 39 * 16
     assert (prefixes.take(), prefixes.take()) == (15 * 39 * 16, 0)
 
@@ -96,6 +96,27 @@ def test_what_was_found_holds_until_a_request_comes_or_goes():
     assert found_now().count.tolist() == [20]
     lengths[5] = 17  # a request of one page in the place of a longer one
     assert found_now().count.tolist() == [19]
+
+
+def test_that_nothing_is_shared_is_found_once_too(monkeypatch):
+    searches: list[int] = []
+    monkeypatch.setattr(shared_prefix, "find_runs", lambda *args: searches.append(len(args[0])) or find_runs(*args))
+    prefixes = SharedPrefixes(16)
+    table = np.array(rows(*[[500, 501]] * 20), np.int32)  # a beginning too short to be read for itself
+    lengths = np.full(20, 600)
+    for _ in range(3):
+        assert prefixes.find([table], lengths) is None
+        lengths += 1
+    assert len(searches) == 1
+    lengths[7] = 40  # a shorter request in the place of another
+    for _ in range(3):
+        assert prefixes.find([table], lengths) is None
+    lengths[7] = 600  # and a longer one again
+    table[7] = table[6]
+    assert prefixes.find([table], lengths) is None  # too few keys
+    assert len(searches) == 3
+    lengths[:] = 1  # rows that read by themselves
+    assert prefixes.find([table], lengths) is None and find_runs(table, lengths, 16) is None
 
 
 def decoded(make_runner, tiny, monkeypatch, *, mixed: bool = False, **options):

@@ -57,6 +57,17 @@ def test_what_does_not_fit_or_would_read_too_many_keys_is_left_to_prefill():
     assert decode_rows(make_step(0, table, [part(2, list(range(12)), MOST_KEYS // 12)]), PAGE, **sizes) is None
 
 
+def test_rows_of_prompts_are_told_from_decodes_and_drafts():
+    table = np.zeros((3, 64), np.int32)
+    draft = Part(0, [7, 8, 9], 40, 3, GREEDY)
+    rows = decode_rows(make_step(0, table, [draft, part(1, [-1], 60)]), PAGE, most_rows=16, most_pages=900)
+    assert rows is not None and rows.prompts is None
+    step = make_step(0, table, [draft, part(1, [1, 2], 60), part(2, [3], 0, samples=False)])
+    rows = decode_rows(step, PAGE, most_rows=16, most_pages=900)
+    assert rows is not None and rows.prompts is not None
+    assert rows.prompts.tolist() == [False, False, False, True, True, True]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_on_a_gpu_parts_of_prompts_in_a_decode_graph_give_the_logits_of_prefill(tmp_path, cache):
@@ -83,7 +94,7 @@ def test_on_a_gpu_parts_of_prompts_in_a_decode_graph_give_the_logits_of_prefill(
     rows = decode_rows(step, PAGE, graphs.largest, graphs.most_pages)
     assert rows is not None
     with torch.inference_mode():
-        result = graphs.run(rows.token_ids, rows.positions, rows.pages, rows.slots)
+        result = graphs.run(rows)
         got = result.logits[torch.tensor(rows.last).cuda()].float()
     assert float((got - wanted).norm() / wanted.norm()) < 0.03
     tokens = runner.execute(step).token_ids

@@ -28,14 +28,19 @@ class _Found:
     Args:
         table: The page table.
         page_size: Tokens in a page.
-        runs: What was found in it.
+        whole: int64 [B]: pages of each request that others may have.
+        runs: What was found in it; None: nothing.
     """
 
-    def __init__(self, table: npt.NDArray[np.int32], page_size: int, runs: SharedRuns) -> None:
+    def __init__(self, table: npt.NDArray[np.int32], page_size: int, whole: IntArray, runs: SharedRuns | None) -> None:
         self.runs = runs
-        self._ends = np.zeros(len(table), np.int64)
-        for first, count, end in zip(runs.first, runs.count, runs.end // page_size, strict=True):
-            self._ends[runs.order[first : first + count]] = end
+        self._longest = -(-_LEAST_RUN // page_size)
+        if runs is None:  # two with so many pages in common would have a run
+            self._ends = np.minimum(whole, self._longest)
+        else:
+            self._ends = np.zeros(len(table), np.int64)
+            for first, count, end in zip(runs.first, runs.count, runs.end // page_size, strict=True):
+                self._ends[runs.order[first : first + count]] = end
         columns = int(self._ends.max())
         # Of requests that share nothing the first page, by which others in their places are told apart.
         self._others = np.arange(columns) >= np.maximum(self._ends, 1)[:, None]
@@ -45,6 +50,8 @@ class _Found:
         """Whether the requests share this still; should one in the place of another share more, that is left out."""
         count, columns = self._pages.shape
         if len(table) != count or table.shape[1] < columns or (whole < self._ends).any():
+            return False
+        if self.runs is None and (np.minimum(whole, self._longest) > self._ends).any():
             return False
         return bool(((table[:, :columns] == self._pages) | self._others).all())
 
@@ -66,7 +73,7 @@ class SharedPrefixes:
 
         Args:
             tables: int32 [B, P], as :class:`AttentionBatch` has them; the first decides.
-            lengths: int64 [B]: keys of each request.
+            lengths: int64 [B]: keys of each request, or 1 for one that reads by itself.
         """
         first = self._find(0, tables[0], lengths)
         if first is None or first.spared < LEAST_SPARED:
@@ -80,12 +87,11 @@ class SharedPrefixes:
         return spared
 
     def _find(self, group: int, table: npt.NDArray[np.int32], lengths: IntArray) -> SharedRuns | None:
-        last = self._last.get(group)
-        if last is not None and last.holds(table, (lengths - 1) // self._page_size):
+        last, whole = self._last.get(group), (lengths - 1) // self._page_size
+        if last is not None and last.holds(table, whole):
             return last.runs
         runs = find_runs(table, lengths, self._page_size)
-        if runs is not None:
-            self._last[group] = _Found(table, self._page_size, runs)
+        self._last[group] = _Found(table, self._page_size, whole, runs)
         return runs
 
 
@@ -101,9 +107,10 @@ def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -
         page_size: Tokens in a page.
     """
     count = len(table)
-    if len(np.unique(table[:, 0])) == count:
-        return None
     whole = (lengths - 1) // page_size
+    begins = table[whole > 0, 0]
+    if len(np.unique(begins)) == len(begins):
+        return None
     runs: list[IntArray] = []
     # By place in ``order``: the group, whose members stand side by side and have their first ``at`` pages in common, of which
     # runs have the first ``done``.

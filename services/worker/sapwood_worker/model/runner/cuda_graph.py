@@ -24,6 +24,7 @@ from sapwood_worker.model.attention.paged import PagedAttention, PagedPlan
 from sapwood_worker.model.attention.shared_prefix import Runs
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.runner.decode_rows import DecodeRows
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
 """The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""
@@ -124,26 +125,16 @@ class DecodeGraphs:
         """The most pages that the rows of a batch may name together."""
         return self._backend.most_pages - self.largest  # a padding row names one
 
-    def run(
-        self,
-        token_ids: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        page_table: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int64],
-    ) -> DecodeResult:
-        """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other.
-
-        Args:
-            token_ids: [B]; -1 for a token that only ``last_tokens`` holds.
-            positions: [B].
-            page_table: [B, groups * P]: pages in order; entries beyond the position's page are undefined.
-            slots: [B]: each row's index in ``last_tokens``.
-        """
+    def run(self, step: DecodeRows) -> DecodeResult:
+        """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other."""
         self._backend.begin_plan()
-        count = len(token_ids)
-        lengths = positions + 1
-        tables = page_table.reshape(count, len(self._scratch), -1).swapaxes(0, 1)
-        runs = self._backend.find_shared(list(tables), lengths) if self._shared else None
+        count = len(step.token_ids)
+        positions, lengths = step.positions, step.positions + 1
+        tables = step.pages.reshape(count, len(self._scratch), -1).swapaxes(0, 1)
+        runs = None
+        if self._shared:
+            together = lengths if step.prompts is None else np.where(step.prompts, 1, lengths)
+            runs = self._backend.find_shared(list(tables), together)
         graphs = self._captured if runs is None else self._shared
         sizes = list(graphs)
         size = sizes[bisect_left(sizes, count)]
@@ -152,8 +143,8 @@ class DecodeGraphs:
         rows = np.arange(count)
         staged = self._staging.numpy()
         staged[:, :size] = 0
-        staged[0, :count], staged[1, :count] = token_ids, positions
-        staged[2, :count] = slots
+        staged[0, :count], staged[1, :count] = step.token_ids, positions
+        staged[2, :count] = step.slots
         padded = []
         for row, (own, scratch) in enumerate(zip(tables, self._scratch, strict=True), 3):
             staged[row, :count] = own[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size

@@ -30,6 +30,7 @@ class DecodeRows:
         slots: [T]: the row of the page table of each token's request.
         pages: int32 [T, W]: each token's pages.
         last: [R]: the rows after which the step samples; None: all rows, in order.
+        prompts: bool [T]: which rows are of prompts; None: none. To find what they share takes longer than to read their keys.
     """
 
     token_ids: IntArray
@@ -37,6 +38,7 @@ class DecodeRows:
     slots: IntArray
     pages: npt.NDArray[np.int32]
     last: IntArray | None
+    prompts: npt.NDArray[np.bool_] | None
 
 
 def decode_rows(
@@ -55,7 +57,7 @@ def decode_rows(
     if total > most_rows:
         return None
     if total == len(counts) and step.samples.all():
-        return DecodeRows(step.token_ids, step.starts, step.rows, step.pages, None)
+        return DecodeRows(step.token_ids, step.starts, step.rows, step.pages, None, None)
     if not prompts:
         return None
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -64,4 +66,6 @@ def decode_rows(
     if int(keys[(counts > 1)[owner]].sum()) > MOST_KEYS or int((-(-keys // page_size)).sum()) > most_pages:
         return None
     last = None if int(step.samples.sum()) == total else step.sampled()
-    return DecodeRows(step.token_ids, positions, step.rows[owner], step.pages[owner], last)
+    prompts_of = counts > step.samples  # a draft's tokens are all sampled after
+    of_prompts = prompts_of[owner] if prompts_of.any() else None
+    return DecodeRows(step.token_ids, positions, step.rows[owner], step.pages[owner], last, of_prompts)

@@ -187,7 +187,7 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
         self._pool.await_all()
-        result = graphs.run(rows.token_ids, rows.positions, rows.pages, rows.slots)
+        result = graphs.run(rows)
         if not len(at.rows):
             return None
         if rows.last is not None:

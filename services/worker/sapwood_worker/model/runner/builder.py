@@ -8,24 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_common.plugins import part_names
-from sapwood_kernels.attention.planned import AttentionShape, Variant
+from sapwood_kernels.attention.planned import AttentionShape
 from sapwood_kernels.ops.factory import cache_folder, device_ops
 from sapwood_worker.model.attention.backend import AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
-from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint, sampled_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
-from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.heads.eagle import load_eagle
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
@@ -33,21 +30,22 @@ from sapwood_worker.model.heads.mtp import load_mtp
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, memory_limit, pool_bytes
-from sapwood_worker.model.pools.shared_memory import SharedMemory
+from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
-from sapwood_worker.model.runner.input_builder import build_forward_batch
+from sapwood_worker.model.runner.attention_builder import AttentionBuilder
+from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kv_calibration import kv_scales
-from sapwood_worker.model.runner.memory_profile import measure_pool_bytes
+from sapwood_worker.model.runner.memory.host_tier import build_host_pool
+from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
+from sapwood_worker.model.runner.memory.page_counts import plan_pages
+from sapwood_worker.model.runner.memory.trial_step import compute_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
-from sapwood_worker.model.runner.page_counts import plan_pages
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
 from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import Step
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
@@ -138,7 +136,7 @@ class _Builder:
         self._head: Head | None = None
         self._parallel = options.parallel
         self._tp = options.parallel.tp
-        self._assure_equal()
+        assure_equal(options)
         self._config = loaded.config
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
@@ -158,15 +156,10 @@ class _Builder:
         if float8:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._parallel.exchange(own))
-        generates = self._config.labels is None  # a graph ends with the choice of a token
-        captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
-        self._captures = captures and generates
-        self._needs = self._attention_needs(self._config)
-        setting = options.attention_backend
-        self._prefill = choose_backend(setting, "prefill", self._needs, self._ops)
-        self._decode = choose_backend(setting, "decode", self._needs, self._ops)
-        for half, chosen in (("prefill", self._prefill), ("decode", self._decode)):
-            logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
+        cached = self._dtype if self._scales is None else torch.float8_e4m3fn
+        self._attention = AttentionBuilder(
+            options, self._model, self._config, self._layout, self._dtype, cached, self._ops
+        )
         if compiling is not None:
             compiling.wait(logger.info)
 
@@ -194,12 +187,12 @@ class _Builder:
         """
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
-        host_pool = _build_host_pool(options, pool, self._parallel)
+        host_pool = build_host_pool(options, pool.layout, pool.num_pages - _SCRATCH_PAGES, self._parallel)
         if (head := self._head) is not None:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._model.taps = Taps(head.taken, head.mix, head.store)
-        backend, graphs = self._build_backend(config, pool, None)
+        backend, graphs = self._build_backend(pool, whole_ladder=True)
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
             self._compute([1, 2], pool, backend)
@@ -259,14 +252,6 @@ class _Builder:
         )
         return runner
 
-    def _attention_needs(self, config: ModelConfig) -> AttentionNeeds:
-        [kept] = {(each.heads, each.dim) for each in self._layout.components}  # kernels are planned for one shape
-        heads = self._options.parallel.shard("num_attention_heads", config.num_heads).size
-        shape = AttentionShape(heads, *kept, self._options.page_size, self._dtype)
-        kinds = tuple(dict.fromkeys(config.kinds))
-        cached = self._dtype if self._scales is None else torch.float8_e4m3fn
-        return AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
-
     def _info(self, config: ModelConfig, pool: DevicePool, length: int) -> ModelInfo:
         sentences = read_sentence_config(self._options.model_path, "last", length)
         return ModelInfo(
@@ -284,11 +269,11 @@ class _Builder:
             generates=config.labels is None,
             embedded_tokens=sentences.max_tokens,
             shortened=sentences.shortened,
-            prefill_attention=self._prefill.name,
-            decode_attention=self._decode.name,
+            prefill_attention=self._attention.prefill.name,
+            decode_attention=self._attention.decode.name,
             expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.captures else "",
             expert_tile_sizes=self._ops.tuning.sizes,
-            attention_reason="; ".join(dict.fromkeys((self._prefill.reason, self._decode.reason))),
+            attention_reason=self._attention.reason,
             special_ids=sentences.special_ids,
             weights=self._weights,
             windows=tuple(
@@ -331,73 +316,18 @@ class _Builder:
             logger.info("%s", reason)
         return sizes
 
-    def _assure_equal(self) -> None:
-        """Raises ConfigError if another rank has read other model files, or runs another torch."""
-        path = self._options.model_path
-        own = torch.__version__, _stamps(path) if self._options.nodes == 1 else sampled_fingerprint(path)
-        for rank, (version, files) in enumerate(self._parallel.exchange(own)):
-            if version != own[0]:
-                raise ConfigError(f"rank {rank} runs torch {version}, this one {own[0]}")
-            if files != own[1]:
-                raise ConfigError(f"{path}: rank {rank} has found other files there: were they replaced just now?")
+    def _build_backend(self, pool: DevicePool, *, whole_ladder: bool) -> tuple[PagedAttention, DecodeGraphs | None]:
+        return self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=whole_ladder)
+
+    def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
+        if self._head is not None:  # the pieces run layer by layer, past the taps
+            return None
+        float8, most = self._quantization != "none", self._sizes.max_step_tokens
+        return self._attention.pieces(backend, pool, most, float8=float8, whole_ladder=whole_ladder)
 
     def _identity(self) -> str:
-        options = self._options
-        made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
-        stored = "" if self._scales is None else str(self._scales)
         computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"
-        parts = (
-            model_fingerprint(options.model_path),
-            made_up,
-            computed,
-            stored,
-            self._layout.identity,
-            self._device.type,
-            *((f"{self._tp.size} ranks",) if self._tp.size > 1 else ()),
-            *((f"{self._parallel.pp.size} stages",) if self._parallel.pp.size > 1 else ()),
-            *self._model.config.rotary_variants,
-        )
-        return "|".join(parts)
-
-    @torch.inference_mode()
-    def _build_backend(
-        self, config: ModelConfig, pool: DevicePool, sizes: Sequence[int] | None
-    ) -> tuple[PagedAttention, DecodeGraphs | None]:
-        """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
-        kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
-        for index in pool.layout.layers:
-            kinds[pool.group[index]][config.kinds[index]] = None
-        backend = PagedAttention(
-            self._needs,
-            pool,
-            self._ops,
-            self._prefill.backend,
-            self._decode.backend,
-            [tuple(each) or self._needs.kinds for each in kinds],
-            share=self._options.shared_prefix_attention,
-        )
-        make = backend.graphs() if self._captures else None
-        if make is None:
-            return backend, None
-        from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
-
-        sizes = ladder(self._largest_graph) if sizes is None else sizes
-        makes = make, backend.shared_graphs()
-        return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, self._last_tokens, self._ops)
-
-    @torch.inference_mode()
-    def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
-        """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
-        if not self._captures or self._head is not None:  # they run layer by layer, past the taps
-            return None
-        from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
-
-        worth = worth_capturing(
-            self._model.layer_size(), float8=self._quantization != "none", sparse=self._config.sparse is not None
-        )
-        largest = min(worth, self._sizes.max_step_tokens)
-        sizes = token_ladder(largest) if whole_ladder else [largest]
-        return PiecewiseGraphs(self._model, backend, pool, sizes, self._ops)
+        return cache_identity(self._options, computed, self._layout, self._scales, self._model.config.rotary_variants)
 
     def _build_pool(self, counts: Sequence[int]) -> DevicePool:
         options = self._options
@@ -429,7 +359,7 @@ class _Builder:
             prompts.append(min(longest, step_tokens - sum(prompts)))
         needed = sum(-(-length // options.page_size) for length in prompts)
         pool = self._build_pool([max(needed, running)] * len(self._layout.groups))
-        backend, graphs = self._build_backend(config, pool, [self._largest_graph])
+        backend, graphs = self._build_backend(pool, whole_ladder=False)
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         hidden = self._compute(prompts, pool, backend)
         rows = hidden.index_select(0, torch.zeros(running, dtype=torch.int64, device=self._device))
@@ -452,59 +382,5 @@ class _Builder:
         logger.info("pipeline: %s: a step of %d tokens is cut in %d", cuts.reason, step, cuts.count(step))
         return cuts
 
-    @torch.inference_mode()
     def _compute(self, prompts: Sequence[int], pool: DevicePool, backend: PagedAttention) -> Tensor:
-        """The hidden states of prompts of so many tokens, made up, in the pool's first pages."""
-        counts = np.array(prompts, np.int64)
-        needed = -(-counts // pool.page_size)
-        table = np.zeros((len(counts), needed.max()), np.int32)
-        table[np.arange(needed.max()) < needed[:, None]] = np.arange(needed.sum())
-        slots, zeros = np.arange(len(counts)), np.zeros_like(counts)
-        tokens = np.zeros(counts.sum(), np.int64)
-        step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens)
-        step.pages = np.tile(table, (1, len(pool.counts)))
-        batch = build_forward_batch(step, pool.page_size, self._ops, tables=len(pool.counts))
-        hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
-        return hidden
-
-
-def _build_host_pool(options: RunnerOptions, pool: DevicePool, parallel: Parallel) -> HostPool | None:
-    """The second tier; the ranks of a host share its, each with its part of every record.
-
-    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes.
-    """
-    if not options.host_cache_gb and not options.host_cache_ratio:
-        return None
-    rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
-    each //= options.nodes
-    first = rank // each * each
-    own = pool.layout.page_bytes
-    # A rank that keeps the same as the one before it on this host has no part of its own.
-    shares = pool.layout.replicated and parallel.tp.rank > 0 and rank > first
-    parts = parallel.exchange(0 if shares else own)
-    start = sum(parts[first:rank]) - (own if shares else 0)
-    size = sum(parts[first : first + each])
-    leads = rank == first
-    pages = 0
-    if rank == 0:
-        pages = host_pool_pages(
-            page_bytes=size,
-            num_device_pages=pool.num_pages - _SCRATCH_PAGES,
-            gigabytes=options.host_cache_gb,
-            ratio=options.host_cache_ratio,
-        )
-    if parallel.tp.size == parallel.pp.size == 1:
-        return HostPool(pages, size)
-    pages = parallel.exchange(pages)[0]
-    memory = SharedMemory.create(pool_bytes(pages, size)) if leads else None
-    path = parallel.exchange("" if memory is None else memory.path)[first]
-    memory = memory or SharedMemory.open(path)
-    parallel.exchange("")  # all have opened it
-    return HostPool(pages, size, memory, slice(start, start + own))
-
-
-def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """The model's files, with their sizes and times: what changes if they are replaced."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [(file.name, file.stat()) for file in files if file.is_file()]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+        return compute_trial(prompts, self._model, pool, backend, self._ops)

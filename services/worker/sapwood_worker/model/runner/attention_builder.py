@@ -1,0 +1,134 @@
+"""Chooses what computes a model's attention, and makes it for a pool, with the graphs that replay its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.attention.planned import AttentionShape, Variant
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.attention.backend import AttentionNeeds
+from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.attention.registry import choose_backend
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionBuilder:
+    """Makes a runner's attention: for a trial step that measures memory, and for good.
+
+    Args:
+        options: The runner's.
+        model: Computes what attention does not.
+        config: The model's.
+        layout: Of a page.
+        dtype: The model's.
+        cached: The pool's dtype.
+        ops: The device's.
+
+    Attributes:
+        prefill: What computes prompts.
+        decode: What computes decodes.
+
+    Raises:
+        ConfigError: A backend that the options name cannot serve the model.
+    """
+
+    def __init__(
+        self,
+        options: RunnerOptions,
+        model: DecoderModel,
+        config: ModelConfig,
+        layout: KVLayout,
+        dtype: torch.dtype,
+        cached: torch.dtype,
+        ops: DeviceOps,
+    ) -> None:
+        self._share = options.shared_prefix_attention
+        self._model = model
+        self._config = config
+        self._ops = ops
+        generates = config.labels is None  # a graph ends with the choice of a token
+        self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and generates
+        [kept] = {(each.heads, each.dim) for each in layout.components}  # kernels are planned for one shape
+        heads = options.parallel.shard("num_attention_heads", config.num_heads).size
+        shape = AttentionShape(heads, *kept, options.page_size, dtype)
+        kinds = tuple(dict.fromkeys(config.kinds))
+        self._needs = AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
+        self.prefill = choose_backend(options.attention_backend, "prefill", self._needs, ops)
+        self.decode = choose_backend(options.attention_backend, "decode", self._needs, ops)
+        for half, chosen in (("prefill", self.prefill), ("decode", self.decode)):
+            logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
+
+    @property
+    def reason(self) -> str:
+        """Why these backends were chosen."""
+        return "; ".join(dict.fromkeys((self.prefill.reason, self.decode.reason)))
+
+    @torch.inference_mode()
+    def backend(
+        self, pool: DevicePool, last_tokens: Tensor, largest: int, *, whole_ladder: bool
+    ) -> tuple[PagedAttention, DecodeGraphs | None]:
+        """The attention backend, and the graphs of decode steps where there are any.
+
+        Args:
+            pool: Where keys and values are.
+            last_tokens: The latest token of the request in each row of the page table.
+            largest: Tokens of the largest graph.
+            whole_ladder: Whether the smaller graphs are made too.
+        """
+        kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
+        for index in pool.layout.layers:
+            kinds[pool.group[index]][self._config.kinds[index]] = None
+        backend = PagedAttention(
+            self._needs,
+            pool,
+            self._ops,
+            self.prefill.backend,
+            self.decode.backend,
+            [tuple(each) or self._needs.kinds for each in kinds],
+            share=self._share,
+        )
+        make = backend.graphs() if self._captures else None
+        if make is None:
+            return backend, None
+        from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
+
+        sizes = ladder(largest) if whole_ladder else [largest]
+        makes = make, backend.shared_graphs()
+        return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, last_tokens, self._ops)
+
+    @torch.inference_mode()
+    def pieces(
+        self, backend: PagedAttention, pool: DevicePool, most: int, *, float8: bool, whole_ladder: bool
+    ) -> PiecewiseGraphs | None:
+        """The graphs of steps that compute prompts, where there are any.
+
+        Args:
+            backend: From :meth:`backend`.
+            pool: Where keys and values are.
+            most: Tokens of the largest step.
+            float8: Whether linear layers are quantised.
+            whole_ladder: Whether all sizes are made, or the largest only.
+        """
+        if not self._captures:
+            return None
+        from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+
+        worth = worth_capturing(self._model.layer_size(), float8=float8, sparse=self._config.sparse is not None)
+        largest = min(worth, most)
+        sizes: Sequence[int] = token_ladder(largest) if whole_ladder else [largest]
+        return PiecewiseGraphs(self._model, backend, pool, sizes, self._ops)

@@ -1,0 +1,50 @@
+"""The KV cache's second tier, in the host's memory, which the ranks of a host share."""
+
+from __future__ import annotations
+
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
+from sapwood_worker.model.pools.shared_memory import SharedMemory
+from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.kv_layout import KVLayout
+
+
+def build_host_pool(options: RunnerOptions, layout: KVLayout, num_pages: int, parallel: Parallel) -> HostPool | None:
+    """The second tier; None: the options want none. Each rank has its part of every record.
+
+    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes.
+
+    Args:
+        options: Say how large it is.
+        layout: What this rank keeps of a page.
+        num_pages: Pages on the device.
+        parallel: The groups of ranks.
+    """
+    if not options.host_cache_gb and not options.host_cache_ratio:
+        return None
+    rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
+    each //= options.nodes
+    first = rank // each * each
+    own = layout.page_bytes
+    # A rank that keeps the same as the one before it on this host has no part of its own.
+    shares = layout.replicated and parallel.tp.rank > 0 and rank > first
+    parts = parallel.exchange(0 if shares else own)
+    start = sum(parts[first:rank]) - (own if shares else 0)
+    size = sum(parts[first : first + each])
+    leads = rank == first
+    pages = 0
+    if rank == 0:
+        pages = host_pool_pages(
+            page_bytes=size,
+            num_device_pages=num_pages,
+            gigabytes=options.host_cache_gb,
+            ratio=options.host_cache_ratio,
+        )
+    if parallel.tp.size == parallel.pp.size == 1:
+        return HostPool(pages, size)
+    pages = parallel.exchange(pages)[0]
+    memory = SharedMemory.create(pool_bytes(pages, size)) if leads else None
+    path = parallel.exchange("" if memory is None else memory.path)[first]
+    memory = memory or SharedMemory.open(path)
+    parallel.exchange("")  # all have opened it
+    return HostPool(pages, size, memory, slice(start, start + own))

@@ -11,7 +11,7 @@ import msgspec
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
-from sapwood_worker.config import Role, WorkerConfig
+from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
 from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
@@ -29,6 +29,7 @@ from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
 from sapwood_worker.records.tier_report import TierReport
+from sapwood_worker.settings.names import Role
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from sapwood_common.contract.sampling import SamplingParams, check_tokens
 from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.telemetry.logs import is_valid_request_id
-from sapwood_worker.config import Role
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
 from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
@@ -22,6 +21,7 @@ from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput, TokenLogprobs
 from sapwood_worker.records.terms import Terms
+from sapwood_worker.settings.names import Role
 
 _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,

@@ -13,7 +13,6 @@ import msgspec
 from sapwood_common import errors
 from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.config import Role
 from sapwood_worker.front.embedding_calls import EmbeddingCalls
 from sapwood_worker.front.generation import Generation
 from sapwood_worker.front.kv_event_stream import KvEventStream
@@ -45,6 +44,7 @@ from sapwood_worker.records.handoff import NO_HANDOFF, Handoff
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.terms import USUAL, Terms
 from sapwood_worker.records.tier_report import TierReport
+from sapwood_worker.settings.names import Role
 
 _REFUSALS: dict[str, type[errors.SapwoodError]] = {
     kind.__name__: kind for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError)

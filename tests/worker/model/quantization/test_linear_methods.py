@@ -17,7 +17,7 @@ from sapwood_kernels import reference
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import ThreadGroup
-from sapwood_worker.config import QUANTIZATIONS, WorkerConfig
+from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantization.dense import ONE_ROW, DenseMethod
@@ -25,6 +25,7 @@ from sapwood_worker.model.quantization.float8 import QuantisedFloat8, Scaling
 from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
 from sapwood_worker.model.quantization.registry import FORMATS, LinearMethods
 from sapwood_worker.model.weight_slot import whole
+from sapwood_worker.settings.names import QUANTIZATIONS
 
 OPS = device_ops("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32

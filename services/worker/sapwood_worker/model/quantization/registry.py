@@ -10,7 +10,6 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_common.plugins import find_part, part_names
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.config import LINEAR_METHODS as GROUP
 from sapwood_worker.model.quantization.awq import AWQ
 from sapwood_worker.model.quantization.bitsandbytes import BITSANDBYTES
 from sapwood_worker.model.quantization.compressed import COMPRESSED
@@ -29,6 +28,7 @@ from sapwood_worker.model.quantization.linear_method import (
     Stored,
     TableMethod,
 )
+from sapwood_worker.settings.names import LINEAR_METHODS as GROUP
 
 FORMATS = {
     "none": LinearFormat(),

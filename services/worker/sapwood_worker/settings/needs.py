@@ -1,0 +1,94 @@
+"""What a worker's settings need to have an effect."""
+
+from __future__ import annotations
+
+from sapwood_common.settings.needs import Needs
+
+_STORE_OPTIONS = (
+    "storage_prefetch",
+    "storage_timeout",
+    "storage_timeout_per_1k",
+    "storage_share",
+    "storage_min_tokens",
+)
+"""Flags that also hold for a store that is attached while the worker runs."""
+
+NEEDS = (
+    Needs(
+        ("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", *_STORE_OPTIONS, "eviction"),
+        lambda config: config.prefix_cache,
+        "without {prefix_cache}",
+    ),
+    Needs(
+        ("host_write_policy", "storage", *_STORE_OPTIONS),
+        lambda config: config.host_cache_gb or config.tier_ratio,
+        "without a second tier: {host_cache_gb} or {host_cache_ratio}",
+    ),
+    Needs(("host_cache_ratio",), lambda config: not config.host_cache_gb, "with {host_cache_gb}"),
+    Needs(("role",), lambda config: config.prefix_cache, "without {prefix_cache}: pages are passed on from there"),
+    Needs(
+        ("role",),
+        lambda config: config.tls_cert is None or config.tls_client_ca is not None,
+        "with {tls_cert} and without {tls_client_ca}, of which workers show each other certificates",
+    ),
+    Needs(("handoff_port", "handoff_share"), lambda config: config.role != "both", "without {role}"),
+    Needs(("handoff_port",), lambda config: config.role != "decode", "with {role} decode, which hands nothing off"),
+    Needs(
+        ("host_write_policy",),
+        lambda config: config.role != "prefill",
+        "with {role} prefill, whose pages go to the host at once",
+    ),
+    Needs(
+        ("storage_timeout", "storage_timeout_per_1k"),
+        lambda config: config.storage_prefetch == "timeout",
+        "unless {storage_prefetch} is timeout",
+    ),
+    Needs(
+        ("policy",),
+        lambda config: config.prefix_cache or config.policy not in ("lpm", "dfs-weight"),
+        "without {prefix_cache}: it goes by what is cached",
+    ),
+    Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+    Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
+    Needs(
+        ("storage", "role"),
+        lambda config: config.nnodes == 1,
+        "with {nnodes}: no host has all of a page",
+    ),
+    Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
+    Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
+    Needs(
+        ("kv_events_replay_port", "kv_events_topic"),
+        lambda config: config.kv_events_port is not None,
+        "without {kv_events_port}",
+    ),
+    Needs(
+        ("kv_events_keep",),
+        lambda config: config.kv_events_replay_port is not None,
+        "without {kv_events_replay_port}",
+    ),
+    Needs(("kv_cache_gb", "memory_fraction"), lambda config: config.num_pages is None, "with {num_pages}"),
+    Needs(("memory_fraction",), lambda config: config.kv_cache_gb is None, "with {kv_cache_gb}"),
+    Needs(
+        ("cuda_graphs", "cuda_graph_max_batch"),
+        lambda config: config.dtype != "float32",
+        "with {dtype} float32, which is never captured",
+    ),
+    Needs(("cuda_graph_max_batch",), lambda config: config.cuda_graphs, "without {cuda_graphs}"),
+    Needs(("stored_weights",), lambda config: config.load_format == "auto", "with {load_format} dummy"),
+    Needs(
+        ("cuda_graph_max_batch",),
+        lambda config: not {"torch", "decode=torch"} & set(config.attention_backend.split(",")),
+        "with {attention_backend} torch, whose decodes are never captured",
+    ),
+    Needs(
+        ("cuda_graph_max_batch",),
+        lambda config: config.max_running is None or config.cuda_graph_max_batch < config.max_running,
+        "with a {max_running} that is no larger",
+    ),
+    Needs(
+        ("jump_forward", "grammar_timeout", "grammar_backend"),
+        lambda config: config.structured_output,
+        "without {structured_output}",
+    ),
+)

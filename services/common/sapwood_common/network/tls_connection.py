@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from sapwood_common.network.tls_records import TlsRecords
 from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
 from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.pacing.timer import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,6 @@ _PIECE = 1024
 """Bytes of whole records that are decrypted before the clock is looked at: at most 38 changes of keys, or one large record."""
 _FED = 4 * 1024
 """Bytes that OpenSSL is handed at once: of each connection it keeps as much memory as that was at most."""
-_RECORD_HEAD = 5
-"""Bytes of a record's type, version and length."""
 _MOST_CONTENT = 16 * 1024
 """Bytes of content in one record."""
 _MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
@@ -83,8 +83,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         tarpit: Tarpit,
     ) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
-        self.shaken: asyncio.Future[bool] = self._loop.create_future()
+        self.shaken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._protocol = protocol
         self._encryption = encryption
         self._share = handshakes
@@ -98,10 +97,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._data = b""
         """Bytes received; those before ``_at`` are decrypted."""
         self._at = 0
-        self._head = b""
-        """What has come of a record's head, of which a part is still to come."""
-        self._left = 0
-        """Bytes of the record that are still to come."""
+        self._records = TlsRecords()
         self._begun = False
         """Whether the protocol knows of the connection."""
         self._reading = True
@@ -118,20 +114,20 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._answered = 0
         """Bytes that TLS itself has answered since then."""
         self._dropped = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         """Ends the handshake, or the wait for the client to leave."""
 
     # What the socket tells (BufferedProtocol).
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = transport = cast(asyncio.Transport, transport)
-        self._timer = self._loop.call_later(self._encryption.handshake, self.abort)
+        self._timer.start(self._encryption.handshake, self.abort)
         if self._closing:  # it was given up before it began
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
-        self._stop_timer()
+        self._timer.stop()
         self._share.drop(self)
         self._data, self._at = b"", 0
         if not self.shaken.done():
@@ -228,9 +224,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._send()
 
     def close(self) -> None:
-        """Closes after what was written, and once the client has closed, too, or has had its time: what is still on its way from
-        it would have the kernel take our last words back.
-        """
+        """Closes after what was written, once the client has closed too or has had its time: with bytes of it unread, the kernel
+        would take our last ones back."""
         if self.is_closing():
             return
         self._closing = True
@@ -282,7 +277,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         """Decrypts a piece; says whether there is another to decrypt now."""
         if self._paused or self._closing or self._at == len(self._data):
             return False
-        piece = self._data[self._at : self._end_of_piece()]
+        piece = self._data[self._at : self._records.end_of_piece(self._data, self._at, _PIECE)]
         self._at += len(piece)
         try:
             if not self._begun:
@@ -294,23 +289,6 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._fail(error)
         return not self._closing and self._at < len(self._data)
 
-    def _end_of_piece(self) -> int:
-        """Where the first record ends with which there are enough bytes: parts of one would be decrypted only with its end."""
-        data, end = self._data, self._at
-        most = min(len(data), self._at + _PIECE)
-        while end < most:
-            if not self._left:
-                head = self._head + data[end : end + _RECORD_HEAD - len(self._head)]
-                end += len(head) - len(self._head)
-                if len(head) < _RECORD_HEAD:
-                    self._head = head
-                    break
-                self._head, self._left = b"", int.from_bytes(head[3:], "big")
-            taken = min(self._left, len(data) - end)
-            self._left -= taken
-            end += taken
-        return end
-
     def _shake_hands(self) -> None:
         try:
             self._tls.do_handshake()
@@ -318,7 +296,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._send()
             return
         self._send()
-        self._stop_timer()
+        self._timer.stop()
         if self.shaken.done():  # nobody waits for it any more
             self.abort()
             return
@@ -412,16 +390,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _expect_end(self) -> None:
         """Gives the client its time to leave, and again as long as it reads what was written."""
-        self._stop_timer()
-        self._timer = self._loop.call_later(self._encryption.shutdown, self._end, self.get_write_buffer_size())
+        self._timer.start(self._encryption.shutdown, self._end, self.get_write_buffer_size())
 
     def _end(self, before: int) -> None:
         if 0 < self.get_write_buffer_size() < before:
             self._expect_end()
         else:
             self.abort()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -186,7 +186,7 @@ async def test_a_body_that_comes_fast_enough_may_take_its_time(serve, wait_until
         for size in range(1, 10):
             client.send(b"x")
             await wait_until(lambda size=size: site.seen[0].body.size == size)
-            timer = connection._timer
+            timer = connection._timer._handle
             timer._run()  # an hour has passed
             timer.cancel()
         client.send(b"x")

@@ -13,8 +13,10 @@ from typing import cast
 
 from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.turnstile import Place
+from sapwood_common.pacing.timer import Timer
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
+from sapwood_router.edges.http1.held_bytes import LIGHT, HeldBytes
 from sapwood_router.edges.http1.host import ConnectionHost
 from sapwood_router.edges.http1.request import Request
 
@@ -26,10 +28,6 @@ _MOST_LINGERED = 256 * 1024
 """Bytes that are read after the last answer: with some of them unread, the kernel would take the answer back."""
 _MOST_REFUSED = 32 * 1024 * 1024
 """The same after a refused body: its client mostly sends all of it before it reads the answer."""
-_LIGHT = 4 * 1024
-"""Up to so many waiting bytes a connection are not counted against the memory of all."""
-_SLOW_SECONDS = 1.0
-"""Seconds after which an answer that waits for its client counts as memory; again and again, as long as it waits."""
 _MOST_PIECES, _PIECE_SECONDS = 4, 0.02
 """A head that has come in more pieces is read on as seldom: a byte each costs as much as a whole head."""
 _END_OF_LINE, _EMPTY_LINE = b"\r\n", b"\r\n\r\n"
@@ -59,11 +57,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._data = b""
         """Bytes received; those before ``_at`` are handled."""
         self._at = 0
-        self._counted = 0
-        """Bytes of ``_data`` and of answers unread that count against the memory of all connections together."""
-        self._unread = 0
-        """Bytes of an answer that the client has been slow to read, as far as they count."""
-        self._slow: asyncio.TimerHandle | None = None
+        self._held = HeldBytes(host.bodies)
         self._request: Request | None = None
         """The request that is being answered, or whose body is still coming."""
         self._place: Place | None = None
@@ -79,7 +73,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Whether the last answer was sent, and what still comes is dropped."""
         self._lingering = 0
         """Bytes that may still be dropped before the connection is closed anyway."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         """Ends the wait for a head, for more of a body, or for the client to leave."""
         self._drained: asyncio.Event | None = None
 
@@ -95,11 +89,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._timer.stop()
         self._data, self._at, self._lingers = b"", 0, True
         self._host.lost(self)
         self._host.bodies.release(self)
-        self._counted = self._unread = 0
+        self._held.drop()
         self._host.share.drop(self)
         if self._place is not None:
             self._place.leave()
@@ -117,13 +111,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.write_paused = True
-        self._slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._notice_slow)
+        if self._transport is not None:
+            self._held.begin_unread(self, self._transport)
 
     def resume_writing(self) -> None:
         self.write_paused = False
-        self._forget_slow()
-        if self._counted:
-            self._weigh()
+        self._held.end_unread(self)
         if self._drained is not None:
             self._drained.set()
             self._drained = None
@@ -168,7 +161,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def expect_body(self) -> None:
         request = self._request
         if request is not None:
-            self._start_timer(self._limits.body_seconds, self._check_pace, request.body.size)
+            self._timer.start(self._limits.body_seconds, self._check_pace, request.body.size)
             if self._at < len(self._data):
                 self._queue()
             self._regulate()
@@ -182,7 +175,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._next()
         else:
             request.body.drop()
-            self._start_timer(self._limits.head_seconds, self._give_up)
+            self._timer.start(self._limits.head_seconds, self._give_up)
             self._regulate()
 
     def abort(self) -> None:
@@ -194,8 +187,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def fail(self, error: SapwoodError) -> None:
         """Gives up what this connection holds: all of them together hold too much, and this one the most."""
-        self._counted = 0
-        self._forget_slow()
+        self._held.drop()
         if self._request is None and not self._lingers and not self.write_paused:
             self._refuse(HttpError(503, error.message))
         else:
@@ -243,7 +235,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._at < len(self._data) and body.hungry:
             self._at = body.feed(self._data, self._at)
             if body.complete:
-                self._stop_timer()
+                self._timer.stop()
             if request.over and body.error is not None:
                 self._linger()
             elif request.over and body.complete:
@@ -265,7 +257,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._take_piece()
             return False
         self._pieces = 0
-        self._stop_timer()
+        self._timer.stop()
         self._at = end
         try:
             head, length = self._host.requests.read(data[begin:end])
@@ -282,8 +274,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         return True
 
     def _take_piece(self) -> None:
-        if self._timer is None:
-            self._start_timer(self._limits.head_seconds, self._give_up)
+        if not self._timer.running:
+            self._timer.start(self._limits.head_seconds, self._give_up)
         self._pieces += 1
         if self._pieces > _MOST_PIECES and not self._breathes:
             self._breathes = True
@@ -291,7 +283,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _next(self) -> None:
         """The request is answered and read to its end: the next one's turn."""
-        self._stop_timer()
+        self._timer.stop()
         self._request = self._place = None
         if self._host.stopping:
             self._close()
@@ -308,7 +300,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _queue(self) -> None:
         if not self._queued:
             self._queued = True
-            self._host.share.add(self, light=len(self._data) - self._at <= _LIGHT)
+            self._host.share.add(self, light=len(self._data) - self._at <= LIGHT)
 
     def _regulate(self) -> None:
         """Reads on, or does not: as long as less than a head's bytes wait, and of a body what is asked for."""
@@ -316,7 +308,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if transport is None or transport.is_closing():
             return
         waiting = len(self._data) - self._at
-        self._weigh()
+        self._held.weigh(self, waiting)
         if self._transport is None:  # it held the most
             return
         request = self._request
@@ -330,42 +322,17 @@ class HttpConnection(asyncio.BufferedProtocol):
             else:
                 transport.pause_reading()
 
-    def _weigh(self) -> None:
-        """Counts what was sent ahead, if that is much, and what the client does not read."""
-        waiting = len(self._data) - self._at
-        held = self._unread + (waiting if waiting > _LIGHT else 0)
-        before, self._counted = self._counted, held
-        if held > before:
-            self._host.bodies.grow(self, held - before)
-        elif held < before:
-            self._host.bodies.shrink(self, before - held)
-
-    def _forget_slow(self) -> None:
-        self._unread = 0
-        if self._slow is not None:
-            self._slow.cancel()
-            self._slow = None
-
-    def _notice_slow(self) -> None:
-        """The client has not read an answer for a while. A whole one may be larger than all memory: it counts in part."""
-        if self._transport is not None:
-            self._slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._notice_slow)
-            self._unread = min(self._transport.get_write_buffer_size(), self._host.bodies.most // 4)
-            self._weigh()
-
     def _check_pace(self, before: int) -> None:
         """Gives a body up of which less than it should has come since it was ``before`` bytes."""
-        self._timer = None
         request = self._request
         if request is None or request.body.complete:
             return
         if request.body.size - before < self._limits.body_bytes:
             request.body.fail(HttpError(408, "the body comes too slowly"))
         else:
-            self._start_timer(self._limits.body_seconds, self._check_pace, request.body.size)
+            self._timer.start(self._limits.body_seconds, self._check_pace, request.body.size)
 
     def _give_up(self) -> None:
-        self._timer = None
         if self._request is None:
             self._refuse(HttpError(408, "the request's head did not come to its end"))
         else:
@@ -419,22 +386,12 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _wait_for_leave(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         seconds = self._limits.flush_seconds if unsent else self._limits.linger_seconds
-        self._start_timer(seconds, self._leave, unsent)
+        self._timer.start(seconds, self._leave, unsent)
 
     def _leave(self, before: int) -> None:
         """Closes, unless the client has read some of the ``before`` bytes that were unsent, and there are more."""
-        self._timer = None
         unsent = self.transport.get_write_buffer_size()
         if 0 < unsent < before:
-            self._start_timer(self._limits.flush_seconds, self._leave, unsent)
+            self._timer.start(self._limits.flush_seconds, self._leave, unsent)
         else:
             self.abort()
-
-    def _start_timer(self, seconds: float, then: Callable[..., None], *given: int) -> None:
-        self._stop_timer()
-        self._timer = asyncio.get_running_loop().call_later(seconds, then, *given)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -1,0 +1,64 @@
+"""What one connection holds of the memory of all together."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sapwood_common.pacing.body_memory import BodyMemory, HeldBody
+from sapwood_common.pacing.timer import Timer
+
+LIGHT = 4 * 1024
+"""Up to so many bytes that wait on a connection are not counted."""
+_SLOW_SECONDS = 1.0
+"""Seconds after which an answer that waits for its client counts as memory; again and again, as long as it waits."""
+
+
+class HeldBytes:
+    """Counts what a client has sent ahead, if that is much, and what it is slow to read.
+
+    Args:
+        bodies: The memory of all connections. The one that holds the most of too much is told to fail.
+    """
+
+    def __init__(self, bodies: BodyMemory) -> None:
+        self._bodies = bodies
+        self._waiting = 0
+        """Bytes that were sent ahead."""
+        self._unread = 0
+        """Bytes of an answer that the client has been slow to read, as far as they count."""
+        self._counted = 0
+        """What of both is counted now."""
+        self._slow = Timer()
+
+    def weigh(self, connection: HeldBody, waiting: int) -> None:
+        """Counts anew, with so many bytes sent ahead; the connection may have failed afterwards."""
+        self._waiting = waiting
+        held = self._unread + (waiting if waiting > LIGHT else 0)
+        before, self._counted = self._counted, held
+        if held > before:
+            self._bodies.grow(connection, held - before)
+        elif held < before:
+            self._bodies.shrink(connection, before - held)
+
+    def begin_unread(self, connection: HeldBody, transport: asyncio.Transport) -> None:
+        """The client does not read: what it leaves unread counts after a while, until :meth:`end_unread`."""
+        self._slow.start(_SLOW_SECONDS, self._notice_slow, connection, transport)
+
+    def end_unread(self, connection: HeldBody) -> None:
+        """The client has read on."""
+        self._unread = 0
+        self._slow.stop()
+        if self._counted:
+            self.weigh(connection, self._waiting)
+
+    def drop(self) -> None:
+        """The connection holds nothing that counts any more; whoever calls this has seen to the memory of all."""
+        self._counted = 0
+        self._unread = 0
+        self._slow.stop()
+
+    def _notice_slow(self, connection: HeldBody, transport: asyncio.Transport) -> None:
+        """The client has not read an answer for a while. A whole one may be larger than all memory: it counts in part."""
+        self.begin_unread(connection, transport)
+        self._unread = min(transport.get_write_buffer_size(), self._bodies.most // 4)
+        self.weigh(connection, self._waiting)

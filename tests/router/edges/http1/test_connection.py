@@ -10,6 +10,7 @@ import pytest
 from sapwood_common.errors import RequestCancelledError, SapwoodError, UnavailableError
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1 import connection as connection_module
+from sapwood_router.edges.http1 import held_bytes
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.host import ConnectionLimits
@@ -541,7 +542,7 @@ async def test_a_body_that_is_all_there_counts_until_its_turn_and_may_be_given_u
 async def test_answers_that_clients_are_slow_to_read_count_and_the_largest_goes(
     serve, wait_until, monkeypatch, ends
 ) -> None:
-    monkeypatch.setattr(connection_module, "_SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(held_bytes, "_SLOW_SECONDS", 0.01)
     fail, failed = connection_module.HttpConnection.fail, []
 
     def counted(connection, error) -> None:

@@ -74,25 +74,6 @@ async def test_a_few_begin_in_a_turn_and_all_in_the_end(listener, made) -> None:
         socket.create_connection(address)
 
 
-async def test_where_many_wait_the_newest_begins_first(listener, made) -> None:
-    acceptor = Acceptor(listener, Made)
-    pairs = [socket.socketpair() for _ in range(acceptor_module._FAIR + 50)]
-    for _, end in pairs:
-        end.setblocking(False)
-        acceptor._waiting.append(end)
-    order = []
-    acceptor._begin_some()
-    while len(made) < len(pairs):
-        await asyncio.sleep(0)
-    numbers = {end.fileno(): number for number, (_, end) in enumerate(pairs)}
-    order = [numbers[each.transport.get_extra_info("socket").fileno()] for each in made]  # type: ignore[attr-defined]
-    newest = list(range(len(pairs) - 1, acceptor_module._FAIR - 1, -1))
-    assert order == [*newest, *range(acceptor_module._FAIR)]
-    acceptor.close()
-    for client, _ in pairs:
-        client.close()
-
-
 async def test_who_has_left_before_his_turn_is_nobody(listener, made) -> None:
     for client in connect(listener, 500):
         client.close()
@@ -241,7 +222,8 @@ async def test_no_handshake_begins_while_others_wait_for_their_part_of_the_time(
     acceptor = Acceptor(listener, Made, Encryption(server_context(), 60, 60))
     busy = [Busy() for _ in range(acceptor_module._MOST_QUEUED)]
     for each in busy:
-        acceptor._handshakes.add(each)
+        for lane in (acceptor._prompt, acceptor._late):
+            lane.handshakes.add(each)
     acceptor.start()
     clients = connect(listener, 3)
     for client in clients:
@@ -255,6 +237,44 @@ async def test_no_handshake_begins_while_others_wait_for_their_part_of_the_time(
     busy[1].over = True
     acceptor.close()
     for client in clients:
+        client.close()
+
+
+async def test_who_speaks_at_once_does_not_wait_for_those_who_did_not(listener, made, monkeypatch) -> None:
+    """A client with a thousand connections begins to speak on most of them late. They have a line and a time of their own."""
+    monkeypatch.setattr(acceptor_module, "_PROMPT", -1.0)  # all are late
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 60, 60))
+    busy = [Busy() for _ in range(acceptor_module._MOST_QUEUED)]
+    for each in busy:
+        acceptor._late.handshakes.add(each)
+    acceptor.start()
+    late = connect(listener, 50)
+    for client in late:
+        client.sendall(b"\x16\x03\x01")
+    await until(lambda: acceptor.waiting == 50)
+    monkeypatch.setattr(acceptor_module, "_PROMPT", 3600.0)
+    await greet(listener)
+    await until(lambda: acceptor.handshakes == 0)
+    assert (acceptor.waiting, len(made)) == (50, 1)
+    for each in busy:
+        each.over = True
+    await until(lambda: acceptor.handshakes == 50)  # they have their turn
+    acceptor.close()
+    for client in late:
+        client.close()
+
+
+async def test_beyond_the_most_that_wait_the_oldest_goes(listener, made, monkeypatch) -> None:
+    monkeypatch.setattr(acceptor_module, "_MOST_WAITING", 5)
+    acceptor = Acceptor(listener, Made)
+    pairs = [socket.socketpair() for _ in range(7)]
+    for _, end in pairs:
+        acceptor._line_up(acceptor._prompt, end, "a")
+    assert acceptor.waiting == 5
+    for client, _ in pairs[:2]:
+        assert await is_closed(client)
+    acceptor.close()
+    for client, _ in pairs:
         client.close()
 
 

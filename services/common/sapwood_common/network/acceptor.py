@@ -12,9 +12,9 @@ import errno
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 
+from sapwood_common.network.newcomers import Newcomers, source
 from sapwood_common.network.tls_connection import INPUT_BYTES, Encryption, TlsConnection
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import SLICE, TimeShare
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 _BEGUN, _ENCRYPTED_BEGUN = 8, 1
 """Connections that begin in a turn; over TLS the handshake costs a millisecond or two."""
-_HANDSHAKES_REST, _MOST_QUEUED, _BREAK = 1.0, 2, 0.001
-"""Handshakes have half of the time. While so many of them wait for it with something to do, the next one begins no sooner than
-so many seconds later.
-"""
-_FAIR = 64
-"""Connections that wait for their turn beyond which the newest begins first: who comes behind a thousand strangers does not wait
-for them all, as nearly all others would do in a queue."""
+_PROMPT = 0.05
+"""Seconds within which a client that has not many others to see to begins its handshake: the last packet with which it opens the
+connection and the first of the handshake leave it together, however far away it is."""
+_PROMPT_REST, _LATE_REST = 1.0, 3.0
+"""Handshakes of prompt clients have half of the time, those of the others a quarter."""
+_MOST_QUEUED, _BREAK = 2, 0.001
+"""While so many handshakes wait for time with something to do, the next one begins no sooner than so many seconds later."""
 _MOST_WAITING = 1024
-"""Connections that were accepted and have not begun."""
+"""Connections that were accepted and have not begun; over TLS as many again that were late."""
 _MOST_SILENT, _MOST_SHAKING = 4096, 1024
 """Connections over TLS whose clients have sent nothing yet, and those in handshakes; beyond either the oldest is closed."""
 _CLOSED_AT_ONCE = 64
@@ -48,6 +48,19 @@ _SPEAKS_TLS = (
 ) + _TEXT
 _ESTABLISHED = 1
 """State of a TCP connection whose client has not left."""
+
+
+class _Lane:
+    """Connections that begin in their order, and over TLS have a part of the time for their handshakes."""
+
+    def __init__(self, rest: float) -> None:
+        self.waiting = Newcomers(_MOST_WAITING)
+        self.handshakes = TimeShare(rest=rest)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next one may begin now."""
+        return len(self.waiting) > 0 and self.handshakes.waiting < _MOST_QUEUED
 
 
 class Acceptor:
@@ -68,12 +81,13 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._share = TimeShare()
         """Shares the time that decrypting takes."""
-        self._handshakes = TimeShare(rest=_HANDSHAKES_REST)
+        self._prompt, self._late = _Lane(_PROMPT_REST), _Lane(_LATE_REST)
+        """Of clients that began to speak at once, and of the others; without TLS nobody waits to hear them."""
         self._memory = memoryview(bytearray(INPUT_BYTES))
         self._tarpit = Tarpit() if encryption is None else Tarpit(encryption.held)
-        self._waiting: deque[socket.socket] = deque()
-        self._silent: dict[socket.socket, float] = {}
-        """Connections whose clients have sent nothing, each with the loop's time until which they may; the oldest first."""
+        self._silent: dict[socket.socket, tuple[float, str | bytes]] = {}
+        """Connections whose clients have sent nothing, each with the loop's time until which they may, and where it comes from;
+        the oldest first."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._beginning: dict[asyncio.Task[None], None] = {}
         self._due = False
@@ -83,7 +97,7 @@ class Acceptor:
     @property
     def waiting(self) -> int:
         """Connections that were accepted and have not begun."""
-        return len(self._waiting)
+        return len(self._prompt.waiting) + len(self._late.waiting)
 
     @property
     def silent(self) -> int:
@@ -114,18 +128,18 @@ class Acceptor:
             self._close_silent(connection)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in self._waiting:
-            connection.close()
-        self._waiting.clear()
+        for lane in (self._prompt, self._late):
+            while lane.waiting:
+                lane.waiting.pop().close()
         for task in self._beginning:
             task.cancel()
         self._tarpit.close()
 
     def _accept(self) -> None:
         until = time.perf_counter() + SLICE
-        while len(self._waiting) < _MOST_WAITING and time.perf_counter() < until:
+        while time.perf_counter() < until:
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
@@ -136,33 +150,39 @@ class Acceptor:
                 break
             if _is_alive(connection):
                 connection.setblocking(False)
-                self._admit(connection)
+                self._admit(connection, source(address))
             else:
                 connection.close()
         if not self._due:
             self._begin_some()
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, address: str | bytes) -> None:
         encryption = self._encryption
         if encryption is None:
-            self._waiting.append(connection)
+            self._line_up(self._prompt, connection, address)
             return
         if len(self._silent) >= _MOST_SILENT:
             self._close_silent(next(iter(self._silent)))
-        self._silent[connection] = self._loop.time() + encryption.handshake
-        self._loop.add_reader(connection, self._hear, connection)
+        self._silent[connection] = self._loop.time() + encryption.handshake, address
+        self._loop.add_reader(connection, self._hear, connection, self._loop.time() + _PROMPT)
         if self._sweeper is None:
             self._sweep()
 
-    def _hear(self, connection: socket.socket) -> None:
-        del self._silent[connection]
+    def _hear(self, connection: socket.socket, prompt_until: float) -> None:
+        _, address = self._silent.pop(connection)
         self._loop.remove_reader(connection)
         if not _begins_tls(connection):
             connection.close()
             return
-        self._waiting.append(connection)
+        self._line_up(self._prompt if self._loop.time() <= prompt_until else self._late, connection, address)
         if not self._due:
             self._begin_some()
+
+    @staticmethod
+    def _line_up(lane: _Lane, connection: socket.socket, address: str | bytes) -> None:
+        too_many = lane.waiting.add(connection, address)
+        if too_many is not None:
+            too_many.close()
 
     def _close_silent(self, connection: socket.socket) -> None:
         del self._silent[connection]
@@ -175,7 +195,7 @@ class Acceptor:
         for _ in range(_CLOSED_AT_ONCE):
             if not self._silent:
                 return
-            connection, until = next(iter(self._silent.items()))
+            connection, (until, _) = next(iter(self._silent.items()))
             if until > self._loop.time():
                 break
             self._close_silent(connection)
@@ -186,39 +206,43 @@ class Acceptor:
         self._resume = self._loop.call_later(_PAUSE, self.start)
 
     def _begin_some(self) -> None:
-        if self._waiting and self._handshakes.waiting >= _MOST_QUEUED:
-            self._due = True
-            self._loop.call_later(_BREAK, self._begin_some)
-            return
         begun = 0
-        while self._waiting and begun < (_BEGUN if self._encryption is None else _ENCRYPTED_BEGUN):
-            connection = self._waiting.popleft() if len(self._waiting) <= _FAIR else self._waiting.pop()
-            if not _is_alive(connection):
-                connection.close()
-                continue
-            begun += 1
-            if len(self._beginning) >= _MOST_SHAKING:
-                oldest = next(iter(self._beginning))
-                del self._beginning[oldest]
-                oldest.cancel()
-            task = self._loop.create_task(self._begin(connection))
-            self._beginning[task] = None
-            task.add_done_callback(lambda over: self._beginning.pop(over, None))
-        self._due = begun > 0  # what is accepted in this same turn waits for the next
-        if self._due:
+        for lane in (self._prompt, self._late):
+            left = _BEGUN if self._encryption is None else _ENCRYPTED_BEGUN
+            while left and lane.ready:
+                connection = lane.waiting.pop()
+                if _is_alive(connection):
+                    self._begin_one(connection, lane.handshakes)
+                    left -= 1
+                    begun += 1
+                else:
+                    connection.close()
+        self._due = begun > 0 or self.waiting > 0  # what is accepted in this same turn waits for the next
+        if begun:
             self._loop.call_soon(self._begin_some)
+        elif self._due:
+            self._loop.call_later(_BREAK, self._begin_some)
 
-    async def _begin(self, connection: socket.socket) -> None:
+    def _begin_one(self, connection: socket.socket, handshakes: TimeShare) -> None:
+        if len(self._beginning) >= _MOST_SHAKING:
+            oldest = next(iter(self._beginning))
+            del self._beginning[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._begin(connection, handshakes))
+        self._beginning[task] = None
+        task.add_done_callback(lambda over: self._beginning.pop(over, None))
+
+    async def _begin(self, connection: socket.socket, handshakes: TimeShare) -> None:
         try:
             if self._encryption is None:
                 await self._loop.connect_accepted_socket(self._make, connection)
             else:
-                await self._begin_tls(connection, self._encryption)
+                await self._begin_tls(connection, self._encryption, handshakes)
         except OSError as error:  # the client has left, or speaks no TLS that is spoken here
             logger.debug("a connection did not begin: %s", error)
 
-    async def _begin_tls(self, connection: socket.socket, encryption: Encryption) -> None:
-        tls = TlsConnection(self._make(), encryption, self._share, self._handshakes, self._memory, self._tarpit)
+    async def _begin_tls(self, connection: socket.socket, encryption: Encryption, handshakes: TimeShare) -> None:
+        tls = TlsConnection(self._make(), encryption, self._share, handshakes, self._memory, self._tarpit)
         try:
             await self._loop.connect_accepted_socket(lambda: tls, connection)
             if not await tls.shaken:

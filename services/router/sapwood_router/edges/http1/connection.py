@@ -84,7 +84,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._encrypted = transport.get_extra_info("sslcontext") is not None
+        self._held.encrypted = self._encrypted = transport.get_extra_info("sslcontext") is not None
         self._host.made(self)
         self._rest()
 

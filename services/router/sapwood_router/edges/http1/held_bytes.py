@@ -9,6 +9,8 @@ from sapwood_common.pacing.timer import Timer
 
 LIGHT = 4 * 1024
 """Up to so many bytes that wait on a connection are not counted."""
+_ENCRYPTED = 24 * 1024
+"""What a connection over TLS takes itself, which counts where its bytes do."""
 _SLOW_SECONDS = 1.0
 """Seconds after which an answer that waits for its client counts as memory; again and again, as long as it waits."""
 
@@ -18,9 +20,13 @@ class HeldBytes:
 
     Args:
         bodies: The memory of all connections. The one that holds the most of too much is told to fail.
+
+    Attributes:
+        encrypted: Whether the connection is over TLS.
     """
 
     def __init__(self, bodies: BodyMemory) -> None:
+        self.encrypted = False
         self._bodies = bodies
         self._waiting = 0
         """Bytes that were sent ahead."""
@@ -33,7 +39,9 @@ class HeldBytes:
     def weigh(self, connection: HeldBody, waiting: int) -> None:
         """Counts anew, with so many bytes sent ahead; the connection may have failed afterwards."""
         self._waiting = waiting
-        held = self._unread + (waiting if waiting > LIGHT else 0)
+        held = self._unread
+        if waiting > LIGHT:
+            held += waiting + _ENCRYPTED * self.encrypted
         before, self._counted = self._counted, held
         if held > before:
             self._bodies.grow(connection, held - before)

@@ -24,7 +24,6 @@ from sapwood_worker.core.cache.page_allocator import PageAllocator
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission
-from sapwood_worker.core.scheduler.completion import end_output, take_tokens
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.consistency import check_requests
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
@@ -38,7 +37,7 @@ from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.factory import make_speculation
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.core.scheduler.state import RequestState
+from sapwood_worker.core.scheduler.step_results import StepResults
 from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.policy import make_policy
@@ -111,7 +110,7 @@ class Scheduler:
         self._requests = self._lifecycle.requests
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
-        self._forced_tokens = 0
+        self._results = StepResults(self._running, self._lifecycle, self._fairness)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
 
@@ -250,33 +249,10 @@ class Scheduler:
         self._cache.confirm(step.written)
         if self._tiers is not None:
             self._tiers.ended(output.copied)
-        outputs: list[RequestOutput] = []
-        for part, failure in output.failures.items():
-            step.requests[part].failure = failure
         self._fairness.charge_each(step.decodes)
         if self._speculation is not None:
             self._speculation.took(step, output, self._clock(), self._fairness)
-        logprobs = output.logprobs
-        for index, (request, tokens) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
-            request.computed += 1
-            request.in_flight -= 1
-            request.unknown -= 1
-            if request.over:
-                if not request.in_flight:
-                    self._lifecycle.finish(request)
-                continue
-            taken = take_tokens(request, tokens, logprobs.get(index, [])) if logprobs else take_tokens(request, tokens)
-            if request.jumps:
-                self._forced_tokens += max(0, len(taken.token_ids) - len(tokens))
-            outputs.append(taken)
-            if taken.finish_reason is not None:
-                self._lifecycle.end(request)
-        first = len(step.decodes)
-        for index, ((request, count), samples) in enumerate(zip(step.chunks, step.samples, strict=True), first):
-            got = self._take_chunk(request, count, samples, index, output)
-            if got is not None:
-                outputs.append(got)
-        return outputs
+        return self._results.take(step, output)
 
     def in_flight(self) -> list[str]:
         """The ids of the requests that the steps in flight compute, each once."""
@@ -286,18 +262,8 @@ class Scheduler:
 
     def fail_step(self, error: str) -> list[RequestOutput]:
         """Ends the requests of the steps in flight, which have failed; nothing more of them is put into the cache."""
-        outputs: list[RequestOutput] = []
-        for step in self._in_flight:
-            step.release_grammars()
-        failed = {request.serial: request for step in self._in_flight for request in step.requests}
-        self._in_flight.clear()
-        for request in failed.values():
-            if not request.over:
-                outputs.append(end_output(request, "error", error))
-            request.in_flight = 0
-            request.shared = False
-            self._lifecycle.finish(request)
-        return outputs
+        failed, self._in_flight = self._in_flight, deque()
+        return self._results.fail(failed, error)
 
     def flush_cache(self) -> int:
         """Forgets what no running request and no pin holds, on the device and in the host's memory, but not in a store, which
@@ -348,7 +314,7 @@ class Scheduler:
             self._cache,
             self._tiers,
             self._config.page_size,
-            self._forced_tokens,
+            self._results.forced_tokens,
             self._speculation,
         )
 
@@ -380,38 +346,6 @@ class Scheduler:
             while self._retract_all and self._running.requests:
                 self._retraction.put_back(self._running.requests[-1], self._steps)
             self._retract_all = False
-
-    def _take_chunk(
-        self, request: Request, count: int, samples: bool, index: int, output: ModelOutput
-    ) -> RequestOutput | None:
-        """Takes a computed chunk of a prompt, the step's ``index``-th part; returns the request's outputs."""
-        start = request.computed
-        if index in output.prompt_logprobs:
-            request.add_prompt_logprobs(start, output.prompt_logprobs[index])
-        request.computed += count
-        request.in_flight -= 1
-        request.unknown -= samples
-        if request.over:
-            if not request.in_flight:
-                self._lifecycle.finish(request)
-            return None
-        taken: RequestOutput | None = None
-        if request.pooling:
-            request.add_pooled(start, output.pooled[index])
-            if request.computed == request.prompt_length:
-                taken = end_output(request, "stop", embedding=request.embedding)
-        elif samples:
-            self._fairness.charge(request.tenant, 1)
-            tokens = output.token_ids[index]
-            taken = take_tokens(request, tokens, output.logprobs.get(index, []))
-            self._forced_tokens += max(0, len(taken.token_ids) - len(tokens))
-        if taken is not None and taken.finish_reason is not None:
-            self._lifecycle.end(request)
-        elif taken is not None and request.hands_off:
-            self._lifecycle.hand_off(request)
-        if request.state is RequestState.RUNNING:
-            self._running.commit(request)  # other requests find the prompt from now on
-        return taken
 
     def _match_length(self, request: Request) -> int:
         return self._cache.probe(request.reusable, request.namespace)[0]

@@ -23,7 +23,8 @@ from sapwood_worker.front.kv_event_publisher import KvEventPublisher
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
 from sapwood_worker.front.request_grammars import RequestGrammars
-from sapwood_worker.front.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
+from sapwood_worker.front.served_model import ServedModel
+from sapwood_worker.front.service import SERVICE, UNCOUNTED, WorkerService
 from sapwood_worker.ipc.follower_node import serve_node
 from sapwood_worker.ipc.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.ipc.nodes import Nodes

@@ -18,7 +18,8 @@ from sapwood_common.telemetry.tracing import Tracing
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
-from sapwood_worker.front.service import ServedModel, WorkerService
+from sapwood_worker.front.served_model import ServedModel
+from sapwood_worker.front.service import WorkerService
 from sapwood_worker.ipc.messages import Abort, Step, Submit, ToScheduler
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo

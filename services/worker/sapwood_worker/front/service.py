@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -18,9 +18,6 @@ from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
 from sapwood_worker.front.convert import (
     check_prompt,
-    from_activation,
-    from_pooling,
-    from_role,
     to_dimensions,
     to_handoff,
     to_inputs,
@@ -37,9 +34,8 @@ from sapwood_worker.front.convert_cache import to_tier_names, to_tier_stats
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.generation import Generation
 from sapwood_worker.front.kv_event_stream import KvEventBatch
-from sapwood_worker.front.request_grammars import RequestGrammars
+from sapwood_worker.front.served_model import ServedModel, to_model_info
 from sapwood_worker.front.session import Session
-from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.tier_report import TierReport
 
 SERVICE = "sapwood.v1.Worker"
@@ -52,16 +48,6 @@ MOST_NAME = 128
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class ServedModel(NamedTuple):
-    """What is served: its public name, facts about the model, the scheduler's start (epoch), and a compiler of grammars."""
-
-    name: str
-    info: ModelInfo
-    epoch: int
-    grammars: RequestGrammars
-    max_running: int
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -183,37 +169,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch, _, max_running = self.loaded()
-        return worker_pb2.GetModelInfoResponse(
-            model=name,
-            architecture=info.architecture,
-            dtype=info.dtype,
-            context_length=info.context_length,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            page_size=info.page_size,
-            num_pages=info.num_pages,
-            epoch=epoch,
-            embedding_size=info.embedding_size,
-            pooling=from_pooling(info),
-            embeds_only=not info.generates,
-            embedded_tokens=info.embedded_tokens,
-            shortens_embeddings=info.shortened is not None,
-            embedding_dimensions=info.shortened or (),
-            prefill_attention=info.prefill_attention,
-            decode_attention=info.decode_attention,
-            attention_reason=info.attention_reason,
-            tensor_parallel=info.tensor_parallel,
-            pipeline_parallel=info.pipeline_parallel,
-            weights=info.weights,
-            logit_processors=info.logit_processors,
-            max_running=max_running,
-            max_step_tokens=info.max_step_tokens,
-            sizes_reason=info.sizes_reason,
-            labels=info.labels.names if info.labels is not None else (),
-            activation=from_activation(info),
-            role=from_role(self._engine.roles[-1]),
-        )
+        return to_model_info(self.loaded(), self._engine.roles[-1])
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context

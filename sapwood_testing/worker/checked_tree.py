@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sapwood_worker.core.cache.eviction import EvictionName
-from sapwood_worker.core.cache.radix_tree import Match, Node, PageIds, RadixTree
+from sapwood_worker.core.cache.radix_node import Match, Node, PageIds
+from sapwood_worker.core.cache.radix_tree import RadixTree
 
 Prefix = tuple[bytes, bytes]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.cache.page_allocator import PageIds
-from sapwood_worker.core.cache.radix_tree import Match, Node, RadixTree
+from sapwood_worker.core.cache.radix_node import Match, Node
+from sapwood_worker.core.cache.radix_tree import RadixTree
 from sapwood_worker.core.cache.window_pages import WindowPages
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.lower_tiers import LowerTiers
 from sapwood_worker.core.cache.page_allocator import (
     CACHE,
-    FREE,
     TRANSFER,
     LedgerError,
     PageAllocator,
@@ -28,23 +26,14 @@ from sapwood_worker.core.cache.page_allocator import (
 )
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.pins import Pins
-from sapwood_worker.core.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree
+from sapwood_worker.core.cache.prefix_checks import Row, check_idle, check_pages
+from sapwood_worker.core.cache.radix_node import TOKEN_BYTES, Match
+from sapwood_worker.core.cache.radix_tree import RadixTree
 from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.records.kv_layout import WindowGroup
 
 Written = tuple[PageHandle, ...]
 """Handles of pages, one for each page table."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """An open row: the locked end of its shared prefix, that prefix's pages, and the pages being filled from the tiers below,
-    those of the windows too."""
-
-    node: Node
-    shared: int
-    loading: PageHandle | None = None
-    windows: tuple[PageIds, ...] = ()
 
 
 class PrefixCache:
@@ -85,7 +74,7 @@ class PrefixCache:
         self._page_size = page_size
         self.enabled = enabled
         self._below = below if enabled else None
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         rows, width = page_table.rows.shape
         self.windows = [
             WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
@@ -136,7 +125,7 @@ class PrefixCache:
         self._table.append(slot, match.pages)
         for window in self.windows:
             window.open(slot, f"request {name}", match.pages, found, expected)
-        self._rows[slot] = _Row(match.node, len(match.pages))
+        self._rows[slot] = Row(match.node, len(match.pages))
         if self._below is not None:
             self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
         return len(match.pages) * self._page_size
@@ -301,19 +290,7 @@ class PrefixCache:
         Raises:
             AssertionError: A page leaked or a lock was left behind; the message names the requests.
         """
-        self._allocator.check()
-        assert not self._rows, f"rows {sorted(self._rows)} are open, though nothing runs"
-        pins = self.pins.nodes()
-        pinned = sum(len(node.pages) for node in pins)
-        if self._tree.num_evictable + pinned != self._tree.num_pages:
-            locked = [node.pages for node in self._tree.nodes() if node.locks and node not in pins]
-            raise LedgerError(f"a lock was left behind on pages {self._allocator.describe(np.concatenate(locked))}")
-        if self._allocator.num_used != self._tree.num_pages:
-            cached = np.concatenate([np.empty(0, np.int32), *(node.pages for node in self._tree.nodes())])
-            leaked = np.setdiff1d(self._allocator.used(), cached)
-            raise LedgerError(f"nothing runs, yet there are pages {self._allocator.describe(leaked)}")
-        for nth, window in enumerate(self.windows):
-            window.check_idle(sum(map(len, self.pins.held(nth))))
+        check_idle(self._allocator, self._tree, self.pins, self._rows, self.windows)
 
     def check(self) -> None:
         """Compares tree, ledger and rows page by page; for tests.
@@ -321,35 +298,7 @@ class PrefixCache:
         Raises:
             AssertionError: They disagree.
         """
-        ends: dict[Node, int] = {}
-        owners = np.full(self._allocator.num_pages, FREE, dtype=np.int32)
-        held = 0
-        for slot, row in self._rows.items():
-            ends[row.node] = ends.get(row.node, 0) + 1
-            pages = self._table.pages(slot)
-            at: Node | None = row.node
-            end = row.shared
-            while at is not None and at.parent is not None:
-                start = end - len(at.pages)
-                assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
-                end, at = start, at.parent
-            assert end == 0, f"row {slot} does not begin with the prefix it locks"
-            loading = pages[:0] if row.loading is None else row.loading.pages
-            loaded = row.shared + len(loading)
-            assert (pages[row.shared : loaded] == loading).all(), f"row {slot} is not filled where it should be"
-            owners[loading] = TRANSFER
-            owners[pages[loaded:]] = slot
-            held += len(pages) - row.shared
-        for node in self.pins.ends():
-            ends[node] = ends.get(node, 0) + 1
-        cached = self._tree.check(ends)
-        owners[cached] = CACHE
-        # The counts agree too, so that no page stands in two places.
-        self._allocator.check_owners(owners, held + len(cached))
-        begun = {slot: self._table.pages(slot)[: row.shared] for slot, row in self._rows.items()}
-        for nth, window in enumerate(self.windows):
-            moving = {slot: each[each >= 0] for slot, row in self._rows.items() for each in row.windows[nth : nth + 1]}
-            window.check(begun, moving, self.pins.held(nth), cached)
+        check_pages(self._allocator, self._table, self._tree, self.pins, self._rows, self.windows)
 
     def _balance(self, slot: int) -> None:
         """Compares, after a change of a row, how much is locked and cached with what should be. O(1).
@@ -364,7 +313,7 @@ class PrefixCache:
         if self._allocator.num_held(CACHE) != self._tree.num_pages:
             raise LedgerError(f"{self._allocator.name_of(slot)}: the tree's pages are not those that the cache has")
 
-    def _arrived(self, slot: int, row: _Row) -> None:
+    def _arrived(self, slot: int, row: Row) -> None:
         if row.loading is not None and self._below is not None:
             self._allocator.confirm(row.loading)
             self._allocator.move(row.loading.pages, TRANSFER, slot)

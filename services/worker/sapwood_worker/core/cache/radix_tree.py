@@ -13,63 +13,20 @@ A page at the end that is not full is never in the tree. Namespaces (a tenant's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from sapwood_common.contract.page_hash import HASH_BYTES, hash_run, lora_of
 from sapwood_worker.core.cache.eviction import POLICIES, EvictionName, EvictionQueue
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
+from sapwood_worker.core.cache.radix_node import TOKEN_BYTES, Match, Node, PageIds, is_free_leaf, root_of
 from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-
-PageIds = npt.NDArray[np.int32]
-
-TOKEN_BYTES = 4
-"""Bytes of a token id in a key, which is a sequence of native uint32."""
 
 _MOST_CHILDREN = 64
 """Children of a node among which a part of a page is looked for."""
 
 _NONE: PageIds = np.empty(0, dtype=np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A run of pages below its parent's.
-
-    Attributes:
-        key: The token ids of its pages; of a root, its namespace.
-        pages: int32, its page ids.
-        hashes: The chained hashes of its pages, 16 bytes each.
-        parent: None for a root and for a node that has been evicted.
-        children: By the bytes of their first page.
-        locks: Locks on it and on everything below it.
-        created: When it was cached, by the tree's tick.
-        used: When it was last matched or cached, by the tree's tick.
-        hits: How often it was matched.
-        queued: Whether the eviction queue has an entry for it.
-    """
-
-    key: bytes
-    pages: PageIds
-    hashes: bytes
-    parent: Node | None
-    children: dict[bytes, Node] = field(default_factory=dict)
-    locks: int = 0
-    created: int = 0
-    used: int = 0
-    hits: int = 0
-    queued: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A cached prefix: its last node (a root if there is none) and its pages, int32, from the start."""
-
-    node: Node
-    pages: PageIds
 
 
 class RadixTree:
@@ -99,7 +56,7 @@ class RadixTree:
         """Locks taken and not released."""
         self._pages = 0
         self._evictable = 0
-        self._queue: EvictionQueue[Node] = EvictionQueue(POLICIES[eviction], _is_free_leaf)
+        self._queue: EvictionQueue[Node] = EvictionQueue(POLICIES[eviction], is_free_leaf)
 
     @property
     def num_pages(self) -> int:
@@ -340,7 +297,7 @@ class RadixTree:
         leaf = Node(key, pages, hashes, parent, created=self._tick, used=self._tick)
         parent.children[key[: self._stride]] = leaf
         if self._events is not None:
-            self._events.add(BlockStored(hashes, below, key, lora=lora_of(_root_of(parent).key)))
+            self._events.add(BlockStored(hashes, below, key, lora=lora_of(root_of(parent).key)))
         return leaf
 
     def _walk(self, node: Node, key: bytes, *, hit: bool) -> Match:
@@ -397,17 +354,7 @@ class RadixTree:
 
     def _offer(self, node: Node) -> None:
         """Lets eviction know of a node that may have become an unlocked leaf; forgets an empty root."""
-        if _is_free_leaf(node):
+        if is_free_leaf(node):
             self._queue.offer(node)
         elif node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:
             del self._roots[node.key]
-
-
-def _is_free_leaf(node: Node) -> bool:
-    return node.parent is not None and not node.children and not node.locks
-
-
-def _root_of(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -20,7 +19,6 @@ from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
 if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
-    from sapwood.cli.local.cluster import Endpoints
     from sapwood.cli.services import Services
 
 NAMES = ("up", "serve")
@@ -308,6 +306,7 @@ def _check_ports(services: Services) -> None:
 
 async def _serve(services: Services, terminal: Terminal) -> int:
     from sapwood.cli.local.cluster import Cluster, DiedError
+    from sapwood.cli.local.welcome import welcome
 
     start = time.monotonic()
 
@@ -347,7 +346,7 @@ async def _serve(services: Services, terminal: Terminal) -> int:
             f"thread{'s' * (threads != 1)} each, and {services.front} on model {services.worker.config.model}"
         )
         endpoints = await cluster.start()
-        terminal.line(_welcome(services, endpoints, time.monotonic() - start))
+        terminal.line(welcome(services, endpoints, time.monotonic() - start))
         await cluster.watch()
 
     life = asyncio.create_task(live())
@@ -365,54 +364,3 @@ async def _serve(services: Services, terminal: Terminal) -> int:
         raise CliError(str(died), FAILED)
     terminal.line("stopped")
     return INTERRUPTED if killing.is_set() else 0
-
-
-def _command() -> str:
-    """How a shell in this folder calls `sapwood`: by name if it would find this one."""
-    here = Path(sys.executable).with_name("sapwood")
-    if shutil.which("sapwood") == str(here):
-        return "sapwood"
-    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
-
-
-def _welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
-    from sapwood_common.models.model_files import model_name
-
-    config = services.router.config
-    secure = config.tls_cert is not None
-    http, router = f"http{'s' * secure}://{endpoints.http}", endpoints.grpc
-    sapwood = _command()
-    address = "" if router == "127.0.0.1:50051" else f" --address {router}"
-    name = services.worker.config.served_model_name or model_name(services.worker.config.model)
-    shown = f"""
-ready to answer in {seconds:.1f} s
-
-  OpenAI API   {http}/v1
-  gRPC         {router}
-  tokenizer    {endpoints.tokenizer}
-  workers      {" ".join(endpoints.workers)}
-"""
-    from sapwood_common.unix_socket import is_unix  # of the services' packages
-
-    if config.ui:
-        shown += f"  page         {http}/ui\n"
-    if secure or config.api_keys is not None:  # the commands below would need certificates or a key
-        return f"{shown}\nCtrl-C stops it.\n"
-    grpc = f"""
-  {sapwood} generate{address} --max-tokens 32 --temperature 0 "The capital of France is"
-  {sapwood} chat{address}"""
-    grpcurl = f"""
-  grpcurl -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
-    {router} sapwood.v1.Router/Generate"""
-    if is_unix(router):
-        grpc = grpcurl = ""
-    return f"""{shown}
-Try, in another terminal:
-{grpc}
-  curl {http}/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'{grpcurl}
-  python -c 'import openai; c = openai.OpenAI(base_url="{http}/v1", api_key="none"); \\
-    print(c.completions.create(model="{name}", prompt="The capital of France is", max_tokens=32).choices[0].text)'
-
-Ctrl-C stops it.
-"""

@@ -1,0 +1,70 @@
+"""What `sapwood up` prints when the cluster is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sapwood_common.models.model_files import model_name
+from sapwood_common.unix_socket import is_unix
+
+if TYPE_CHECKING:
+    from sapwood.cli.local.cluster import Endpoints
+    from sapwood.cli.services import Services
+
+
+def _command() -> str:
+    """How a shell in this folder calls `sapwood`: by name if it would find this one."""
+    here = Path(sys.executable).with_name("sapwood")
+    if shutil.which("sapwood") == str(here):
+        return "sapwood"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
+
+
+def welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
+    """What `sapwood up` says once all answer: where, and commands to try, as far as they need no key and no certificate.
+
+    Args:
+        services: As they were started.
+        endpoints: Where they answer.
+        seconds: That the start took.
+    """
+    config = services.router.config
+    secure = config.tls_cert is not None
+    http, router = f"http{'s' * secure}://{endpoints.http}", endpoints.grpc
+    sapwood = _command()
+    address = "" if router == "127.0.0.1:50051" else f" --address {router}"
+    name = services.worker.config.served_model_name or model_name(services.worker.config.model)
+    shown = f"""
+ready to answer in {seconds:.1f} s
+
+  OpenAI API   {http}/v1
+  gRPC         {router}
+  tokenizer    {endpoints.tokenizer}
+  workers      {" ".join(endpoints.workers)}
+"""
+    if config.ui:
+        shown += f"  page         {http}/ui\n"
+    if secure or config.api_keys is not None:  # the commands below would need certificates or a key
+        return f"{shown}\nCtrl-C stops it.\n"
+    grpc = f"""
+  {sapwood} generate{address} --max-tokens 32 --temperature 0 "The capital of France is"
+  {sapwood} chat{address}"""
+    grpcurl = f"""
+  grpcurl -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
+    {router} sapwood.v1.Router/Generate"""
+    if is_unix(router):
+        grpc = grpcurl = ""
+    return f"""{shown}
+Try, in another terminal:
+{grpc}
+  curl {http}/v1/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'{grpcurl}
+  python -c 'import openai; c = openai.OpenAI(base_url="{http}/v1", api_key="none"); \\
+    print(c.completions.create(model="{name}", prompt="The capital of France is", max_tokens=32).choices[0].text)'
+
+Ctrl-C stops it.
+"""

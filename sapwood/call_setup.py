@@ -1,11 +1,16 @@
-"""The client's settings of its channel and calls: address, key, trace context, sizes."""
+"""What the clients' calls are made with: address, key, trace context, sizes; and what their errors become."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import grpc
+
+from sapwood.errors import from_rpc_error
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """The router's default address."""
@@ -46,3 +51,28 @@ def with_trace(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], 
 def request_id_of(metadata: Iterable[Any] | None) -> str | None:
     """The request id in the router's initial metadata; None if it is not there."""
     return next((str(value) for key, value in metadata or () if key == "x-request-id"), None)
+
+
+class Calls:
+    """What each call of a client is made with.
+
+    Attributes:
+        address: The router's.
+    """
+
+    def __init__(self, address: str | None, timeout: float | None, api_key: str | None) -> None:
+        self.address = router_address(address)
+        self._timeout = timeout
+        self._metadata = call_metadata(api_key)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"timeout": self._timeout, "metadata": with_trace(self._metadata)}
+
+
+@contextmanager
+def sapwood_errors() -> Iterator[None]:
+    """Turns the error of a call into a SapwoodError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(cast(grpc.Call, error)) from None

@@ -1,14 +1,21 @@
 """Decoding with drafts beside the same without, in one process and turn about: scheduler, cache and runner, no services.
 
     python benchmarks/bench_speculation.py                                         # the demo model on this CPU
-    python benchmarks/bench_speculation.py --model benchmarks/gpu/configs/llama-3.1-8b --dummy --device cuda
+    python benchmarks/bench_speculation.py --model benchmarks/gpu/configs/llama-3.1-8b --dummy walk --device cuda
 
-Workloads, each with batches of several sizes: ``copy`` edits a long text that its prompt holds (it needs a model that can: the
-demo model), ``again`` asks what was asked before (``again 2048``: prompts of so many tokens), ``new`` has nothing that could be
-foreseen, ``dial R`` has a drafter that knows the answer and gets a share of 1 - R wrong, ``draft R`` the draft model of
-``--draft``: its steps are run and paid for, but what it says is the dial's, as weights that are made up agree on nothing.
-``WORKLOAD@1/16`` has batches of its own. Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio
-over the rounds, the share of drafted tokens that were accepted, and the share of answers that are the same.
+Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
+
+- ``copy`` edits a long text that its prompt holds; it needs a model that can: the demo model
+- ``edit R`` writes a file of 2048 tokens anew, a share of 1 - R of it changed: made-up weights that walk (``walking_weights.py``)
+- ``again`` asks what was asked before; ``again 2048``: prompts of so many tokens
+- ``new`` has nothing that could be foreseen
+- ``dial R`` has a drafter that knows the answer and gets a share of 1 - R wrong
+- ``draft R``: the draft model of ``--draft`` or the head of ``--eagle``, whose steps are run and paid for, but what it says is
+  the dial's, as made-up weights agree on nothing
+- ``itself`` drafts whatever the draft model says, whatever steps cost: with the model itself all of it must be right
+
+Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio over the rounds, the share of drafted
+tokens that were accepted, and the share of answers that are the same.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from statistics import median
 from typing import Any
 
 from msgspec.structs import replace
+from walking_weights import eagle_head, untied, walk
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
@@ -225,9 +233,11 @@ class Engine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Model file or folder [default: the demo model]")
-    parser.add_argument("--dummy", action="store_true", help="Random weights of the true shape")
+    parser.add_argument("--dummy", choices=("random", "walk"), help="Weights of the true shape that are made up")
     parser.add_argument("--draft", type=Path, help="Draft model for draft R")
-    parser.add_argument("--eagle", type=Path, help="The same: a head of EAGLE-3")
+    parser.add_argument(
+        "--eagle", type=Path, help="The same: a head of EAGLE-3; 'random': one of the model's shape is made up"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--max-running", type=int, default=64, help="Also the most positions of a step [default: 64]")
@@ -241,6 +251,11 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = [int(each) for each in arguments.batches.split(",")]
     model = arguments.model or demo_path()
+    if arguments.dummy == "walk":
+        walk()
+        model = untied(model)
+    if arguments.eagle == Path("random"):
+        arguments.eagle = eagle_head(model)
     workloads = [each.partition("@")[::2] for each in arguments.workloads.split(",")]
     cases = [(name, list(map(int, own.split("/"))) if own else batches) for name, own in workloads]
     arguments.max_running = max(arguments.max_running, *(batch for _, own in cases for batch in own))
@@ -276,6 +291,8 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         if demo is None:
             return
         prompts = [edit_prompt(demo, number) for number in range(batch)]
+    elif workload.startswith("edit"):
+        prompts = [file_prompt(chance, float(workload.split()[1])) for _ in range(batch)]
     elif workload == "new":
         sampling = replace(sampling, temperature=1.5)
     drafter: Drafter | DraftModel | None = None
@@ -290,7 +307,10 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         said = DialledRunner(runner.draft, prompts, known, float(workload.split()[1]))
         kind, first = ("draft", 0) if arguments.eagle is None else ("eagle", 1)
         drafter = DraftModel(said, runner.draft.info.context_length, 2048, kind, first)
-    drafting = Engine(runner, "auto", most, drafter)
+    elif workload == "itself":
+        assert runner.draft is not None, "itself needs --draft"
+        drafter = DraftModel(runner.draft, runner.draft.info.context_length, 2048)
+    drafting = Engine(runner, "prefix" if workload == "itself" else "auto", most, drafter)
     ratios: list[float] = []
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     same = drafted = accepted = 0
@@ -323,6 +343,13 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         "same": round(same / (batch * arguments.rounds), 3),
     }
     print(json.dumps(row), flush=True)
+
+
+def file_prompt(chance: random.Random, right: float) -> list[int]:
+    """A file of 2048 tokens and its first token again, after which the walk goes on as it does, but for changes, in the file."""
+    first = chance.randrange(10, 28_000)
+    file = [at if chance.random() < right else at + 40_000 for at in range(first, first + 2048)]
+    return [*file, first]
 
 
 def edit_prompt(demo: Path, number: int) -> list[int]:

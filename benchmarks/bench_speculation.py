@@ -15,7 +15,8 @@ Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
 - ``itself`` drafts whatever the draft model says, whatever steps cost: with the model itself all of it must be right
 
 Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio over the rounds, the share of drafted
-tokens that were accepted, and the share of answers that are the same.
+tokens that were accepted, the share of answers that are the same, and the time of a step (by requests, and by requests:positions,
+rounded up, where drafts were checked) with that of making drafts in it.
 """
 
 from __future__ import annotations
@@ -201,6 +202,28 @@ class Engine:
             drafter=drafter,
         )
         self._serial = 0
+        self.drafts = 0
+        self.draft_seconds = 0.0
+        if (speculation := self.scheduler._speculation) is not None:
+            fill = speculation._drafter.fill
+
+            def timed(decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
+                started = time.perf_counter()
+                filled = fill(decodes, drafts)
+                self.drafts += 1
+                self.draft_seconds += time.perf_counter() - started
+                return filled
+
+            speculation._drafter.fill = timed
+
+    def step_times(self) -> dict[str, float]:
+        """Milliseconds of steps, by requests and, where drafts were checked, sampled positions."""
+        costs = None if self.scheduler._speculation is None else self.scheduler._speculation._costs
+        if costs is None:
+            return {}
+        times = {str(rows): mean.seconds for rows, mean in costs._plain.items()}
+        times |= {f"{rows}:{most}": mean.seconds for (rows, most), mean in sorted(costs._drafted.items())}
+        return {name: round(seconds * 1000, 2) for name, seconds in times.items()}
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> tuple[Answers, float]:
         """The answers, and tokens/s from the time on when all prompts are computed."""
@@ -341,6 +364,8 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         "drafted": drafted,
         "accepted": round(accepted / drafted, 3) if drafted else None,
         "same": round(same / (batch * arguments.rounds), 3),
+        "step_ms": drafting.step_times(),
+        "draft_ms": round(drafting.draft_seconds / max(1, drafting.drafts) * 1000, 2),
     }
     print(json.dumps(row), flush=True)
 

@@ -47,14 +47,20 @@ def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple
 def test_what_does_not_fit_or_would_read_too_many_keys_is_left_to_prefill():
     decodes = [part(0, [-1], 5000), part(1, [-1], 5000)]
     chunk = part(2, list(range(12)), 400)
-    table = np.zeros((3, MOST_KEYS), np.int32)
+    most = MOST_KEYS // 28
+    table = np.zeros((3, most), np.int32)
     sizes = {"most_rows": 16, "most_pages": 2000}
     assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, **sizes) is not None
     assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, **sizes, prompts=False) is None
     assert decode_rows(make_step(0, table, decodes), PAGE, **sizes, prompts=False) is not None
     assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, most_rows=13, most_pages=2000) is None
     assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, most_rows=16, most_pages=900) is None
-    assert decode_rows(make_step(0, table, [part(2, list(range(12)), MOST_KEYS // 12)]), PAGE, **sizes) is None
+    longer = make_step(0, table, [part(2, list(range(12)), most // 12)])
+    wide = {"most_rows": 16, "most_pages": 1 << 20}
+    assert decode_rows(longer, PAGE, **wide) is None
+    assert decode_rows(longer, PAGE, **wide, layers=1) is not None
+    draft = make_step(0, table, [Part(2, list(range(12)), most // 12, 12, GREEDY)])
+    assert decode_rows(draft, PAGE, **wide) is not None
 
 
 def test_rows_of_prompts_are_told_from_decodes_and_drafts():

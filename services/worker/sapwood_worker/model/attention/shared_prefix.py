@@ -75,6 +75,8 @@ class SharedPrefixes:
             tables: int32 [B, P], as :class:`AttentionBatch` has them; the first decides.
             lengths: int64 [B]: keys of each request, or 1 for one that reads by itself.
         """
+        if int(lengths.sum()) <= LEAST_SPARED:
+            return None
         first = self._find(0, tables[0], lengths)
         if first is None or first.spared < LEAST_SPARED:
             return None

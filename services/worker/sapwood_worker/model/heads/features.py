@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.records.step import Step
 
 
@@ -22,23 +22,28 @@ class ShiftedSteps:
     Args:
         store: [slots, hidden_size]: the features.
         page_size: Tokens in a page.
-        ops: The operations of the store's device.
+        scratch: A slot that no token has.
     """
 
-    def __init__(self, store: Tensor, page_size: int, ops: DeviceOps) -> None:
+    def __init__(self, store: Tensor, page_size: int, scratch: int) -> None:
         self._store = store
         self._page_size = page_size
-        self._ops = ops
+        self._scratch = scratch
 
     def shift(self, step: Step) -> Step:
         """The step as the head computes it. None of its parts may begin at position 0."""
         return replace(step, starts=step.starts - 1)
 
-    def leave(self, step: Step, hidden: Tensor) -> None:
-        """Leaves what the head made, [T, hidden_size], of the last token of each part of a step that drafts."""
-        if not step.samples.all():
-            return
-        last, size = step.starts + step.counts - 1, self._page_size
-        slots = step.pages[np.arange(len(last)), last // size].astype(np.int64) * size + last % size
-        ends = self._ops.to_device(np.cumsum(step.counts) - 1)
-        self._store.index_copy_(0, self._ops.to_device(slots), hidden.index_select(0, ends))
+    def left(self, step: Step) -> npt.NDArray[np.int64]:
+        """int64 [T]: the slots for what the head makes of each token of a step, not yet shifted: of the last token of each part,
+        if the step drafts, that after; of the others no token's."""
+        slots = np.full(len(step.token_ids), self._scratch, np.int64)
+        if step.samples.all():
+            last, size = step.starts + step.counts - 1, self._page_size
+            pages = step.pages[np.arange(len(last)), last // size].astype(np.int64)
+            slots[np.cumsum(step.counts) - 1] = pages * size + last % size
+        return slots
+
+    def leave(self, hidden: Tensor, slots: Tensor) -> None:
+        """Leaves what the head made, [T, hidden_size], in slots, int64 [T]."""
+        self._store.index_copy_(0, slots, hidden)

@@ -16,6 +16,8 @@ from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.heads.features import ShiftedSteps
+from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
@@ -32,7 +34,7 @@ class AttentionBuilder:
 
     Args:
         options: The runner's.
-        model: Computes what attention does not.
+        model: Computes what attention does not; a head that drafts, too.
         config: The model's.
         layout: Of a page.
         dtype: The model's.
@@ -50,7 +52,7 @@ class AttentionBuilder:
     def __init__(
         self,
         options: RunnerOptions,
-        model: DecoderModel,
+        model: DecoderModel | Head,
         config: ModelConfig,
         layout: KVLayout,
         dtype: torch.dtype,
@@ -80,7 +82,13 @@ class AttentionBuilder:
 
     @torch.inference_mode()
     def backend(
-        self, pool: DevicePool, last_tokens: Tensor, largest: int, *, whole_ladder: bool
+        self,
+        pool: DevicePool,
+        last_tokens: Tensor,
+        largest: int,
+        *,
+        whole_ladder: bool,
+        shifted: ShiftedSteps | None = None,
     ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any.
 
@@ -89,6 +97,7 @@ class AttentionBuilder:
             last_tokens: The latest token of the request in each row of the page table.
             largest: Tokens of the largest graph.
             whole_ladder: Whether the smaller graphs are made too.
+            shifted: Shifts a head's steps; None: it is a whole model.
         """
         kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
         for index in pool.layout.layers:
@@ -109,7 +118,7 @@ class AttentionBuilder:
 
         sizes = ladder(largest) if whole_ladder else [largest]
         makes = make, backend.shared_graphs()
-        return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, last_tokens, self._ops)
+        return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, last_tokens, self._ops, shifted)
 
     @torch.inference_mode()
     def pieces(
@@ -126,6 +135,7 @@ class AttentionBuilder:
         """
         if not self._captures:
             return None
+        assert not isinstance(self._model, Head)
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
         worth = worth_capturing(self._model.layer_size(), float8=float8, sparse=self._config.sparse is not None)

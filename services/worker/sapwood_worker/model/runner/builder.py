@@ -14,11 +14,8 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_common.plugins import part_names
-from sapwood_kernels.attention.planned import AttentionShape
 from sapwood_kernels.ops.factory import cache_folder, device_ops
-from sapwood_worker.model.attention.backend import AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
-from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
@@ -229,26 +226,26 @@ class _Builder:
         features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8
         runner = self.build(layout.page_bytes + features)
         pool = DevicePool(layout, [runner.info.num_pages + _SCRATCH_PAGES], self._device, None)
-        [kept] = {(each.heads, each.dim) for each in layout.components}
-        shape = AttentionShape(config.num_heads, *kept, page_size, self._dtype)
-        latent = config.latent is not None
-        needs = AttentionNeeds(shape, self._dtype, config.kinds[-1:], config.max_position, latent=latent)
-        prefill, decode = (choose_backend("auto", half, needs, self._ops).backend for half in ("prefill", "decode"))
+        own = replace(self._options, attention_backend="auto", shared_prefix_attention=False)
+        attention = AttentionBuilder(own, head, config, layout, self._dtype, self._dtype, self._ops)
+        last_tokens = torch.zeros_like(self._last_tokens)
+        shifted = ShiftedSteps(head.store, page_size, pool.scratch_slots()[0])
+        backend, graphs = attention.backend(pool, last_tokens, self._largest_graph, whole_ladder=True, shifted=shifted)
         runner.draft = ModelRunner(
             info=runner.info,
             ops=self._ops,
             model=head,
             pool=pool,
-            backend=PagedAttention(needs, pool, self._ops, prefill, decode),
-            graphs=None,
+            backend=backend,
+            graphs=graphs,
             pieces=None,
             sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
-            last_tokens=torch.zeros_like(self._last_tokens),
+            last_tokens=last_tokens,
             vocabulary=None,
             host_pool=None,
             transfer=None,
             identity=self._identity,
-            shifted=ShiftedSteps(head.store, page_size, self._ops),
+            shifted=shifted,
         )
         return runner
 

@@ -23,6 +23,8 @@ from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention
 from sapwood_worker.model.attention.paged import PagedAttention, PagedPlan
 from sapwood_worker.model.attention.shared_prefix import Runs
 from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.heads.features import ShiftedSteps
+from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.decode_rows import DecodeRows
 
@@ -78,7 +80,7 @@ class DecodeGraphs:
     """Captures and replays decode steps.
 
     Args:
-        model: The model.
+        model: The model, or a head that drafts.
         backend: The model's attention.
         make: Makes its part for so many decodes, as ``backend.graphs()`` gives it.
         make_shared: The same for decodes that share keys, as ``backend.shared_graphs()`` gives it; they have graphs of their
@@ -87,11 +89,12 @@ class DecodeGraphs:
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
         ops: The device's operations.
+        shifted: Takes what a head makes of its tokens; None: it is a whole model.
     """
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: DecoderModel | Head,
         backend: PagedAttention,
         make: Callable[[int], StepAttention],
         make_shared: Callable[[int], StepAttention] | None,
@@ -99,16 +102,20 @@ class DecodeGraphs:
         sizes: Sequence[int],
         last_tokens: Tensor,
         ops: DeviceOps,
+        shifted: ShiftedSteps | None = None,
     ) -> None:
         self._ops = ops
+        self._shifted = shifted
         self._model = model
         self._backend = backend
         self._pool = pool
         self._scratch = pool.scratch_slots()
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
-        # Its rows are token ids, positions, rows of the page table and cache slots of each group: a step copies all at once.
-        rows = 3 + len(pool.counts)
+        # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots where a head leaves
+        # what it makes: a step copies all at once.
+        self._slots = slice(3, 3 + len(pool.counts))
+        rows = self._slots.stop + (shifted is not None)
         self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
@@ -151,6 +158,9 @@ class DecodeGraphs:
             staged[row, count:size] = scratch
             padded.append(np.full((size, own.shape[1]), scratch // page_size, np.int32))
             padded[-1][:count] = own
+        if step.left is not None:
+            staged[-1, :count] = step.left
+            staged[-1, count:size] = self._scratch[0]
         self._inputs.copy_(self._staging, non_blocking=True)
         lengths = np.concatenate((lengths, np.ones(size - count, np.int64)))
         self._plan(captured.attention, lengths, padded, runs)
@@ -168,7 +178,7 @@ class DecodeGraphs:
         runs: Runs | None = None,
     ) -> None:
         starts = np.arange(len(lengths) + 1)
-        every = zip(tables, self._inputs[3:], runs or (None,) * len(tables), strict=True)
+        every = zip(tables, self._inputs[self._slots], runs or (None,) * len(tables), strict=True)
         batches = [AttentionBatch(starts, lengths, pages, slots, runs=shared) for pages, slots, shared in every]
         attention.plan(self._backend.with_keys(in_tables(batches)))
 
@@ -183,10 +193,12 @@ class DecodeGraphs:
     def _capture(self, size: int, attention: StepAttention) -> _Captured:
         size_of_page = self._pool.page_size
         tables = [np.full((size, 1), slot // size_of_page, np.int32) for slot in self._scratch]
-        for slots, scratch in zip(self._inputs[3:], self._scratch, strict=True):
+        for slots, scratch in zip(self._inputs[self._slots], self._scratch, strict=True):
             slots.fill_(scratch)
+        if self._shifted is not None:
+            self._inputs[-1].fill_(self._scratch[0])
         self._plan(attention, np.ones(size, np.int64), tables)
-        plan = PagedPlan(self._pool, attention, attention, None, list(self._inputs[3:, :size]))
+        plan = PagedPlan(self._pool, attention, attention, None, list(self._inputs[self._slots, :size]))
         stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -202,6 +214,8 @@ class DecodeGraphs:
         token_ids = self._inputs[0, :size]
         token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[2, :size]), token_ids)
         hidden = self._model(token_ids, self._inputs[1, :size], plan)
+        if self._shifted is not None:
+            self._shifted.leave(hidden, self._inputs[-1, :size])
         logits = self._model.logits(hidden)
         largest, greedy = self._ops.row_max(logits)
         return DecodeResult(logits, largest, greedy, self._inputs[2, :size])

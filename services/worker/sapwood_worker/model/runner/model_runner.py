@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,10 +122,9 @@ class ModelRunner:
         if self._graphs is not None and not len(explained):
             # A graph waits for all layers' loaded pages, other steps layer by layer.
             loads = step.copies is not None and step.copies.load is not None
-            graphs, size = self._graphs, self._pool.page_size
-            rows = decode_rows(step, size, graphs.largest, graphs.most_pages, prompts=not loads)
+            rows = self._rows(self._graphs, step, prompts=not loads)
             if rows is not None:
-                tokens = self._replay(graphs, step, rows, at)
+                tokens = self._replay(self._graphs, step, rows, at)
                 spared = self._backend.take_spared()
                 return LaunchedStep(step, at, tokens, {}, self._copied, self._ops, spared_tokens=spared)
         hidden = self._forward(step)
@@ -175,6 +175,13 @@ class ModelRunner:
             return self._compute(step)
         return torch.cat([self._compute(each).clone() for each in cuts])
 
+    def _rows(self, graphs: DecodeGraphs, step: Step, *, prompts: bool) -> DecodeRows | None:
+        """The rows of a decode graph, if a step can be computed by one."""
+        size, shifted, layers = self._pool.page_size, self._shifted, len(self._pool.layout.layers)
+        shown = step if shifted is None else shifted.shift(step)
+        rows = decode_rows(shown, size, graphs.largest, graphs.most_pages, prompts=prompts, layers=layers)
+        return rows if rows is None or shifted is None else replace(rows, left=shifted.left(step))
+
     def _compute(self, step: Step) -> Tensor:
         shown = step if self._shifted is None else self._shifted.shift(step)
         batch = build_forward_batch(shown, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
@@ -182,7 +189,7 @@ class ModelRunner:
             return self._pieces.run(batch)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         if self._shifted is not None:
-            self._shifted.leave(step, hidden)
+            self._shifted.leave(hidden, self._ops.to_device(self._shifted.left(step)))
         return hidden
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:

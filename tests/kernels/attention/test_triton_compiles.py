@@ -96,10 +96,11 @@ for dim, group, batch, window, cache in (
     (128, 4, 256, 0, "*fp8e4nv"),
 )[: 4 + (capability >= 89)]:
     rows = sharing.tile_rows(group, dim, batch)
+    stages, warps = sharing.tile_pipeline(rows, divmod(capability, 10))
     check(
-        sharing._shared_kernel, {**SHARED, "keys": cache, "values": cache}, 8 if rows >= 128 else 4, GROUP=group, D=dim, PAGE=16,
+        sharing._shared_kernel, {**SHARED, "keys": cache, "values": cache}, warps, GROUP=group, D=dim, PAGE=16,
         FIELDS=8, WINDOW=window, CAPPED=dim == 256, FLOAT8="fp8" in cache, ROWS=rows, BLOCK_D=dim, BLOCK=sharing.tile_keys(dim),
-        STAGES=sharing._STAGES,
+        STAGES=stages,
     )
 check(
     decoding._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,

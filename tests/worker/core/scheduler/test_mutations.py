@@ -41,8 +41,8 @@ MUTATIONS = [
     # A split node keeps the locks of what it was.
     Mutation("core/cache/radix_tree.py", "            locks=node.locks,\n", ""),
     # Locked nodes, and nodes with children, stay.
-    Mutation("core/cache/radix_tree.py", "not node.children and not node.locks\n", "not node.children\n"),
-    Mutation("core/cache/radix_tree.py", "not node.children and not node.locks\n", "not node.locks\n"),
+    Mutation("core/cache/radix_node.py", "not node.children and not node.locks\n", "not node.children\n"),
+    Mutation("core/cache/radix_node.py", "not node.children and not node.locks\n", "not node.locks\n"),
     # A parent becomes evictable with the end of its last child.
     Mutation("core/cache/radix_tree.py", "                self._offer(parent)\n", ""),
     # A decode needs a page as soon as the last one is full.
@@ -88,7 +88,7 @@ MUTATIONS = [
     # How much of a draft was right must be known before the next step is planned.
     Mutation("core/scheduler/running/step_in_flight.py", "bool(grammars or drafts)", "bool(grammars)"),
     # An abort during a step waits for its end.
-    Mutation("core/scheduler/scheduler.py", "            if request.over:\n", "            if False:\n"),
+    Mutation("core/scheduler/step_results.py", "            if request.over:\n", "            if False:\n"),
     # A request that ends stays until no step in flight computes it.
     Mutation("core/scheduler/lifecycle.py", "        if request.in_flight:\n", "        if False:\n"),
     # Cached pages that a new request would lock are not available to it a second time.

@@ -179,8 +179,8 @@ class Simulation:
         """What is being moved between tiers just now."""
         unready = sum(not entry.ready for entry in self.tiers.host.entries())
         moves = {
-            "stores": unready > self.storage.fetching,
-            "fetches": self.storage.fetching > 0,
+            "stores": unready > self.storage.arrivals.reading,
+            "fetches": self.storage.arrivals.reading > 0,
             "puts": self.storage.writing > 0,
         }
         return [name for name, moves_now in moves.items() if moves_now]

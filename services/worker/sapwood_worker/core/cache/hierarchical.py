@@ -181,9 +181,9 @@ class HierarchicalCache:
 
     def settle(self, serial: int) -> None:
         """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
-        fetched = None if self.pulls is None else self.pulls.settle(serial)
+        fetched = None if self.pulls is None else self.pulls.arrivals.settle(serial)
         if fetched is None and self.storage is not None:
-            fetched = self.storage.settle(serial)
+            fetched = self.storage.arrivals.settle(serial)
         if self._given:
             self._started.append(CacheLoad(serial, self._given, *(fetched or ())))
             self._given = 0
@@ -311,10 +311,10 @@ class HierarchicalCache:
         self.host.check()
         stores = [*self._stores.values(), self._next]
         pins = {} if self.storage is None else self.storage.check()
-        fetching = (0 if self.storage is None else self.storage.fetching) + (
-            0 if self.pulls is None else self.pulls.reading
+        fetching = (0 if self.storage is None else self.storage.arrivals.reading) + (
+            0 if self.pulls is None else self.pulls.arrivals.reading
         )
-        for passing in (self.leases, self.pulls):
+        for passing in (self.leases, None if self.pulls is None else self.pulls.arrivals):
             for page, count in () if passing is None else passing.pins().items():
                 pins[page] = pins.get(page, 0) + count
         putting = 0 if self.storage is None else self.storage.writing

@@ -225,7 +225,7 @@ class Handoffs(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(sorted({*self.waiting, *self.started}))))
 
     def end(self, serial: int) -> None:
-        self.pulls.settle(serial)
+        self.pulls.arrivals.settle(serial)
         self.waiting.pop(serial, None)
         self.started.discard(serial)
 
@@ -257,21 +257,21 @@ class Handoffs(RuleBasedStateMachine):
 
     @invariant()
     def ledgers_agree(self) -> None:
-        for host, pins in ((self.source.host, self.source.leases.pins()), (self.host, self.pulls.pins())):
+        for host, pins in ((self.source.host, self.source.leases.pins()), (self.host, self.pulls.arrivals.pins())):
             host.check()
             assert all(entry.pins == pins.get(entry.page, 0) for entry in host.entries())
         assert self.source.leases.num_pinned <= int(0.7 * PAGES)
         unready = sum(not entry.ready for entry in self.host.entries())
-        assert unready == self.pulls.reading
+        assert unready == self.pulls.arrivals.reading
 
     def teardown(self) -> None:
         """When all is over, nothing is kept."""
         self.faults = 0.0
         for serial in (*self.waiting, *self.started):
-            self.pulls.settle(serial)
+            self.pulls.arrivals.settle(serial)
         for _ in range(200):
             self.pulls.poll()
-        assert not self.pulls.busy and not self.pulls.pins()
+        assert not self.pulls.busy and not self.pulls.arrivals.pins()
         self.source.stored()
         self.source.leases.poll()
         self.clock.now += 2 * LEASE

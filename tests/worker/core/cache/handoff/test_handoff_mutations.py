@@ -12,7 +12,7 @@ SIMULATION = Path(__file__).with_name("test_two_schedulers.py")
 MOST_STEPS = 40_000
 """Twice the default run's; each mutation is noticed within it."""
 LEASES, PULLS = "core/cache/handoff/leases.py", "core/cache/handoff/pulls.py"
-HOST, TIERS = "core/cache/host_pages.py", "core/cache/hierarchical.py"
+ARRIVALS, HOST, TIERS = "core/cache/arrivals.py", "core/cache/host_pages.py", "core/cache/hierarchical.py"
 
 MUTATIONS = [
     # A page that was given to somebody else while it was read is not used.
@@ -38,22 +38,22 @@ MUTATIONS = [
     # Every byte that came is checked.
     Mutation(PULLS, "there and verify(record, entry.key, namespace)", "there"),
     # Pages that did not come are given back.
-    Mutation(PULLS, "zip(batch, good, strict=True) if not fine])", "zip(batch, good, strict=True) if not fine][1:])"),
-    # For a request that has gone nothing is kept.
     Mutation(
-        PULLS, "        if pull.cancelled:\n            self._occupied", "        if False:\n            self._occupied"
+        ARRIVALS, "zip(batch, good, strict=True) if not fine])", "zip(batch, good, strict=True) if not fine][1:])"
     ),
-    Mutation(PULLS, "        self._host.unpin(pull.pinned)\n", ""),
+    # For a request that has gone nothing is kept.
+    Mutation(ARRIVALS, "        if arrival.cancelled:\n", "        if False:\n"),
+    Mutation(ARRIVALS, "        self._host.unpin(arrival.pinned)\n", ""),
     # Pulls hold their share at most.
-    Mutation(PULLS, "max(0, self._limit - self._occupied)", "len(pull.wanted)"),
+    Mutation(ARRIVALS, "max(0, self._limit - self._occupied)", "self._host.num_pages"),
     # A request waits no longer than its patience.
-    Mutation(PULLS, "if now >= self._pulls[serial].deadline or not", "if not"),
+    Mutation(PULLS, "now >= pull.deadline or not", "not"),
     # A host page that is being written to is not found.
     Mutation(HOST, "entry is not None and entry.ready and", "entry is not None and"),
     # Each allocation of a page gets an epoch of its own.
     Mutation("core/cache/page_allocator.py", "        self._epoch[pages] += 1\n", ""),
     # What was kept for a request is given back when it starts.
-    Mutation(TIERS, "None if self.pulls is None else self.pulls.settle(serial)", "None"),
+    Mutation(TIERS, "None if self.pulls is None else self.pulls.arrivals.settle(serial)", "None"),
     # A request that is aborted while its pages are on their way to the host gets no ticket.
     Mutation("core/scheduler/lifecycle.py", "return leases is not None and leases.cancel(serial)", "return False"),
     # A prompt that is handed off ends with its first token.

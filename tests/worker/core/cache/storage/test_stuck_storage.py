@@ -76,7 +76,7 @@ def test_a_store_that_hangs_keeps_no_request_waiting_and_gives_its_pages_back_wh
     assert not tier.prefetch(3, document(3)) and tier.counters.skipped == 1
     assert not tier.busy, "the loop need not wait for it either"
     for serial in range(3):  # the requests go their way; the store may still write to the pages it was given
-        tier.settle(serial)
+        tier.arrivals.settle(serial)
     assert host.num_free == (8 if kind == "exists" else 2)
 
     store.gate.set()

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from sapwood_worker.core.cache.arrivals import count_pins
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageKey
 from sapwood_worker.records.handoff import HandoffTicket
@@ -205,11 +206,7 @@ class HandoffLeases:
 
     def pins(self) -> dict[int, int]:
         """How often each host page is pinned. For tests."""
-        count: dict[int, int] = {}
-        for lease in self._leases.values():
-            for entry in lease.pinned:
-                count[entry.page] = count.get(entry.page, 0) + 1
-        return count
+        return count_pins(lease.pinned for lease in self._leases.values())
 
     def _grant(self, serial: int, found: list[HostPage], now: float) -> HandoffTicket:
         pinned = self.num_pinned

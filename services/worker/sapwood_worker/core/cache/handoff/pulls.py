@@ -6,17 +6,17 @@ States of a request with a ticket::
        |                               |-----its patience is over--------^
        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 
-What a read brought is checked byte by byte (``storage/record.py``): it becomes a page of the second tier, pinned until the
-request starts, or is thrown away. A page is given back only when the read into it has ended. Nothing here blocks: reads run in
-other threads. Bound: pulls hold at most ``share`` of the host pages.
+What a read brought is checked byte by byte (``storage/record.py``): it becomes a page of the second tier (``arrivals.py``), or is
+thrown away. Nothing here blocks: reads run in other threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
+from sapwood_worker.core.cache.arrivals import Arrival, Arrivals
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageName
@@ -52,19 +52,6 @@ class PullCounters:
     seconds: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """What one request lacks. Those of ``wanted`` before ``cursor`` are not being read any more."""
-
-    wanted: list[PageName]
-    deadline: float
-    began: float
-    ended: float = 0.0
-    cursor: int = 0
-    cancelled: bool = False
-    pinned: list[HostPage] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class _Read:
     good: list[bool]
@@ -85,6 +72,7 @@ class Pulls:
 
     Attributes:
         counters: What has happened so far.
+        arrivals: The pages that are pulled; its ``settle`` ends a pull.
         page_bytes: Bytes of a page's content.
     """
 
@@ -99,28 +87,19 @@ class Pulls:
         clock: Callable[[], float],
     ) -> None:
         self.counters = PullCounters()
+        self.arrivals: Arrivals[Arrival] = Arrivals(host, share, clock)
         self.page_bytes = pool.page_bytes
         self._host = host
         self._pool = pool
         self._fingerprint = fingerprint
         self._mover = mover
         self._executor = executor
-        self._limit = int(share * host.num_pages)
         self._clock = clock
-        self._pulls: dict[int, _Pull] = {}
-        self._held: set[int] = set()
-        self._reading: set[bytes] = set()
-        self._occupied = 0
 
     @property
     def busy(self) -> bool:
         """Whether reads are under way."""
-        return bool(self._reading)
-
-    @property
-    def reading(self) -> int:
-        """Host pages that are reserved for reads that have not ended."""
-        return len(self._reading)
+        return self.arrivals.reading > 0
 
     def pull(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
         """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
@@ -136,11 +115,11 @@ class Pulls:
         count, most = 0, min(len(wanted), len(hashes)) if fits else 0
         while count < most and wanted[count].key.hash == hashes[count]:
             count += 1
-        pull = self._pulls[serial] = _Pull(wanted[:count], self._clock() + PATIENCE_SECONDS, self._clock())
+        now = self._clock()
+        pull = Arrival(wanted[:count], now, now + PATIENCE_SECONDS)
+        self.arrivals.add(serial, pull)
         # Pages that another request is having read are waited for, not read again.
-        entries = self._host.reserve(pull.wanted[: max(0, self._limit - self._occupied)])
-        self._occupied += len(entries)
-        self._reading.update(entry.key.hash for entry in entries)
+        entries = self.arrivals.reserve(pull.wanted)
         index_of = {name.key.hash: first + index for index, name in enumerate(pull.wanted)}
         for start in range(0, len(entries), BATCH):
             batch = entries[start : start + BATCH]
@@ -150,36 +129,16 @@ class Pulls:
         if not pull.wanted:
             self.counters.fallbacks += bool(wanted) and not (fits and 0 < len(ticket.page_hashes) <= first)
             return False
-        self._held.add(serial)
+        self.arrivals.held.add(serial)
         return True
-
-    def settle(self, serial: int) -> tuple[int, float, float] | None:
-        """Keeps nothing any longer for a request that has started or ended.
-
-        Returns:
-            How many pages were pulled, and when the first was asked for and the last had come, by the clock; None: no pages.
-        """
-        pull = self._pulls.pop(serial, None)
-        self._held.discard(serial)
-        if pull is None:
-            return None
-        pull.cancelled = True
-        self._host.unpin(pull.pinned)
-        self._occupied -= len(pull.pinned)
-        return (len(pull.pinned), pull.began, pull.ended) if pull.pinned else None
 
     def poll(self) -> list[int]:
         """Takes the ends of reads; returns the requests that need not wait any longer."""
         self._executor.poll()
         now = self._clock()
-        released = [
-            serial
-            for serial in self._held
-            if now >= self._pulls[serial].deadline or not self._is_reading(self._pulls[serial])
-        ]
-        self._held.difference_update(released)
+        released = self.arrivals.release(lambda pull: now >= pull.deadline or not self.arrivals.is_reading(pull))
         for serial in released:
-            wanted = [name.key for name in self._pulls[serial].wanted]
+            wanted = [name.key for name in self.arrivals[serial].wanted]
             self.counters.fallbacks += len(self._host.match(wanted)) < len(wanted)
         return released
 
@@ -187,29 +146,7 @@ class Pulls:
         """Returns when a read has ended, or after so many seconds."""
         self._executor.wait(seconds)
 
-    def pins(self) -> dict[int, int]:
-        """Compares the counts with what is held; returns how often each host page is pinned. For tests.
-
-        Raises:
-            AssertionError: They disagree.
-        """
-        count: dict[int, int] = {}
-        for pull in self._pulls.values():
-            for entry in pull.pinned:
-                count[entry.page] = count.get(entry.page, 0) + 1
-        assert self._occupied == sum(count.values()) + len(self._reading), "pulled pages were miscounted"
-        assert self._occupied <= self._limit, "pulls hold more than their share"
-        assert self._held <= self._pulls.keys()
-        return count
-
-    def _is_reading(self, pull: _Pull) -> bool:
-        while pull.cursor < len(pull.wanted):
-            if pull.wanted[pull.cursor].key.hash in self._reading:
-                return True
-            pull.cursor += 1
-        return False
-
-    def _read(self, pull: _Pull, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]) -> _Read | None:
+    def _read(self, pull: Arrival, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]) -> _Read | None:
         """Reads and checks pages, in a thread of the executor."""
         if pull.cancelled:
             return None
@@ -223,22 +160,12 @@ class Pulls:
         ]
         return _Read(good, self._clock() - began)
 
-    def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
+    def _took(self, pull: Arrival, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
         good = read.good if read is not None else [False] * len(batch)
-        arrived = [entry for entry, fine in zip(batch, good, strict=True) if fine]
-        self._reading.difference_update(entry.key.hash for entry in batch)
-        self._host.written(arrived)
-        self._host.abandon([entry for entry, fine in zip(batch, good, strict=True) if not fine])
-        if pull.cancelled:
-            self._occupied -= len(batch)
-        else:
-            self._occupied -= len(batch) - len(arrived)
-            self._host.pin(arrived)
-            pull.pinned += arrived
-            pull.ended = self._clock()
+        arrived = self.arrivals.came(pull, batch, good)
         counters = self.counters
-        counters.pages += len(arrived)
+        counters.pages += arrived
         counters.failures += error is not None
         if read is not None:
-            counters.stale += len(batch) - len(arrived)
+            counters.stale += len(batch) - arrived
             counters.seconds += read.seconds

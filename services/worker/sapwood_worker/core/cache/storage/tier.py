@@ -1,14 +1,14 @@
 """The third tier as the scheduler sees it: pages go to a store from the second tier and come back while a request queues.
 
 For a request that is let in, pages that the first two tiers lack are *prefetched*: the store is asked how many of the
-request's next pages it has, host pages are reserved for them, and they are read in batches. What has arrived and passed its
-check is an ordinary page of the second tier, pinned until the request starts. Whether the request waits for it: ``best_effort``
-no; ``timeout`` until a time that grows with the prompt; ``wait_complete`` until all is there (a minute at most).
+request's next pages it has, host pages are reserved for them (``arrivals.py``), and they are read in batches. Whether the request
+waits for them: ``best_effort`` no; ``timeout`` until a time that grows with the prompt; ``wait_complete`` until all is there (a
+minute at most).
 
-Nothing here blocks: calls to the store run in other threads (``executor.py``). Whatever a store does, pages are given back
-only when their call has ended, what it returned is checked byte by byte (``record.py``), and a request is released in time.
+Nothing here blocks: calls to the store run in other threads (``executor.py``). Whatever a store does, what it returned is checked
+byte by byte (``record.py``), and a request is released in time.
 
-Bound: prefetches hold at most ``share`` of the host pages, writes to the store pin at most as many again.
+Bound: prefetches hold at most ``share`` of the host pages; writes to the store pin at most as many again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from sapwood_worker.core.cache.arrivals import Arrival, Arrivals
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageName
 from sapwood_worker.core.cache.storage.backend import StorageError
@@ -79,18 +80,8 @@ class StorageCounters:
 
 
 @dataclass(slots=True, eq=False)
-class _Prefetch:
-    """The pages that one waiting request looks for; those before index ``cursor`` are not being fetched any more."""
-
-    wanted: list[PageName]
-    began: float
-    deadline: float
-    connection: Connection
-    ended: float = 0.0
-    looking: bool = True
-    cancelled: bool = False
-    cursor: int = 0
-    pinned: list[HostPage] = field(default_factory=list)
+class _Prefetch(Arrival):
+    connection: Connection = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +104,7 @@ class StorageTier:
     Attributes:
         counters: What has happened so far.
         connection: The attached store; None: there is none.
+        arrivals: The pages that are prefetched; its ``settle`` ends a prefetch.
         known: The pages that it is known to hold.
         page_bytes: Bytes of a page's content.
     """
@@ -122,6 +114,7 @@ class StorageTier:
     ) -> None:
         self.counters = StorageCounters()
         self.connection: Connection | None = None
+        self.arrivals: Arrivals[_Prefetch] = Arrivals(host, options.share, clock)
         self.known = KnownObjects(_KNOWN_FOR_EACH_HOST_PAGE * host.num_pages)
         self._host = host
         self.page_bytes = pool.page_bytes
@@ -130,11 +123,6 @@ class StorageTier:
         self._page_size = page_size
         self._options = options
         self._clock = clock
-        self._limit = int(options.share * host.num_pages)
-        self._prefetches: dict[int, _Prefetch] = {}
-        self._held: set[int] = set()
-        self._fetching: set[bytes] = set()
-        self._occupied = 0
         self._writing = 0
         self._closing: list[Connection] = []
 
@@ -175,36 +163,21 @@ class StorageTier:
         connection = self.connection
         if connection is None or len(wanted) < connection.min_pages:
             return False
-        wanted = wanted[: max(0, self._limit - self._occupied)]
+        wanted = wanted[: self.arrivals.room]
         if len(wanted) < max(1, connection.min_pages) or not connection.breaker.allow():
             self.counters.skipped += 1
             return False
         options, now = self._options, self._clock()
         patience = options.timeout + options.timeout_per_1k * len(wanted) * self._page_size / 1000
         deadline = now + (patience if options.policy == "timeout" else _LONGEST_WAIT)
-        prefetch = self._prefetches[serial] = _Prefetch(wanted, now, deadline, connection)
+        prefetch = _Prefetch(wanted, now, deadline, looking=True, connection=connection)
+        self.arrivals.add(serial, prefetch)
         names = [object_name(connection.namespace, name.key) for name in wanted]
         connection.call(partial(connection.backend.exists, names), partial(self._found, prefetch), urgent=True)
         if options.policy == "best_effort":
             return False
-        self._held.add(serial)
+        self.arrivals.held.add(serial)
         return True
-
-    def settle(self, serial: int) -> tuple[int, float, float] | None:
-        """Stops fetching for a request that has started or ended, and keeps nothing for it any longer.
-
-        Returns:
-            How many pages were fetched, and when the first was asked for and the last had come, by the clock; None: no pages.
-        """
-        prefetch = self._prefetches.pop(serial, None)
-        self._held.discard(serial)
-        if prefetch is not None:
-            prefetch.cancelled = True
-            self._host.unpin(prefetch.pinned)
-            self._occupied -= len(prefetch.pinned)
-            if prefetch.pinned:
-                return len(prefetch.pinned), prefetch.began, prefetch.ended
-        return None
 
     def write(self, entries: Sequence[HostPage]) -> None:
         """Has ready pages of the second tier written to the store; does not wait."""
@@ -212,7 +185,7 @@ class StorageTier:
         if connection is None:
             return
         for batch in _batches(entries):
-            if self._writing + len(batch) > max(_BATCH, self._limit) or not connection.breaker.allow():
+            if self._writing + len(batch) > max(_BATCH, self.arrivals.limit) or not connection.breaker.allow():
                 self.counters.dropped += len(batch)
                 continue
             self._host.pin(batch)
@@ -246,16 +219,14 @@ class StorageTier:
         for connection in [each for each in self._closing if not each.pending]:
             connection.release()
             self._closing.remove(connection)
-        now = self._clock()
-        released = []
-        for serial in self._held:
-            prefetch = self._prefetches[serial]
-            unfinished = self._is_fetching(prefetch)
-            if unfinished and now < prefetch.deadline and not prefetch.connection.breaker.is_open:
-                continue
-            self.counters.timeouts += unfinished
-            released.append(serial)
-        self._held.difference_update(released)
+        now, arrivals = self._clock(), self.arrivals
+
+        def is_over(prefetch: _Prefetch) -> bool:
+            unfinished = arrivals.is_reading(prefetch)
+            return not unfinished or now >= prefetch.deadline or prefetch.connection.breaker.is_open
+
+        released = arrivals.release(is_over)
+        self.counters.timeouts += sum(arrivals.is_reading(arrivals[serial]) for serial in released)
         return released
 
     def wait(self, seconds: float) -> None:
@@ -269,36 +240,13 @@ class StorageTier:
         Raises:
             AssertionError: They disagree.
         """
-        pins: dict[int, int] = {}
-        for prefetch in self._prefetches.values():
-            for entry in prefetch.pinned:
-                pins[entry.page] = pins.get(entry.page, 0) + 1
-        held = sum(len(prefetch.pinned) for prefetch in self._prefetches.values())
-        assert self._occupied == held + len(self._fetching), "prefetched pages were miscounted"
-        assert self._occupied <= self._limit, "prefetches hold more than their share"
-        assert self._held <= self._prefetches.keys()
         self.known.check()
-        return pins
+        return self.arrivals.pins()
 
     @property
     def writing(self) -> int:
         """Pages pinned because they are being written to the store."""
         return self._writing
-
-    @property
-    def fetching(self) -> int:
-        """Host pages that are reserved for reads that have not ended."""
-        return len(self._fetching)
-
-    def _is_fetching(self, prefetch: _Prefetch) -> bool:
-        """Whether any page of a prefetch is still being fetched, for its own or another request."""
-        if prefetch.looking:
-            return True
-        while prefetch.cursor < len(prefetch.wanted):
-            if prefetch.wanted[prefetch.cursor].key.hash in self._fetching:
-                return True
-            prefetch.cursor += 1
-        return False
 
     def _found(self, prefetch: _Prefetch, count: int | None) -> None:
         connection = prefetch.connection
@@ -307,15 +255,12 @@ class StorageTier:
             self.known.add(prefetch.wanted[:count])
             if count < len(prefetch.wanted):
                 self.known.forget(prefetch.wanted[count])
-        count = min(count or 0, max(0, self._limit - self._occupied))
+        count = min(count or 0, self.arrivals.room)
         del prefetch.wanted[count:]
         if prefetch.cancelled or connection is not self.connection or count < connection.min_pages:
             prefetch.wanted.clear()
             return
-        entries = self._host.reserve(prefetch.wanted)
-        self._occupied += len(entries)
-        self._fetching.update(entry.key.hash for entry in entries)
-        for batch in _batches(entries):
+        for batch in _batches(self.arrivals.reserve(prefetch.wanted)):
             connection.call(partial(self._get, prefetch, batch), partial(self._got, prefetch, batch), urgent=True)
 
     def _get(self, prefetch: _Prefetch, batch: list[HostPage]) -> _Fetched | None:
@@ -339,24 +284,14 @@ class StorageTier:
 
     def _got(self, prefetch: _Prefetch, batch: list[HostPage], fetched: _Fetched | None) -> None:
         good = fetched.good if fetched is not None else [False] * len(batch)
-        arrived = [entry for entry, fine in zip(batch, good, strict=True) if fine]
-        self._fetching.difference_update(entry.key.hash for entry in batch)
-        self._host.written(arrived)
-        self._host.abandon([entry for entry, fine in zip(batch, good, strict=True) if not fine])
-        if prefetch.cancelled:
-            self._occupied -= len(batch)
-        else:
-            self._occupied -= len(batch) - len(arrived)
-            self._host.pin(arrived)
-            prefetch.pinned += arrived
-            prefetch.ended = self._clock()
+        arrived = self.arrivals.came(prefetch, batch, good)
         if fetched is not None:
             for entry, fine in zip(batch, good, strict=True):
                 if not fine:
                     self.known.forget(entry.name)
-            self.counters.fetched += len(arrived)
+            self.counters.fetched += arrived
             self.counters.rejected += fetched.rejected
-            self.counters.missing += len(batch) - len(arrived) - fetched.rejected
+            self.counters.missing += len(batch) - arrived - fetched.rejected
             self.counters.seconds_reading += fetched.seconds
 
     def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[list[bool], float]:

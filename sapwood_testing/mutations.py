@@ -61,3 +61,10 @@ def simulate(
         text=True,
         env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )
+
+
+def check_noticed(simulation: Path, steps: int, folder: Path, mutation: Mutation) -> None:
+    """Asserts that the simulation fails with the line changed, and names the seed with which it does."""
+    done = simulate(simulation, steps, folder, mutation)
+    assert done.returncode == 1, done.stdout
+    assert "seed " in done.stderr

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli import drafter, quantize
+from sapwood.cli.derived import drafter, quantize
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
 from sapwood.cli.terminal import open_terminal
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
+from sapwood.cli.derived.verb import Fetch, add_verb, need_packages, writing
+from sapwood.cli.errors import REFUSED, CliError
 from sapwood.cli.terminal import open_terminal
 from sapwood_common.settings.flags import whole_number
 
@@ -25,17 +23,10 @@ _LEAST = 16
 """Tokens of a piece of text, and of the shortest that counts."""
 
 
-def configure(nouns: Any, fetch: Callable[[str, str | None], Path]) -> None:
-    """Adds the verb to those of `sapwood model`; ``fetch`` makes sure that a model is here, and says where."""
-    parser: argparse.ArgumentParser = nouns.add_parser(
-        "quantize",
-        help="write a copy of a model in fewer bits",
-        description=_DESCRIPTION,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", metavar="IN", help="a Hugging Face directory, or a model of the hub (fetched first)")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the new directory")
+def configure(nouns: Any, fetch: Fetch) -> None:
+    """Adds the verb to those of `sapwood model`."""
+    help_line = "write a copy of a model in fewer bits"
+    parser = add_verb(nouns, "quantize", run, fetch, help_line=help_line, description=_DESCRIPTION)
     parser.add_argument("--scheme", choices=("int4", "int8", "float8"), default="int4", help="[default: int4]")
     parser.add_argument(
         "--group-size",
@@ -54,19 +45,14 @@ def configure(nouns: Any, fetch: Callable[[str, str | None], Path]) -> None:
         metavar="N",
         help="most tokens of it that are used [default: 65536]",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if it is there [default: auto]")
-    parser.set_defaults(run=partial(run, fetch))
 
 
-def run(fetch: Callable[[str, str | None], Path], arguments: argparse.Namespace) -> int:
+def run(fetch: Fetch, arguments: argparse.Namespace) -> int:
     """Quantises; returns the exit code, raises CliError."""
-    for package in ("torch", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise CliError(f"{package} is not installed: pip install 'sapwood[worker,tokenizer]'", REFUSED)
+    need_packages("worker,tokenizer")
     import torch
 
-    from sapwood_common.errors import ConfigError
     from sapwood_worker.model.quantizer.quantize import quantize
     from sapwood_worker.model.quantizer.schemes import scheme
 
@@ -76,20 +62,17 @@ def run(fetch: Callable[[str, str | None], Path], arguments: argparse.Namespace)
     cut = -(-4 * len(pieces) // 5)
     terminal = open_terminal(sys.stderr)
     try:
-        done = quantize(
-            source,
-            arguments.out,
-            scheme(arguments.scheme, arguments.group_size),
-            calibration=pieces[:cut],
-            measured=pieces[cut:],
-            device=device,
-            threads=torch.get_num_threads(),
-            progress=terminal.progress,
-        )
-    except ConfigError as error:
-        raise CliError(str(error), REFUSED) from None
-    except OSError as error:
-        raise CliError(f"cannot write {error.filename}: {error.strerror}", FAILED) from None
+        with writing():
+            done = quantize(
+                source,
+                arguments.out,
+                scheme(arguments.scheme, arguments.group_size),
+                calibration=pieces[:cut],
+                measured=pieces[cut:],
+                device=device,
+                threads=torch.get_num_threads(),
+                progress=terminal.progress,
+            )
     finally:
         terminal.close()
     if done.wide:

@@ -83,13 +83,13 @@ def quantise_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Does :func:`quantise_rows` with one scale for all: [T, K] -> [T, K] and [1, 1]."""
+    """float8 with one scale for all: [T, K] -> [T, K] and float32 [1, 1]."""
     scale = _scales(x.float().abs().amax().view(1, 1))
     return quantise(x, scale), scale
 
 
 def quantise_blocks(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
-    """Does :func:`quantise_rows` for square blocks: [N, K] -> [N, K] and [N / size, K / size]."""
+    """float8 with a scale for each square block: [N, K] -> [N, K] and float32 [N / size, K / size]."""
     parts = x.float().view(x.shape[0] // size, size, x.shape[1] // size, size)
     scales = _scales(parts.abs().amax((1, 3)))
     return quantise(parts, scales[:, None, :, None]).view(x.shape), scales

@@ -93,10 +93,10 @@ def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """Does :func:`quantise` after ``reference.rms_norm``; weight float32 [K]."""
+    """Norms rows as ``reference.rms_norm`` does, with a weight float32 [K], and quantises them as :func:`quantise` does."""
     return _run(x, weight, eps, 1, grouped=grouped)
 
 
 def gated(gate_up: Tensor, gate: Literal["silu", "gelu_tanh"], *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """Does :func:`quantise` after ``reference.silu_mul`` or ``gelu_tanh_mul``: [T, 2K] -> [T, K]."""
+    """Quantises ``reference.silu_mul`` or ``gelu_tanh_mul`` of its input as :func:`quantise` does: [T, 2K] -> [T, K]."""
     return _run(gate_up, None, 0.0, 2 if gate == "silu" else 3, grouped=grouped)

@@ -54,7 +54,7 @@ def _gather(
 def store_pages(
     pages: Tensor, host: Tensor, start: int, device_pages: Tensor, host_pages: Tensor, programs: int = PROGRAMS
 ) -> None:
-    """Does ``reference.store_pages`` with one layer; asynchronous on the current stream.
+    """Copies pages of one layer to the host; asynchronous on the current stream. Its reference is ``reference.store_pages``.
 
     Args:
         pages: The layer's pages, contiguous.
@@ -70,7 +70,7 @@ def store_pages(
 def load_pages(
     pages: Tensor, host: Tensor, start: int, device_pages: Tensor, host_pages: Tensor, programs: int = PROGRAMS
 ) -> None:
-    """Does ``reference.load_pages`` with one layer; the arguments are those of :func:`store_pages`."""
+    """Copies pages of one layer from the host; the arguments are those of :func:`store_pages`, its reference ``load_pages``."""
     _launch(pages, host, start, device_pages, host_pages, programs, store=False)
 
 

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block
 from sapwood_kernels.attention.triton_shared import attend_shared
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
@@ -35,33 +36,6 @@ _MANY, _MANY_FLOAT8 = 128, 1024
 """Requests times key/value heads above which stretches have at least 512 keys, not 256."""
 _LARGE = 2048
 """Numbers of a program's result above which it has two warps."""
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _block(
-    q, keys, values, own, at, end, page_stride, slot_stride, highest, total, result, scale, cap,
-    D: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One block of keys and values, taken into the running maximum, sum and result; scores are in powers of 2."""
-    columns = tl.arange(0, BLOCK_D)
-    tokens = at + tl.arange(0, BLOCK)
-    there = tokens < end
-    page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
-    offsets = page * page_stride + tokens % PAGE * slot_stride
-    # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
-    inside = there[:, None] & (columns < D)[None, :]
-    k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
-    v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if CAPPED:
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
-    scores = tl.where(there[None, :], scores, float("-inf"))
-    above = tl.maximum(highest, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - above[:, None])
-    fade = tl.exp2(highest - above)
-    result = result * fade[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-    return above, total * fade + tl.sum(weights, axis=1), result
 
 
 @triton.jit
@@ -83,7 +57,7 @@ def _block_of_words(
     q, keys, values, own, at, end, page_stride, slot_stride, highest, total, result, scale, cap,
     D: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Does _block for float8 keys and values, read in words of four, in which strides are too."""
+    """Takes in a block of float8 keys and values as ``attend_block`` does, read in words of four; strides count words."""
     words = tl.arange(0, BLOCK_D // 4)
     # Beyond the end the last token is read again, which costs less than masks.
     tokens = tl.minimum(at + tl.arange(0, BLOCK), end - 1)
@@ -145,12 +119,12 @@ def _split_kernel(
         q = tl.load(query + head_rows[:, None] * D + columns[None, :], mask=wanted, other=0.0)
         if FLOAT8:
             q = q.to(tl.float16)
-        scale *= _LOG2_E
-        cap = softcap * _LOG2_E
+        scale *= LOG2_E
+        cap = softcap * LOG2_E
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         if SINKS and split == 0:  # a key without a value, seen once
-            highest = tl.load(sinks + head * GROUP + rows, mask=rows < GROUP, other=0.0) * _LOG2_E
+            highest = tl.load(sinks + head * GROUP + rows, mask=rows < GROUP, other=0.0) * LOG2_E
             total += 1.0
         result = tl.zeros((ROWS, BLOCK_D), tl.float32)
         if WORDS:
@@ -161,15 +135,15 @@ def _split_kernel(
                 )  # fmt: skip
         elif STAGES > 0:
             for block in tl.range(at, end, BLOCK, num_stages=STAGES):
-                highest, total, result = _block(
-                    q, keys, values, own, block, end, page_stride, slot_stride, highest, total, result, scale, cap,
-                    D, PAGE, CAPPED, BLOCK_D, BLOCK,
+                highest, total, result = attend_block(
+                    q, keys, values, own, block, end, end, end, page_stride, slot_stride, highest, total, result, scale, cap,
+                    D, PAGE, True, False, False, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         else:  # Triton's interpreter cannot run such loops
             while at < end:
-                highest, total, result = _block(
-                    q, keys, values, own, at, end, page_stride, slot_stride, highest, total, result, scale, cap,
-                    D, PAGE, CAPPED, BLOCK_D, BLOCK,
+                highest, total, result = attend_block(
+                    q, keys, values, own, at, end, end, end, page_stride, slot_stride, highest, total, result, scale, cap,
+                    D, PAGE, True, False, False, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
                 at += BLOCK
         empty = total == 0.0

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.attention.triton_decode import _LOG2_E, _merge_kernel, _stretches
+from sapwood_kernels.attention.triton_block import LOG2_E
+from sapwood_kernels.attention.triton_decode import _merge_kernel, _stretches
 
 HEADS_OF_BLOCK = 16
 """Heads of a program: the fewest rows of a matrix unit's product."""
@@ -68,7 +69,7 @@ def _latent_kernel(
         turned = tl.load(queries + R + ends[None, :], mask=(heads < HEADS)[:, None] & (ends < E)[None, :], other=0.0)
         if FLOAT8:
             q, turned = q.to(tl.float16), turned.to(tl.float16)
-        scale *= _LOG2_E
+        scale *= LOG2_E
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         result = tl.zeros((ROWS, BLOCK_R), tl.float32)

@@ -17,44 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block
+
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
 _TILE_BYTES = (
     32768  # of a tile's queries, and of a block's keys and values in two stages: fits in 99 KiB of shared memory
 )
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _block(
-    q, keys, values, own, at, end, positions, page_stride, slot_stride, highest, total, result, scale, cap,
-    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One block of keys and values, taken into the running maximum, sum and result; scores are in powers of 2."""
-    columns = tl.arange(0, BLOCK_D)
-    tokens = at + tl.arange(0, BLOCK)
-    there = tokens < end
-    page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
-    offsets = page * page_stride + tokens % PAGE * slot_stride
-    # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
-    inside = there[:, None] & (columns < D)[None, :]
-    k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
-    v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if CAPPED:
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
-    if MASKED:
-        seen = tokens[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-    above = tl.maximum(highest, tl.max(scores, axis=1))
-    # A row that has seen no key yet has no maximum.
-    base = tl.where(above == float("-inf"), 0.0, above) if MASKED else above
-    weights = tl.exp2(scores - base[:, None])
-    fade = tl.exp2(highest - base)
-    result = result * fade[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-    return above, total * fade + tl.sum(weights, axis=1), result
 
 
 @triton.jit
@@ -81,14 +49,15 @@ def _prefill_kernel(
     if FLOAT8:
         q = q.to(tl.float16)
     before = length - count + first  # the position of the tile's first token
-    positions = length - count + token
+    newest = length - count + token
+    oldest = newest - WINDOW + 1
     end = tl.minimum(before + TOKENS, length)
-    scale *= _LOG2_E
-    cap = softcap * _LOG2_E
+    scale *= LOG2_E
+    cap = softcap * LOG2_E
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if SINKS:  # a key without a value, that every token sees
-        highest = tl.load(sinks + head * GROUP + rows % GROUP) * _LOG2_E
+        highest = tl.load(sinks + head * GROUP + rows % GROUP) * LOG2_E
         total += 1.0
     result = tl.zeros((ROWS, BLOCK_D), tl.float32)
     at = tl.maximum(before - WINDOW + 1, 0) if WINDOW > 0 else 0
@@ -97,26 +66,26 @@ def _prefill_kernel(
     if STAGES > 0:
         if WINDOW == 0:
             for block in tl.range(at, whole, BLOCK, num_stages=STAGES):
-                highest, total, result = _block(
-                    q, keys, values, own, block, end, positions, page_stride, slot_stride, highest, total, result,
-                    scale, cap, D, PAGE, WINDOW, CAPPED, False, BLOCK_D, BLOCK,
+                highest, total, result = attend_block(
+                    q, keys, values, own, block, end, oldest, newest, page_stride, slot_stride, highest, total, result,
+                    scale, cap, D, PAGE, False, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         for block in tl.range(whole, end, BLOCK, num_stages=STAGES):
-            highest, total, result = _block(
-                q, keys, values, own, block, end, positions, page_stride, slot_stride, highest, total, result, scale,
-                cap, D, PAGE, WINDOW, CAPPED, True, BLOCK_D, BLOCK,
+            highest, total, result = attend_block(
+                q, keys, values, own, block, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
+                D, PAGE, True, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
     else:  # Triton's interpreter cannot run such loops
         while at < whole:
-            highest, total, result = _block(
-                q, keys, values, own, at, end, positions, page_stride, slot_stride, highest, total, result, scale,
-                cap, D, PAGE, WINDOW, CAPPED, False, BLOCK_D, BLOCK,
+            highest, total, result = attend_block(
+                q, keys, values, own, at, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
+                D, PAGE, False, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
             at += BLOCK
         while at < end:
-            highest, total, result = _block(
-                q, keys, values, own, at, end, positions, page_stride, slot_stride, highest, total, result, scale,
-                cap, D, PAGE, WINDOW, CAPPED, True, BLOCK_D, BLOCK,
+            highest, total, result = attend_block(
+                q, keys, values, own, at, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
+                D, PAGE, True, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
             at += BLOCK
     result = result / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block
+
 _FEW_ROWS, _ROWS, _MANY_ROWS = 16, 64, 128
 """Rows of a program's products: the fewest that a matrix unit takes, and those that four warps take in one product and in two.
 Each is a kernel to compile."""
@@ -23,39 +25,6 @@ _MOST_NUMBERS = 16384
 """Numbers of a program's result: what the registers of its warps hold."""
 _ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least 163 KiB of shared memory for a program."""
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _shared_block(
-    q, keys, values, own, at, end, oldest, page_stride, slot_stride, highest, total, result, scale, cap,
-    D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One block of keys and values, taken into each row's running maximum, sum and result; scores are in powers of 2."""
-    columns = tl.arange(0, BLOCK_D)
-    tokens = at + tl.arange(0, BLOCK)
-    there = tokens < end
-    page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
-    offsets = page * page_stride + tokens % PAGE * slot_stride
-    inside = there[:, None] & (columns < D)[None, :]
-    k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
-    v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if CAPPED:
-        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
-    seen = there[None, :]
-    if WINDOWED:
-        seen = seen & (tokens[None, :] >= oldest[:, None])
-    scores = tl.where(seen, scores, float("-inf"))
-    above = tl.maximum(highest, tl.max(scores, axis=1))
-    base = above
-    if WINDOWED:  # a row may have seen nothing yet
-        base = tl.where(above == float("-inf"), 0.0, above)
-    weights = tl.exp2(scores - base[:, None])
-    fade = tl.exp2(highest - base)
-    result = result * fade[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-    return above, total * fade + tl.sum(weights, axis=1), result
 
 
 @triton.jit(do_not_specialize=["first_slot", "slots_of_row"])
@@ -88,22 +57,22 @@ def _shared_kernel(
             q = q.to(tl.float16)
         keys += head * head_stride
         values += head * head_stride
-        scale *= _LOG2_E
-        cap = softcap * _LOG2_E
+        scale *= LOG2_E
+        cap = softcap * LOG2_E
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         result = tl.zeros((ROWS, BLOCK_D), tl.float32)
         if STAGES > 0:
             for block in tl.range(at, end, BLOCK, num_stages=STAGES):
-                highest, total, result = _shared_block(
-                    q, keys, values, own, block, end, oldest, page_stride, slot_stride, highest, total, result, scale, cap,
-                    D, PAGE, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                highest, total, result = attend_block(
+                    q, keys, values, own, block, end, oldest, end, page_stride, slot_stride, highest, total, result, scale, cap,
+                    D, PAGE, True, False, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         else:  # Triton's interpreter cannot run such loops
             while at < end:
-                highest, total, result = _shared_block(
-                    q, keys, values, own, at, end, oldest, page_stride, slot_stride, highest, total, result, scale, cap,
-                    D, PAGE, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                highest, total, result = attend_block(
+                    q, keys, values, own, at, end, oldest, end, page_stride, slot_stride, highest, total, result, scale, cap,
+                    D, PAGE, True, False, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
                 at += BLOCK
         empty = total == 0.0

@@ -91,12 +91,12 @@ class AsyncClient(Calls):
         token_ids: Iterable[int] | None = None,
         **options: Unpack[Options],
     ) -> AsyncGeneration:
-        """Does what :meth:`sapwood.client.Client.generate` does."""
+        """Starts a generation and returns at once; takes and raises what :meth:`sapwood.client.Client.generate` does."""
         request = build_request(text, messages, token_ids, options)
         return AsyncGeneration(self._stub.Generate(request, **self._settings()))
 
     async def embed(self, inputs: str | Iterable[str | Iterable[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
-        """Does what :meth:`sapwood.client.Client.embed` does."""
+        """The vectors of texts; takes and raises what :meth:`sapwood.client.Client.embed` does."""
         request = build_embed_request(inputs, options)
         with sapwood_errors():
             return to_embeddings(await self._stub.Embed(request, **self._settings()))
@@ -104,7 +104,7 @@ class AsyncClient(Calls):
     async def classify(
         self, inputs: str | Iterable[str | tuple[str, str] | Sequence[int]], **options: Unpack[ClassifyOptions]
     ) -> Classifications:
-        """Does what :meth:`sapwood.client.Client.classify` does."""
+        """How well labels fit texts; takes and raises what :meth:`sapwood.client.Client.classify` does."""
         request = build_classify_request(inputs, options)
         with sapwood_errors():
             return to_classifications(await self._stub.Classify(request, **self._settings()))
@@ -120,13 +120,13 @@ class AsyncClient(Calls):
             return to_workers(await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), **self._settings()))
 
     async def open_session(self, ttl_seconds: float | None = None, *, fork_of: str = "") -> str:
-        """Does what :meth:`sapwood.client.Client.open_session` does."""
+        """Opens a session and returns its id; takes and raises what :meth:`sapwood.client.Client.open_session` does."""
         request = router_pb2.OpenSessionRequest(ttl_seconds=ttl_seconds, fork_of=fork_of)
         with sapwood_errors():
             return (await self._stub.OpenSession(request, **self._settings())).session.id
 
     async def close_session(self, session_id: str) -> None:
-        """As :meth:`sapwood.client.Client.close_session`."""
+        """Closes a session. Raises SapwoodError, a NotFoundError if there is none."""
         with sapwood_errors():
             await self._stub.CloseSession(router_pb2.CloseSessionRequest(id=session_id), **self._settings())
 

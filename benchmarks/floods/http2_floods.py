@@ -224,7 +224,7 @@ def _connect(_: int) -> Iterator[bytes]:
 
 
 def _refused_at_once(_: int) -> Iterator[bytes]:
-    """As many calls as are refused before the connection ends."""
+    """100 calls with a wrong key in one write: as many as are refused before the connection ends."""
     block = call_block(GENERATE, ("authorization", "Bearer wrong"))
     yield GREETING + b"".join(call_headers(stream, block) for stream in range(1, 201, 2))
 

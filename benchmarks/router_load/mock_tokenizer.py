@@ -22,7 +22,7 @@ from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 _NAME = "sapwood.v1.Tokenizer"
 _SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
 _MOST_BYTES = 8 * 1024 * 1024
-"""As the real one has it by default."""
+"""The default of the real tokenizer."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

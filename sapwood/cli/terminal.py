@@ -60,14 +60,14 @@ class PlainTerminal:
         print(f"{label} | {text}" if label else text, file=self._stream, flush=True)
 
     def status(self, text: str) -> None:
-        """Does nothing: a pipe has no line that changes."""
+        """Shows nothing: a pipe has no line that changes."""
 
     def progress(self, text: str, done: int, total: int) -> None:
         for line in self._quarters.line(text, done, total):
             self.line(line)
 
     def close(self) -> None:
-        """Does nothing: nothing is drawn live."""
+        """Has nothing to end: nothing is drawn live."""
 
 
 class RichTerminal:

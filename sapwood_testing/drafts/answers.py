@@ -87,7 +87,7 @@ def requests(store: GrammarStore) -> list[Request]:
 
 
 def drive(scheduler: Scheduler, runner: Runner, overlap: bool) -> Iterator[RequestOutput]:
-    """As the event loop does."""
+    """Runs steps as the event loop does, until all requests have ended; yields their outputs."""
     launched: deque[LaunchedStep] = deque()
     while scheduler.has_work:
         if not scheduler.plans_ahead:

@@ -33,7 +33,7 @@ class FakeStorage:
         self._fault_rate = fault_rate
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Does nothing."""
+        """Needs nothing: objects are bytes of Python's."""
 
     def exists(self, names: Sequence[str]) -> int:
         self._answer()
@@ -61,7 +61,7 @@ class FakeStorage:
             del self.objects[name]
 
     def close(self) -> None:
-        """Does nothing."""
+        """Closes nothing: the objects stay for who looks at them."""
 
     def _read(self, name: str, buffer: memoryview) -> bool:
         content = bytearray(self.objects.get(name, b""))
@@ -123,7 +123,7 @@ class FakeExecutor:
             done(result, failure)
 
     def wait(self, seconds: float) -> None:
-        """Does nothing: jobs run in :meth:`poll`."""
+        """Does not wait: jobs run in :meth:`poll`."""
 
     def close(self) -> None:
         self._closed = True

@@ -1,4 +1,4 @@
-"""As much of an S3 server as a store of KV pages or models needs, in memory: PUT, GET and HEAD of objects, lists. For tests."""
+"""An S3 server in memory that does what a store of KV pages or models needs: PUT, GET and HEAD of objects, lists."""
 
 from __future__ import annotations
 

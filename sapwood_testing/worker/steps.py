@@ -47,7 +47,7 @@ class Part:
 def step_for(
     info: ModelInfo, number: int, table: npt.NDArray[np.int32], parts: Sequence[Part] = (), copies: Copies | None = None
 ) -> Step:
-    """Does :func:`make_step` for a model that may have several page tables: each names the same pages."""
+    """The step of these parts for a model that may have several page tables, each of which names the same pages."""
     step = make_step(number, table, parts, copies)
     step.pages = np.tile(step.pages, (1, 1 + len(info.windows)))
     return step

@@ -395,5 +395,4 @@ def traces(engine: Engine) -> Iterator[Any]:
 
 @pytest.fixture(scope="session", name="wait_until")
 def wait_until_fixture() -> Callable[..., None]:
-    """See the function."""
     return wait_until

@@ -259,7 +259,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         return left
 
     def _work(self, is_over: Callable[[], bool]) -> None:
-        """Decrypts as long as there is time, and the rest later."""
+        """Decrypts as long as there is time, and queues the rest for later."""
         try:
             while not is_over():
                 if not self._advance():

@@ -49,7 +49,7 @@ class GrpcioServer:
         self._server: grpc.aio.Server | None = None
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        """Does nothing: generated code calls it, and adds the methods by :meth:`add_registered_method_handlers`, too."""
+        """Adds nothing: generated code adds the same methods by :meth:`add_registered_method_handlers`, too."""
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: dict[str, Handler]) -> None:
         """Adds a service's methods."""

@@ -182,7 +182,7 @@ def _signals_as_bytes(*numbers: signal.Signals) -> Iterator[socket.socket]:
         end.setblocking(False)
 
     def nothing(number: int, frame: FrameType | None) -> None:
-        """Does nothing: the byte in the socket tells of the signal."""
+        """Leaves the signal to who reads the socket, where Python writes a byte for it."""
 
     before = {number: signal.signal(number, nothing) for number in numbers}
     fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)

@@ -139,7 +139,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     def Encode(
         self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
-        """Does what Tokenize and ApplyChatTemplate do, for many requests over one call."""
+        """Answers many requests, each like one to Tokenize or ApplyChatTemplate, over one call."""
         call = EncodeCall(self._tokenize, self._apply_chat_template, self._telemetry, self._draining)
         return call.answer(request_iterator)
 

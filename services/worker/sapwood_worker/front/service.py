@@ -337,7 +337,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _embed_measured(
         self, request: worker_pb2.WorkerEmbedRequest, seconds: float | None
     ) -> tuple[npt.NDArray[np.float32], int]:
-        """As :meth:`embed`; what comes over a session is counted, timed and traced as a call of its own is."""
+        """Embeds what came over a session, and counts, times and traces it as if it were a call of its own."""
         running = self._telemetry.begin(_EMBED, ((TRACEPARENT_KEY, request.traceparent),))
         ended: BaseException | None = None
         try:

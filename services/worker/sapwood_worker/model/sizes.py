@@ -154,7 +154,7 @@ def _step_tokens(model: ModelFacts, room: int) -> tuple[int, str]:
 
 
 def _running(model: ModelFacts, cache_tokens: int) -> tuple[int, str]:
-    """As many requests as the cache holds ``REQUEST_TOKENS`` of."""
+    """How many requests of ``REQUEST_TOKENS`` the cache holds, within bounds, and why it is that many."""
     length = min(REQUEST_TOKENS, model.context_length)
     fit = cache_tokens // length
     if fit >= GPU_RUNNING:

@@ -74,7 +74,7 @@ def sample(sampler: TokenSampler, planned: Step, logits: torch.Tensor) -> Sample
 
 
 def answer_of(planned: Step, sampled: SampledTokens) -> ModelOutput:
-    """As the runner gives it."""
+    """What the runner gives the sampler."""
     return LaunchedStep(planned, Positions.of(planned), sampled, {}, lambda: NOTHING, OPS).result()
 
 

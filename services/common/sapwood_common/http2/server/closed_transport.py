@@ -16,13 +16,13 @@ class ClosedTransport(asyncio.Transport):
         return True
 
     def close(self) -> None:
-        """Does nothing."""
+        """Is closed already."""
 
     def abort(self) -> None:
-        """Does nothing."""
+        """Is closed already."""
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Does nothing."""
+        """Has nothing to tell a protocol."""
 
     def get_write_buffer_size(self) -> int:
         """Zero bytes."""

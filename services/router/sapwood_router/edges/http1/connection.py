@@ -214,7 +214,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._regulate()
 
     def _work(self, is_over: Callable[[], bool]) -> None:
-        """Does what there is to do as long as there is time, and the rest later."""
+        """Takes steps as long as there is time, and queues the rest for later."""
         try:
             while not is_over():
                 if not self._advance():

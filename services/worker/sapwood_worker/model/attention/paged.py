@@ -114,7 +114,7 @@ class PagedPlan:
         return self._attend(layer, query, None).view(len(query), -1)
 
     def attend_into(self, layer: AttentionLayer, query: Tensor, out: Tensor) -> None:
-        """Does :meth:`attend_cached` once the layer's cached pages have arrived; fills ``out`` [T, H, D]."""
+        """Waits until the layer's cached pages have arrived, then attends and fills ``out`` [T, H, D]."""
         self._pool.await_layer(layer.index)
         self._attend(layer, query, out)
 
@@ -192,7 +192,7 @@ class PagedAttention:
         return lambda batch: self._joined([make(batch) for make in makes])
 
     def shared_graphs(self) -> Callable[[int], StepAttention] | None:
-        """Does :meth:`graphs` for decodes that share keys; None: there are none."""
+        """Makes the attention of decodes that share keys, for CUDA graphs too; None: it cannot be captured."""
         if self._make_graphs is None or self._shared is None:
             return None
         return lambda batch: self._joined([make(batch) for make in self._make_shared])

@@ -92,7 +92,7 @@ class NoRotation(Layer):
         self._head_dim, self._dtype = head_dim, context.dtype
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Does what :meth:`RotaryEmbedding.forward` does."""
+        """Cosines of 1 and sines of 0, [T, 1, D], which rotate nothing."""
         shape = len(positions), 1, self._head_dim
         cos = torch.ones(shape, dtype=self._dtype, device=positions.device)
         return cos, torch.zeros_like(cos)

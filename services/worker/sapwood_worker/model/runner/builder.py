@@ -66,7 +66,7 @@ def build_runner(options: RunnerOptions) -> ModelRunner:
 
 
 def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelRunner:
-    """Does :func:`build_runner`, and the same for a draft model, which is the runner's ``draft``.
+    """Loads the model, and a draft model, which becomes the ``draft`` of the runner that is returned.
 
     Args:
         options: The model's.
@@ -90,7 +90,7 @@ def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelR
 
 
 def build_headed_runner(options: RunnerOptions, folder: Path | None) -> ModelRunner:
-    """Does :func:`build_runner`, and makes a runner of a head that drafts from its hidden states, which is its ``draft``.
+    """Loads the model, and a head that drafts from its hidden states, which becomes the ``draft`` of the runner that is returned.
 
     Args:
         options: The model's.
@@ -213,7 +213,7 @@ class _Builder:
         )
 
     def build_headed(self, folder: Path | None) -> ModelRunner:
-        """Does :meth:`build`, with a head that drafts."""
+        """The model's runner, with that of a head that drafts."""
         page_size = self._options.page_size
         head: Head
         if folder is None:

@@ -39,7 +39,7 @@ class FileStorage:
         self._folder = ObjectFolder(folder, capacity)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Does nothing: the kernel reads and writes any memory."""
+        """Needs nothing: the kernel reads and writes any memory."""
 
     def exists(self, names: Sequence[str]) -> int:
         return self._folder.exists(names)
@@ -63,7 +63,7 @@ class FileStorage:
         self._folder.clear(namespace)
 
     def close(self) -> None:
-        """Does nothing: no file stays open between calls."""
+        """Closes nothing: no file stays open between calls."""
 
 
 def _read(file: int, buffer: memoryview) -> bool:

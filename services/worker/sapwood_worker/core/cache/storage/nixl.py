@@ -247,7 +247,7 @@ class NixlObjectStorage:
         return self._agent.move("WRITE", self._targets(names, buffers), buffers)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Does nothing, since NIXL cannot remove: a bad object stays until the next put of its name."""
+        """Removes nothing, since NIXL cannot: a bad object stays until the next put of its name."""
 
     def clear(self, namespace: str) -> None:
         """NIXL cannot list or remove objects.
@@ -258,7 +258,7 @@ class NixlObjectStorage:
         raise StorageError("NIXL cannot remove objects; the bucket's own tools can, and its life cycle rules")
 
     def close(self) -> None:
-        """Does nothing: the agent goes with its last reference."""
+        """Closes nothing: the agent ends with the last reference to it."""
 
     def _targets(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[Target]:
         """The objects' descriptors, each with a new number: NIXL tells objects apart by it until the transfer has ended."""

@@ -45,5 +45,5 @@ class HostDrafter:
     caught_up = 0
 
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
-        """As they are."""
+        """Returns the drafts unchanged: the rows have proposed them already."""
         return drafts

@@ -258,3 +258,34 @@ def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: 
         for (tokens, logprobs), (expected, theirs) in zip(found[size], found[1, 1], strict=True):
             assert tokens == expected
             assert logprobs == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_what_a_group_has_stored_is_read_by_groups_of_other_sizes(tiny_model: Any, tmp_path: Path) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    flags = ("--num-pages", "24", "--max-running", "2", "--no-structured-output", "--host-cache-ratio", "1")
+    flags += ("--storage", f"file://{tmp_path}/store?size_gb=1", "--storage-min-tokens", "16")
+    flags += ("--storage-prefetch", "wait_complete")
+
+    def ask(stub: Any, document: int) -> list[int]:
+        prompt = [3 + (document * 31 + place * 7) % 90 for place in range(130)]
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        request = worker_pb2.WorkerGenerateRequest(request_id=f"r{document}", token_ids=prompt, sampling=sampling)
+        return [token for response in stub.Generate(request) for token in response.token_ids]
+
+    def of_store(stub: Any) -> Any:
+        tiers = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
+        return next(each for each in tiers if each.tier == worker_pb2.CACHE_TIER_STORAGE)
+
+    expected: dict[int, list[int]] = {}
+    # Each group reads the documents of those before it and stores one more.
+    for document, (tensor, pipeline) in enumerate([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 1)]):
+        split = ("--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline))
+        with worker(path, tmp_path / f"log-{document}", *flags, *split) as stub:
+            for earlier, tokens in expected.items():
+                assert ask(stub, earlier) == tokens
+            assert of_store(stub).hit_tokens == len(expected) * 128
+            assert of_store(stub).rejected_pages == 0
+            expected[document] = ask(stub, document)
+            while of_store(stub).bytes_in == 0:
+                time.sleep(0.05)

@@ -163,8 +163,8 @@ class Tiering:
             TierReport(
                 tier="storage",
                 hit_tokens=store.fetched * size,
-                bytes_in=store.written * content,
-                bytes_out=store.fetched * content,
+                bytes_in=store.written * self._storage.page_bytes,
+                bytes_out=store.fetched * self._storage.page_bytes,
                 seconds_in=store.seconds_writing,
                 seconds_out=store.seconds_reading,
                 failures=connection.failures if connection is not None else 0,
@@ -223,7 +223,7 @@ def _page_tls(config: WorkerConfig) -> PageTls | None:
 
 def page_fingerprint(runner: TieredRunner, pool: HostPool) -> bytes:
     """What a page holds besides its tokens: equal only for workers that can use each other's."""
-    return bytes.fromhex(namespace_of("handoff 1", runner.cache_identity(), runner.info.page_size, pool.page_bytes))
+    return bytes.fromhex(namespace_of("handoff 1", runner.cache_identity(), runner.info.page_size, pool.object_bytes))
 
 
 def device_report(load: Load) -> list[TierReport]:

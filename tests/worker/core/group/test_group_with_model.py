@@ -183,17 +183,32 @@ def test_each_rank_moves_its_part_through_the_tiers(
     path = tiny_model(name, **SHAPE).path
     options: dict[str, Any] = {"num_pages": 7, "max_running": 3, "page_size": 16, "host_cache_ratio": 4.0}
     store = {"host_cache_ratio": 4.0, "storage": f"file://{tmp_path}/store?size_gb=1", "storage_min_tokens": 16}
-    alone = Tiered(**store)(make_runner(path, **options))
-    warm, cold, other = Tiered(**store), Tiered(**store), Tiered(**store)
+    alone = Tiered(host_cache_ratio=4.0)(make_runner(path, **options))
+    warm, cold, other, one = (Tiered(**store) for _ in range(4))
     assert run_group(2, path, warm, **options) == alone
     assert warm.hits > 0
     assert run_group(2, path, cold, **options) == alone
     assert cold.fetched > warm.fetched
-    # Pages that are split in other parts are other objects.
+    # What a group has stored is read by those of other sizes, and by one process.
     size, stages = (4, 1) if name == "llama" else (1, 2)
     assert run_group(size, path, other, stages=stages, **options) == alone
-    assert other.fetched == warm.fetched
     assert other.hits > 0
+    assert one(make_runner(path, **options)) == alone
+    assert cold.fetched == other.fetched == one.fetched
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
+def test_a_group_reads_what_one_process_has_stored(
+    tiny_model: Any, make_runner: Any, tmp_path: Path, name: str
+) -> None:
+    path = tiny_model(name, **SHAPE).path
+    options: dict[str, Any] = {"num_pages": 7, "max_running": 3, "page_size": 16, "host_cache_ratio": 4.0}
+    store = {"host_cache_ratio": 4.0, "storage": f"file://{tmp_path}/store?size_gb=1", "storage_min_tokens": 16}
+    one, again, group = (Tiered(**store) for _ in range(3))
+    alone = one(make_runner(path, **options))
+    assert again(make_runner(path, **options)) == alone
+    assert run_group(2, path, group, stages=2, **options) == alone
+    assert group.fetched == again.fetched > one.fetched
 
 
 @pytest.mark.parametrize(("name", "share"), [("deepseek-v3", 1), ("llama", 2)])

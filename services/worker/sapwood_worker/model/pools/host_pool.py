@@ -2,22 +2,29 @@
 
 A record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page of each layer (``KVLayout.offsets``), as
 it lies on the device. So a store reads and writes a page in one piece and without a copy, while a copy to or from the device
-moves one piece a layer.
+moves one piece a layer. Where ranks share a pool, a record holds their parts side by side, and a store's object is put together
+from them: it is that of one rank, whichever number of ranks wrote it and reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.pools.page_order import PageOrder
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 
 HEADER_BYTES = 128
 SCRATCH_PAGES = 4
+BATCH_PAGES = 32
+"""Pages whose objects are asked for at once, at most."""
 _ALIGNMENT = 128
 _MOST_OF_FREE = 0.9
 
@@ -32,23 +39,33 @@ class HostPool:
         page_bytes: Bytes of a page's content.
         memory: Where the records lie; None: in memory of this process.
         part: This rank's bytes of a page's content; None: all.
+        order: Of the ranks' parts; None: an object is a record as it lies.
 
     Attributes:
         num_pages, page_bytes: The arguments.
+        object_bytes: Bytes of the content of a page's object.
         part_bytes: Bytes of this rank's part of a page's content.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
-            cache: whoever opens a store tests and measures it with them.
+            cache: whoever opens a store tests and measures it with them. With an order BATCH_PAGES more follow, for objects.
     """
 
     def __init__(
-        self, num_pages: int, page_bytes: int, memory: SharedMemory | None = None, part: slice | None = None
+        self,
+        num_pages: int,
+        page_bytes: int,
+        memory: SharedMemory | None = None,
+        part: slice | None = None,
+        order: PageOrder | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
+        self.object_bytes = page_bytes if order is None else order.object_bytes
+        self._order = order
+        self._packing = threading.Lock()
         self._part = slice(0, page_bytes) if part is None else part
         self.part_bytes = self._part.stop - self._part.start
         self._memory = memory
-        shape = num_pages + SCRATCH_PAGES, record_bytes(page_bytes)
+        shape = num_records(num_pages, order), record_bytes(page_bytes)
         self.records = np.empty(shape, np.uint8) if memory is None else memory.array().reshape(shape)
 
     @property
@@ -57,8 +74,36 @@ class HostPool:
         return self.records[: self.num_pages, HEADER_BYTES : HEADER_BYTES + self.page_bytes][:, self._part]
 
     def record(self, page: int) -> memoryview:
-        """Header and content of a page, writable, in place."""
-        return memoryview(self.records[page])[: HEADER_BYTES + self.page_bytes]
+        """Header and content of a page, writable, in place: where its object is read to. :meth:`unpack` comes before its use."""
+        return memoryview(self.records[page])[: HEADER_BYTES + self.object_bytes]
+
+    def unpack(self, page: int) -> None:
+        """Makes the ranks' parts of the object that was read into a page's record."""
+        if self._order is not None:
+            self._order.spread(self.records[page, HEADER_BYTES : HEADER_BYTES + self.page_bytes])
+
+    def packed(self, page: int, into: npt.NDArray[np.uint8] | None = None) -> memoryview:
+        """A page's object, header and content: the record itself or, of ranks' parts, ``into`` or new memory; no header then."""
+        if self._order is None:
+            return self.record(page)
+        if into is None:
+            into = np.empty(HEADER_BYTES + self.object_bytes, np.uint8)
+        found = into[: HEADER_BYTES + self.object_bytes]
+        self._order.gather(self.records[page, HEADER_BYTES : HEADER_BYTES + self.page_bytes], found[HEADER_BYTES:])
+        return memoryview(found.data)
+
+    @contextlib.contextmanager
+    def objects(self, pages: Sequence[int]) -> Iterator[list[memoryview]]:
+        """The objects of BATCH_PAGES pages at most, as by :meth:`packed`, in memory of the pool; of ranks' parts one caller
+        at a time has them."""
+        if self._order is None:
+            yield [self.record(page) for page in pages]
+            return
+        with self._packing:
+            yield [
+                self.packed(page, into)
+                for page, into in zip(pages, self.records[self.num_pages + SCRATCH_PAGES :], strict=False)
+            ]
 
 
 def record_bytes(page_bytes: int) -> int:
@@ -66,9 +111,9 @@ def record_bytes(page_bytes: int) -> int:
     return -(-(HEADER_BYTES + page_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
-def pool_bytes(num_pages: int, page_bytes: int) -> int:
-    """Bytes of a pool."""
-    return (num_pages + SCRATCH_PAGES) * record_bytes(page_bytes)
+def num_records(num_pages: int, order: PageOrder | None) -> int:
+    """Records of a pool."""
+    return num_pages + SCRATCH_PAGES + (0 if order is None else BATCH_PAGES)
 
 
 def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float, ratio: float) -> int:

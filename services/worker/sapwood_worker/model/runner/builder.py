@@ -141,8 +141,8 @@ class _Builder:
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
         logger.info("linear layers: %s", self._weights)
         kept = "float8_e4m3fn" if float8 else self._dtype_name
-        layout = loaded.family.kv_layout(self._config, kept, options.page_size)
-        layout = layout.stage(self._model.own).shard(self._tp.size)
+        self._whole_layout = loaded.family.kv_layout(self._config, kept, options.page_size)
+        layout = self._whole_layout.stage(self._model.own).shard(self._tp.size)
         self._layout = layout.kept_whole() if options.one_table else layout
         self._sizes = self._choose_sizes()
         running = self._sizes.max_running
@@ -184,7 +184,8 @@ class _Builder:
         """
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
-        host_pool = build_host_pool(options, pool.layout, pool.num_pages - _SCRATCH_PAGES, self._parallel)
+        num_pages = pool.num_pages - _SCRATCH_PAGES
+        host_pool = build_host_pool(options, pool.layout, self._whole_layout, num_pages, self._parallel)
         if (head := self._head) is not None:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -324,7 +325,8 @@ class _Builder:
 
     def _identity(self) -> str:
         computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"
-        return cache_identity(self._options, computed, self._layout, self._scales, self._model.config.rotary_variants)
+        variants = self._model.config.rotary_variants
+        return cache_identity(self._options, computed, self._whole_layout, self._scales, variants)
 
     def _build_pool(self, counts: Sequence[int]) -> DevicePool:
         options = self._options

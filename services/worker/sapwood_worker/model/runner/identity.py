@@ -9,7 +9,7 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint, sampled_fingerprint
 from sapwood_worker.model.pools.device_pool import KVScales
-from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
 
 
@@ -29,15 +29,19 @@ def cache_identity(
 ) -> str:
     """What a page in a store is named after, beside its tokens: runners with the same identity may read each other's pages.
 
+    The number of ranks is part of it where their weights are not parts of the same numbers: scales of a part of a quantised
+    matrix may differ from those of the whole, and random weights differ.
+
     Args:
         options: Of the runner.
         computed: The dtype, and how linear layers are quantised.
-        layout: Of a page.
+        layout: Of a page, as one rank keeps it.
         scales: Of a float8 cache.
         variants: How rotary positions differ from the model's own.
     """
     made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
     tensor, pipeline = options.parallel.tp.size, options.parallel.pp.size
+    ranks = tensor * pipeline if made_up else 1 if computed in DTYPES else tensor
     parts = (
         model_fingerprint(options.model_path),
         made_up,
@@ -45,8 +49,7 @@ def cache_identity(
         "" if scales is None else str(scales),
         layout.identity,
         torch.device(options.device).type,
-        *((f"{tensor} ranks",) if tensor > 1 else ()),
-        *((f"{pipeline} stages",) if pipeline > 1 else ()),
+        *((f"{ranks} ranks",) if ranks > 1 else ()),
         *variants,
     )
     return "|".join(parts)

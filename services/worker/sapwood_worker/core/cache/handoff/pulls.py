@@ -88,7 +88,7 @@ class Pulls:
     ) -> None:
         self.counters = PullCounters()
         self.arrivals: Arrivals[Arrival] = Arrivals(host, share, clock)
-        self.page_bytes = pool.page_bytes
+        self.page_bytes = pool.object_bytes
         self._host = host
         self._pool = pool
         self._fingerprint = fingerprint
@@ -158,6 +158,9 @@ class Pulls:
             there and verify(record, entry.key, namespace)
             for there, record, entry in zip(read, records, batch, strict=True)
         ]
+        for entry, fine in zip(batch, good, strict=True):
+            if fine:
+                self._pool.unpack(entry.page)
         return _Read(good, self._clock() - began)
 
     def _took(self, pull: Arrival, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:

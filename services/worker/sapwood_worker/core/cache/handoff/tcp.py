@@ -121,7 +121,7 @@ class PageServer:
                 self._send_page(connection, lease, index)
 
     def _send_page(self, connection: socket.socket, lease: Lease, index: int) -> None:
-        record = self._pool.record(lease.ticket.places[index][0])
+        record = self._pool.packed(lease.ticket.places[index][0])
         connection.sendall(_YES + header_of(record, lease.keys[index], self._namespace))
         connection.sendall(record[HEADER_BYTES:])
         still = self._leases.readable(lease, index)

@@ -170,7 +170,7 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
     Raises:
         StorageError: The store does not answer.
     """
-    namespace = namespace_of("1", facts.identity(), facts.page_size, facts.pool.page_bytes)
+    namespace = namespace_of("1", facts.identity(), facts.page_size, facts.pool.object_bytes)
     try:
         backend.register(facts.pool.records)
         fixed, each = _measure_store(backend, facts.pool, namespace)

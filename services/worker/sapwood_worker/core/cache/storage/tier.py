@@ -26,11 +26,10 @@ from sapwood_worker.core.cache.storage.backend import StorageError
 from sapwood_worker.core.cache.storage.connection import Connection
 from sapwood_worker.core.cache.storage.known import KnownObjects
 from sapwood_worker.core.cache.storage.record import object_name, seal, verify
-from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.host_pool import BATCH_PAGES, HostPool
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
-_BATCH = 32
 _KNOWN_FOR_EACH_HOST_PAGE = 4
 _LONGEST_WAIT = 60.0
 
@@ -106,7 +105,7 @@ class StorageTier:
         connection: The attached store; None: there is none.
         arrivals: The pages that are prefetched; its ``settle`` ends a prefetch.
         known: The pages that it is known to hold.
-        page_bytes: Bytes of a page's content.
+        page_bytes: Bytes of the content of a page's object.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class StorageTier:
         self.arrivals: Arrivals[_Prefetch] = Arrivals(host, options.share, clock)
         self.known = KnownObjects(_KNOWN_FOR_EACH_HOST_PAGE * host.num_pages)
         self._host = host
-        self.page_bytes = pool.page_bytes
+        self.page_bytes = pool.object_bytes
         self._past_failures = 0
         self._pool = pool
         self._page_size = page_size
@@ -185,7 +184,7 @@ class StorageTier:
         if connection is None:
             return
         for batch in _batches(entries):
-            if self._writing + len(batch) > max(_BATCH, self.arrivals.limit) or not connection.breaker.allow():
+            if self._writing + len(batch) > max(BATCH_PAGES, self.arrivals.limit) or not connection.breaker.allow():
                 self.counters.dropped += len(batch)
                 continue
             self._host.pin(batch)
@@ -276,6 +275,9 @@ class StorageTier:
             there and verify(record, entry.key, connection.namespace)
             for there, record, entry in zip(read, records, batch, strict=True)
         ]
+        for entry, fine in zip(batch, good, strict=True):
+            if fine:
+                self._pool.unpack(entry.page)
         bad = [name for name, there, fine in zip(names, read, good, strict=True) if there and not fine]
         if bad:
             with contextlib.suppress(StorageError):  # a bad object would keep a good one from being written
@@ -297,11 +299,11 @@ class StorageTier:
     def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[list[bool], float]:
         """Seals and writes pages, in a thread of the executor; returns whether each is there now, and the seconds it took."""
         began = self._clock()
-        records = [self._pool.record(entry.page) for entry in batch]
-        for entry, record in zip(batch, records, strict=True):
-            seal(record, entry.key, connection.namespace)
         names = [object_name(connection.namespace, entry.key) for entry in batch]
-        return connection.backend.put(names, records), self._clock() - began
+        with self._pool.objects([entry.page for entry in batch]) as records:
+            for entry, record in zip(batch, records, strict=True):
+                seal(record, entry.key, connection.namespace)
+            return connection.backend.put(names, records), self._clock() - began
 
     def _written(self, connection: Connection, batch: list[HostPage], result: tuple[list[bool], float] | None) -> None:
         self._host.unpin(batch)
@@ -315,5 +317,5 @@ class StorageTier:
 
 
 def _batches(entries: Sequence[HostPage]) -> Iterator[list[HostPage]]:
-    for start in range(0, len(entries), _BATCH):
-        yield list(entries[start : start + _BATCH])
+    for start in range(0, len(entries), BATCH_PAGES):
+        yield list(entries[start : start + BATCH_PAGES])

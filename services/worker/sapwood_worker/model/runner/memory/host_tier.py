@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, num_records, record_bytes
+from sapwood_worker.model.pools.page_order import PageOrder, RankPart
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
 
 
-def build_host_pool(options: RunnerOptions, layout: KVLayout, num_pages: int, parallel: Parallel) -> HostPool | None:
+def build_host_pool(
+    options: RunnerOptions, layout: KVLayout, whole: KVLayout, num_pages: int, parallel: Parallel
+) -> HostPool | None:
     """The second tier; None: the options want none. Each rank has its part of every record.
 
     Where the ranks of a stage keep the same, there is one part, to which all write the same bytes.
@@ -17,6 +20,7 @@ def build_host_pool(options: RunnerOptions, layout: KVLayout, num_pages: int, pa
     Args:
         options: Say how large it is.
         layout: What this rank keeps of a page.
+        whole: What one rank would keep that has everything.
         num_pages: Pages on the device.
         parallel: The groups of ranks.
     """
@@ -28,7 +32,8 @@ def build_host_pool(options: RunnerOptions, layout: KVLayout, num_pages: int, pa
     own = layout.page_bytes
     # A rank that keeps the same as the one before it on this host has no part of its own.
     shares = layout.replicated and parallel.tp.rank > 0 and rank > first
-    parts = parallel.exchange(0 if shares else own)
+    layouts = parallel.exchange(None if shares else layout)
+    parts = [0 if other is None else other.page_bytes for other in layouts]
     start = sum(parts[first:rank]) - (own if shares else 0)
     size = sum(parts[first : first + each])
     leads = rank == first
@@ -43,8 +48,17 @@ def build_host_pool(options: RunnerOptions, layout: KVLayout, num_pages: int, pa
     if parallel.tp.size == parallel.pp.size == 1:
         return HostPool(pages, size)
     pages = parallel.exchange(pages)[0]
-    memory = SharedMemory.create(pool_bytes(pages, size)) if leads else None
+    order = None
+    if options.nodes == 1:
+        ranks = parallel.tp.size
+        own_parts = [
+            RankPart(sum(parts[:number]), other, number % ranks, ranks)
+            for number, other in enumerate(layouts)
+            if other is not None
+        ]
+        order = PageOrder(whole, own_parts)
+    memory = SharedMemory.create(num_records(pages, order) * record_bytes(size)) if leads else None
     path = parallel.exchange("" if memory is None else memory.path)[first]
     memory = memory or SharedMemory.open(path)
     parallel.exchange("")  # all have opened it
-    return HostPool(pages, size, memory, slice(start, start + own))
+    return HostPool(pages, size, memory, slice(start, start + own), order)

@@ -263,9 +263,11 @@ def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: 
 @pytest.mark.slow
 def test_what_a_group_has_stored_is_read_by_groups_of_other_sizes(tiny_model: Any, tmp_path: Path) -> None:
     path = tiny_model("llama", **SHAPE).path
-    flags = ("--num-pages", "24", "--max-running", "2", "--no-structured-output", "--host-cache-ratio", "1")
-    flags += ("--storage", f"file://{tmp_path}/store?size_gb=1", "--storage-min-tokens", "16")
-    flags += ("--storage-prefetch", "wait_complete")
+    flags = [
+        *("--num-pages", "24", "--max-running", "2", "--no-structured-output", "--host-cache-ratio", "1"),
+        *("--storage", f"file://{tmp_path}/store?size_gb=1", "--storage-min-tokens", "16"),
+        *("--storage-prefetch", "wait_complete"),
+    ]
 
     def ask(stub: Any, document: int) -> list[int]:
         prompt = [3 + (document * 31 + place * 7) % 90 for place in range(130)]
@@ -289,3 +291,35 @@ def test_what_a_group_has_stored_is_read_by_groups_of_other_sizes(tiny_model: An
             expected[document] = ask(stub, document)
             while of_store(stub).bytes_in == 0:
                 time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [("2", "1"), ("1", "2"), ("2", "4")])
+def test_a_prompt_is_handed_off_between_groups_of_other_sizes(
+    tiny_model: Any, tmp_path: Path, sizes: tuple[str, str]
+) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    prompt = [3 + place * 7 % 90 for place in range(130)]
+    flags = ("--num-pages", "24", "--max-running", "2", "--no-structured-output")
+
+    def ask(stub: Any, **fields: Any) -> tuple[list[int], Any]:
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=prompt, sampling=sampling, **fields)
+        responses = list(stub.Generate(request))
+        return [token for response in responses for token in response.token_ids], responses[-1]
+
+    def role(number: int) -> tuple[str, ...]:
+        return ("--role", ("prefill", "decode")[number], "--tensor-parallel", sizes[number])
+
+    with (
+        worker(path, tmp_path / "log-0", *flags, *role(0)) as prefill,
+        worker(path, tmp_path / "log-1", *flags, *role(1)) as decode,
+    ):
+        expected, _ = ask(prefill)
+        first, last = ask(prefill, hand_off=True)
+        ticket = last.ticket
+        assert first == expected[:1]
+        ticket.source = f"127.0.0.1{ticket.source}"
+        tokens, last = ask(decode, ticket=ticket)
+        assert tokens == expected
+        assert last.usage.cached_tokens == 128

@@ -19,7 +19,7 @@ enum { TOKENS = 2, FEW = 4, FEWER = 2 };
 #else
 enum { TOKENS = 4, FEW = 8, FEWER = 4 };
 #endif
-enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128 };
+enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128, LINE = 64 };
 // What is read once for several uses: else compilers read it from memory for each.
 #if defined(__AVX512F__)
 #define KEEP(v) __asm__("" : "+v"(v))
@@ -39,6 +39,32 @@ INLINE void sum4(floats a, floats b, floats c, floats d, float *sums) {
 #endif
 }
 
+#if defined(__AVX512F__)
+#define JOIN(shuffle, a, b, low, high) _mm512_add_ps(shuffle(a, b, low), shuffle(a, b, high))
+#endif
+
+// sums[t][r] of the vectors of `count` tokens and PAIR rows, each in the order in which sum4 adds.
+INLINE void sum_pairs(const int count, floats (*total)[PAIR], float *sums) {
+#if defined(__AVX512F__)
+    if (count * PAIR == LANES) {  // each JOIN makes one vector of two, so that all are summed in as many additions as there are
+        const __m512 *v = (const __m512 *)total;
+        __m512 part[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const __m512 ab = JOIN(_mm512_shuffle_f32x4, v[i], v[4 + i], 0x44, 0xee);
+            const __m512 cd = JOIN(_mm512_shuffle_f32x4, v[8 + i], v[12 + i], 0x44, 0xee);
+            part[i] = JOIN(_mm512_shuffle_f32x4, ab, cd, 0x88, 0xdd);
+        }
+        const __m512 low = JOIN(_mm512_shuffle_ps, part[0], part[1], 0x88, 0xdd);
+        const __m512 high = JOIN(_mm512_shuffle_ps, part[2], part[3], 0x88, 0xdd);
+        store(sums, (floats)JOIN(_mm512_shuffle_ps, low, high, 0x88, 0xdd));
+        return;
+    }
+#endif
+#pragma GCC unroll 8
+    for (int t = 0; t < count; t += 2) sum4(total[t][0], total[t][1], total[t + 1][0], total[t + 1][1], sums + PAIR * t);
+}
+
 // The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order.
 INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
     floats total[ROWS];
@@ -47,12 +73,12 @@ INLINE void one_token(const int type, const uint8_t *const *rows, const float *x
         const float *with = x;
         floats part[4] = {0};  // several, since each sum waits for the one before
         for (int64_t left = groups / groups_of(type); left > 0; left--, block += bytes_of(type)) {
+            float scales[SCALES];
+            if (groups_of(type) == 8) block_scales(type, block, scales);
 #pragma GCC unroll 8
             for (int j = 0; j < groups_of(type); j++, with += GROUP) {
-                const group g = read(type, block, j);
-                for (int i = 0; i < PARTS; i++)
-                    part[(j * PARTS + i) % 4] +=
-                        (g.q[i] * g.scale[i / (PARTS / 2)] - g.minus) * *(const floats_at *)(with + LANES * i);
+                const group g = read(type, block, j, scales);
+                for (int i = 0; i < PARTS; i++) part[(j * PARTS + i) % 4] += g.w[i] * load(with + LANES * i);
             }
         }
         total[r] = (part[0] + part[1]) + (part[2] + part[3]);
@@ -66,43 +92,36 @@ INLINE void few_tokens(
     floats total[FEW][PAIR] = {0};
     const uint8_t *block[PAIR] = {rows[0], rows[1]};
     for (int64_t left = groups / groups_of(type); left > 0; left--) {
+        float scales[PAIR][SCALES];
+        for (int r = 0; groups_of(type) == 8 && r < PAIR; r++) block_scales(type, block[r], scales[r]);
 #pragma GCC unroll 1
         for (int j = 0; j < groups_of(type); j++) {
-            const group g[PAIR] = {read(type, block[0], j), read(type, block[1], j)};
+            const group g[PAIR] = {read(type, block[0], j, scales[0]), read(type, block[1], j, scales[1])};
 #pragma GCC unroll 8
             for (int i = 0; i < PARTS; i++, x += LANES * count) {
-                floats w[PAIR];
-                for (int r = 0; r < PAIR; r++) w[r] = g[r].q[i] * g[r].scale[i / (PARTS / 2)] - g[r].minus;
 #pragma GCC unroll 8
                 for (int t = 0; t < count; t++) {
                     floats each = load(x + LANES * t);
                     KEEP(each);
-                    for (int r = 0; r < PAIR; r++) total[t][r] += w[r] * each;
+                    for (int r = 0; r < PAIR; r++) total[t][r] += g[r].w[i] * each;
                 }
             }
         }
         for (int r = 0; r < PAIR; r++) block[r] += bytes_of(type);
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < count; t += 2) sum4(total[t][0], total[t][1], total[t + 1][0], total[t + 1][1], sums + PAIR * t);
+    sum_pairs(count, total, sums);
 }
 
-// Groups of a row as float32, to the bit what gguf-py's dequantize gives: product and difference are rounded one by one.
+// Groups of a row as float32, to the bit what gguf-py's dequantize gives.
 INLINE void widen_groups(const int type, const uint8_t *row, int64_t at, int64_t groups, float *out) {
-    const int shifted = type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K;
     const uint8_t *block = row + at / groups_of(type) * bytes_of(type);
     for (const int64_t end = at + groups; at < end; at += groups_of(type), block += bytes_of(type)) {
+        float scales[SCALES];
+        if (groups_of(type) == 8) block_scales(type, block, scales);
 #pragma GCC unroll 8
         for (int j = 0; j < groups_of(type); j++, out += GROUP) {
-            const group g = read(type, block, j);
-            for (int i = 0; i < PARTS; i++) {
-                floats_at *to = (floats_at *)(out + LANES * i);
-                *to = g.q[i] * g.scale[i / (PARTS / 2)];
-                if (shifted) {
-                    __asm__ volatile("" ::: "memory");  // or the two become one fused operation
-                    *to = *to - g.minus;
-                }
-            }
+            const group g = read(type, block, j, scales);
+            for (int i = 0; i < PARTS; i++) store(out + LANES * i, g.w[i]);
         }
     }
 }
@@ -271,7 +290,8 @@ static int small_product(product *p, const around *with, int64_t outputs, parall
     const int64_t rows = p->tokens == 1 ? 1 : p->tokens - (over ? over : FEW) + last;
     float *const out = p->out;
     const int64_t out_stride = p->out_stride;
-    float *x = malloc(sizeof(float) * (size_t)((rows + 1) * columns + (with->gate ? p->tokens * outputs : 0)));
+    const size_t size = sizeof(float) * (size_t)((rows + 1) * columns + (with->gate ? p->tokens * outputs : 0));
+    float *x = aligned_alloc(LINE, (size + LINE - 1) / LINE * LINE);
     if (!x) return 1;
     float *const normed = x + rows * columns;
     for (int64_t t = 0; t < rows; t++) {

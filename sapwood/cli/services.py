@@ -71,6 +71,7 @@ class Services:
         workers: The number of workers.
         front: What the router is called in logs.
         roles: What each worker does of a request; empty: as its settings say.
+        gpus: CUDA_VISIBLE_DEVICES of each worker; empty: as it is here.
     """
 
     router: Service[RouterConfig]
@@ -79,6 +80,7 @@ class Services:
     workers: int
     front: str = "router"
     roles: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
     @property
     def drain_timeout(self) -> float:

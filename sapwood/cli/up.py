@@ -10,11 +10,13 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.local.alone import FRONT, settings_alone
+from sapwood.cli.local.gpus import share_gpus
 from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
@@ -257,7 +259,8 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
         raise CliError("--roles and --worker-role are both given", REFUSED)
     if "threads" not in services.worker.config.model_fields_set:
         services.worker.given["threads"] = max(1, cores() // workers)
-    return services
+    config = services.worker.config
+    return replace(services, gpus=share_gpus(workers, config.ranks // config.nnodes or 1, config.device))
 
 
 def _roles(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _LISTENING = re.compile(r"\b(?:(\w+) )?listening on (?:https?://)?(\S+:\d+)")
 _LAST_LINES = 20
@@ -54,6 +54,7 @@ class Child:
         flags: Sequence[str],
         on_line: Callable[[str, str], None],
         reworded: Callable[[str], str] = str,
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
         """Starts ``python -m module flags`` in a process group of its own, tied to this process.
 
@@ -63,8 +64,9 @@ class Child:
             flags: Its command line.
             on_line: Called with name and text of each line it writes; must not raise.
             reworded: Changes each line before it is shown and kept.
+            environment: Variables beside those of this process.
         """
-        process = _start([sys.executable, "-m", "sapwood.cli.local.tied", module, *flags])
+        process = _start([sys.executable, "-m", "sapwood.cli.local.tied", module, *flags], environment or {})
         output = asyncio.StreamReader(limit=_LONGEST_LINE)
         try:
             await asyncio.get_running_loop().connect_read_pipe(
@@ -128,13 +130,13 @@ class Child:
         self._on_line(self.name, line)
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a process. Not asyncio's own way: it asks the program's event loop policy, and uvloop's knows no children."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         start_new_session=True,  # the terminal's Ctrl-C is for the parent, which then stops the services in order
     )

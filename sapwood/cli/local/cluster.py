@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from sapwood.cli.errors import CliError
 from sapwood.cli.local.child import Child
+from sapwood.cli.local.gpus import VISIBLE
 from sapwood.cli.local.restarts import Restarts
 from sapwood.cli.services import Service, Services
 from sapwood_common.unix_socket import is_unix
@@ -152,9 +153,11 @@ class Cluster:
     async def _start_worker(self, index: int, port: int | None = None) -> Child:
         """Starts a worker, on ``port`` (its own before a restart) or on the configured one."""
         worker = self._services.worker
-        roles = self._services.roles
+        roles, gpus = self._services.roles, self._services.gpus
         changes = _ports(worker, index, port) | ({"role": roles[index]} if roles else {})
-        self._workers[index] = await self._child(worker, f"worker-{index}", changes)
+        self._workers[index] = await self._child(
+            worker, f"worker-{index}", changes, {VISIBLE: gpus[index]} if gpus else None
+        )
         return self._workers[index]
 
     def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:
@@ -177,10 +180,12 @@ class Cluster:
             return _reachable(await self._address(router, "admin"))
         return None if config.separates_operators else grpc_address
 
-    async def _child(self, service: Service[Any], name: str, changes: Mapping[str, Any]) -> Child:
+    async def _child(
+        self, service: Service[Any], name: str, changes: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> Child:
         self._states[name] = "starting"
         flags = service.command_line(changes)
-        return await Child.start(name, f"sapwood_{service.name}", flags, self._on_line, service.reworded)
+        return await Child.start(name, f"sapwood_{service.name}", flags, self._on_line, service.reworded, environment)
 
     async def _address(self, child: Child, kind: str = "") -> str:
         address = await child.address(kind)

@@ -23,6 +23,7 @@ from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.namespace import Namespace
+from sapwood_testing.router.ports import port_of_its_own
 from sapwood_testing.worker.split_models import SHAPE
 
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
@@ -162,6 +163,23 @@ def test_two_hosts_answer_as_one_process(
         sampling = common_pb2.SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
         request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=prompt, sampling=sampling)
         assert [token for response in stub.Generate(request) for token in response.token_ids] == expected
+
+
+@pytest.mark.slow
+def test_hosts_meet_at_an_ipv6_address(tiny_model: Any, tmp_path: Path) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    flags = ["--nnodes", "2", "--rendezvous", f"[::1]:{port_of_its_own()}", "--tensor-parallel", "2"]
+    flags += ["--num-pages", "64", "--no-structured-output"]
+    command = [sys.executable, "-m", "sapwood_worker", "--model", str(path), "--node-rank", "1", *flags]
+    second = subprocess.Popen(command)
+    try:
+        with worker(path, tmp_path / "log", *flags) as stub:
+            sampling = common_pb2.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=range(3, 40), sampling=sampling)
+            assert sum(len(response.token_ids) for response in stub.Generate(request)) == 8
+    finally:
+        second.terminate()
+        assert second.wait() == 0
 
 
 @pytest.mark.slow

@@ -188,6 +188,7 @@ class Nodes:
 
 def _listen(host: str) -> socket.socket:
     try:
-        return socket.create_server((host, 0), backlog=1024)
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(f"--rendezvous {host}: cannot listen there: {error}") from error

@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -179,6 +180,8 @@ def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: i
     if sys.platform == "linux" and (interface := _interface_to(host)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if ":" in host:
+            os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
     # torch's other server, on libuv, takes no socket that listens already.
     return TCPStore(
         host,
@@ -194,12 +197,18 @@ def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: i
 
 def _interface_to(host: str) -> str:
     """The network interface from which a host is reached; empty: it is not known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    try:
+        family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError:
+        return ""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # sends nothing
+            probe.connect(there)  # sends nothing
         except OSError:
             return ""
         own = probe.getsockname()[0]
+        if family == socket.AF_INET6:
+            return _interface_of(own)
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
             try:
@@ -209,3 +218,10 @@ def _interface_to(host: str) -> str:
             if socket.inet_ntoa(found[20:24]) == own:
                 return name
     return ""
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an IPv6 address; empty: none."""
+    number = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    lines = map(str.split, Path("/proc/net/if_inet6").read_text().splitlines())
+    return next((name for found, *_, name in lines if found == number), "")

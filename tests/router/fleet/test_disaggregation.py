@@ -4,137 +4,34 @@ the way from one to the other."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import re
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import islice
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 import pytest_asyncio
 import trustme
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from sapwood.cli.main import main
-from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from sapwood_common.contract.sampling import SamplingParams
+from sapwood.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.network.channel import open_channel
-from sapwood_router.app import RouterApplication
-from sapwood_router.config import RouterConfig
-from sapwood_testing.router.fake_tokenizer import FakeTokenizer
-from sapwood_testing.router.ports import port_of_its_own
-from sapwood_testing.router.worker_process import VOCAB, Load, WorkerProcess
-from sapwood_testing.worker.fake_runner import continuation
+from sapwood_testing.router.handoff_fleet import (
+    PAGE,
+    ROLES,
+    Front,
+    Worker,
+    expected,
+    front,
+    new_prompt,
+    started,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-PAGE = 16
-ROLES = {
-    worker_pb2.WORKER_ROLE_BOTH: "both",
-    worker_pb2.WORKER_ROLE_PREFILL: "prefill",
-    worker_pb2.WORKER_ROLE_DECODE: "decode",
-}
-_prompts = itertools.count()
-
-
-def new_prompt() -> list[int]:
-    """One that no worker has seen."""
-    number = next(_prompts)
-    return [3 + (number * 37 + place * (place + number)) % 120 for place in range(70 + number % 20)]
-
-
-class Worker(WorkerProcess):
-    """A worker of a role, with its counters."""
-
-    def __init__(self, role: str, *flags: str) -> None:
-        self.metrics = port_of_its_own()
-        super().__init__(flags=("--role", role, "--metrics-port", str(self.metrics), *flags))
-
-    async def count(self, name: str) -> float:
-        return (await self.counts(name))[0]
-
-    async def counts(self, *names: str) -> list[float]:
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
-            text = (await http.get(f"http://127.0.0.1:{self.metrics}/metrics")).text
-        found = [re.search(rf"^sapwood_worker_{name}(?:_total)? (\S+)$", text, re.MULTILINE) for name in names]
-        return [float(each[1]) for each in found if each is not None]
-
-    async def reaches(self, name: str, met: Callable[[float], bool]) -> None:
-        """Waits until a counter is as wanted."""
-        async with asyncio.timeout(60):
-            while not met(await self.count(name)):
-                await asyncio.sleep(0.05)
-
-
-class Front:
-    """A router in front of some of the workers."""
-
-    def __init__(self, router: RouterApplication, stub: Any) -> None:
-        self.router, self.stub = router, stub
-
-    def stream(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> Any:
-        request = router_pb2.RouterGenerateRequest()
-        request.tokens.ids.extend(prompt)
-        request.sampling.seed, request.sampling.max_tokens = 7, max_tokens
-        for name, value in sampling.items():
-            setattr(request.sampling, name, value)
-        return self.stub.Generate(request, timeout=120)
-
-    async def answer(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> list[Any]:
-        return [response async for response in self.stream(prompt, max_tokens, **sampling)]
-
-    async def explain(self, prompt: Sequence[int]) -> router_pb2.ExplainRouteResponse:
-        asked = router_pb2.ExplainRouteRequest()
-        asked.request.tokens.ids.extend(prompt)
-        explained: router_pb2.ExplainRouteResponse = await self.stub.ExplainRoute(asked)
-        return explained
-
-    def count(self, name: str) -> float:
-        return self.router._metrics.registry.get_sample_value(f"sapwood_router_{name}_total") or 0
-
-    async def available(self, count: int) -> None:
-        async with asyncio.timeout(60):
-            while len(self.router.registry.available("fake")) != count:
-                await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def front(workers: Sequence[Worker], **settings: Any) -> AsyncIterator[Front]:
-    tokenizer = FakeTokenizer()
-    await tokenizer.start()
-    # A worker that gets little of a core is silent for seconds: only where silence is the loss it counts.
-    settings = {"worker_silence": 60, "resume_grace": 60, "queue_wait": 120, "most_resumptions": 50, **settings}
-    settings = {"disaggregate": "always", **settings}
-    addresses = tuple(worker.address for worker in workers)
-    router = RouterApplication(
-        RouterConfig(port=0, http_port=0, tokenizer=tokenizer.address, workers=addresses, **settings)
-    )
-    await router.start()
-    channel = open_channel(f"127.0.0.1:{router.grpc_port}")
-    running = Front(router, router_pb2_grpc.RouterStub(channel))
-    try:
-        await running.available(len(workers))
-        yield running
-    finally:
-        await channel.close()
-        await router.stop()
-        await tokenizer.kill()
-
-
-@contextlib.asynccontextmanager
-async def started(*workers: Worker) -> AsyncIterator[None]:
-    try:
-        await asyncio.gather(*(worker.start() for worker in workers))
-        yield
-    finally:
-        for worker in workers:
-            await worker.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -142,14 +39,6 @@ async def workers() -> AsyncIterator[dict[str, Worker]]:
     made = {"prefill": Worker("prefill"), "decode": Worker("decode"), "both": Worker("both", "--host-cache-ratio", "1")}
     async with started(*made.values()):
         yield made
-
-
-def expected(prompt: Sequence[int], count: int = 20) -> list[int]:
-    return list(islice(continuation(prompt, SamplingParams(seed=7), VOCAB), count))
-
-
-def tokens_of(answer: Sequence[Any]) -> list[int]:
-    return [token for response in answer for token in response.token_ids]
 
 
 async def test_a_prompt_is_computed_by_one_worker_and_its_pages_are_pulled_by_another(
@@ -426,118 +315,3 @@ async def test_roles_change_with_work_in_flight_and_no_token_does(workers: dict[
         await changing.reaches("pulled_pages", lambda count: count > pulled)
         await _set_role(changing, "both")
         await _set_role(other, "decode")
-
-
-async def _kill(router: Front, worker: Worker, load: Load) -> None:
-    await worker.kill()
-    await router.available(3)
-    await _progress(load, 6)
-    await worker.start()
-
-
-async def _stop(router: Front, worker: Worker, load: Load) -> None:
-    worker.send(signal.SIGSTOP)
-    await router.available(3)
-    await _progress(load, 6)
-    worker.send(signal.SIGCONT)
-
-
-async def _stop_scheduler(router: Front, worker: Worker, load: Load) -> None:
-    worker.send_to_scheduler(signal.SIGSTOP)
-    await router.available(3)
-    await _progress(load, 6)
-    worker.send_to_scheduler(signal.SIGCONT)
-
-
-async def _progress(load: Load, requests: int) -> None:
-    goal = load.done + requests
-    async with asyncio.timeout(120):
-        while load.done < goal:
-            load.check()
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lose", [_kill, _stop, _stop_scheduler])
-async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_keeps_no_page(lose: Any) -> None:
-    fleet = [Worker("prefill"), Worker("prefill"), Worker("decode"), Worker("decode")]
-    silence = {} if lose is _kill else {"worker_silence": 2.0}
-    async with started(*fleet), front(fleet, **silence) as router:
-        load = Load(router.stub, 8, seed=1)
-        for worker in fleet:
-            await lose(router, worker, load)
-            await router.available(4)
-        await load.stop()
-        load.check()
-        assert router.count("handoffs") > 0
-        if lose is _kill:  # those that were stopped may have gone on before their streams were moved
-            assert router.count("resumptions") > 0
-        assert sum([await worker.count("pulled_pages") for worker in fleet[2:]]) > 0
-        for worker in fleet[:2]:
-            await worker.reaches("handoff_pages", lambda held: held == 0)
-        print(f"{lose.__name__}: {load.done} answers, {load.resumed} resumed, none wrong")
-
-
-@pytest.mark.slow
-async def test_a_lost_decode_workers_successor_pulls_the_prompt_again_by_the_same_ticket() -> None:
-    prefill, *decodes = Worker("prefill"), Worker("decode"), Worker("decode")
-    prompt = new_prompt()
-    async with started(prefill, *decodes), front([prefill, *decodes]) as router:
-        tokens: list[int] = []
-        left: list[Worker] = []
-        async for response in router.stream(prompt, 150):
-            tokens += response.token_ids
-            if not left and len(tokens) >= 10:
-                [lost] = [worker for worker in decodes if await worker.count("running_requests")]
-                left = [worker for worker in decodes if worker is not lost]
-                assert await left[0].count("pulled_pages") == 0
-                await lost.kill()
-        assert tokens == expected(prompt, 150)
-        assert router.count("resumptions") == 1
-        assert await left[0].count("pulled_pages") > 0
-        computed_again = await prefill.count("handoff_tickets") - 1
-        assert not computed_again or await prefill.count("handoff_expired")  # a lease may end on a busy machine
-
-
-async def _stream_until(call: Any, tokens: int, reached: asyncio.Event) -> None:
-    got = 0
-    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-        if not tokens:
-            reached.set()
-        async for response in call:
-            got += len(response.token_ids)
-            if got >= tokens:
-                reached.set()
-
-
-async def _clear(worker: Worker) -> None:
-    while any(await worker.counts("running_requests", "waiting_requests", "handoff_pages")):
-        pass
-
-
-@pytest.mark.slow
-async def test_a_thousand_aborts_on_the_way_from_one_worker_to_the_other_leave_nothing() -> None:
-    """Forty at a time go when one of them has come so far: none has begun, its first token, its second, more."""
-    pair = [Worker("prefill"), Worker("decode")]
-    seconds: list[float] = []
-    async with started(*pair), front(pair) as router:
-        for storm in range(25):
-            reached = asyncio.Event()
-            calls = [router.stream(new_prompt(), 200) for _ in range(40)]
-            streams = [asyncio.ensure_future(_stream_until(call, storm % 5, reached)) for call in calls]
-            await reached.wait()
-            for call in calls:
-                call.cancel()
-            begun = time.monotonic()
-            await asyncio.gather(*map(_clear, pair))
-            seconds.append(time.monotonic() - begun)
-            await asyncio.gather(*streams)
-        assert router.count("handoffs") > 0
-        assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)
-        given, expired = await pair[0].count("handoff_tickets"), await pair[0].count("handoff_expired")
-    assert expired <= given / 10  # the others were released, whatever was on its way
-    seconds.sort()
-    print(
-        f"1000 aborts, 40 at a time: all gone after {seconds[12]:.3f} s (median), {seconds[-1]:.3f} s (the most); of {given:g} "
-        f"tickets {expired:g} ended by their time alone"
-    )

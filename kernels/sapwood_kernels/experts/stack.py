@@ -105,7 +105,7 @@ class StoredStack:
 
     @property
     def bits(self) -> Literal[4, 8]:
-        """Of a number."""
+        """Bits of a number."""
         return 4 if self.codes.dtype == torch.uint8 else 8
 
     @property

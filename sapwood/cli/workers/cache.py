@@ -38,7 +38,7 @@ def configure(verbs: Any) -> None:
         action="append",
         default=[],
         type=one_of(*_TIERS),
-        help="device, host or storage; repeatable. Of a store, what this model has put there. [default: all]",
+        help="device, host or storage; repeatable. A store loses only what this model has put there. [default: all]",
     )
     attach = actions.add_parser("attach", help="attach a store as the third tier", allow_abbrev=False)
     attach.add_argument("url", metavar="URL", help="as a worker's --storage takes it")

@@ -33,7 +33,7 @@ def _is_origin(origin: str) -> str:
 
 
 _FORGETFUL = frozenset(("round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"))
-"""Policies that go by load, chance or the request alone. Of those that packages bring it is not known here."""
+"""Policies that go by load, chance or the request alone. Whether those that packages bring do so is not known here."""
 
 
 class RouterConfig(ServiceConfig):

@@ -82,7 +82,7 @@ class Acceptor:
         self._share = TimeShare()
         """Shares the time that decrypting takes."""
         self._prompt, self._late = _Lane(_PROMPT_REST), _Lane(_LATE_REST)
-        """Of clients that began to speak at once, and of the others; without TLS nobody waits to hear them."""
+        """The lanes of clients that began to speak at once, and of the others; without TLS nobody waits to hear them."""
         self._memory = memoryview(bytearray(INPUT_BYTES))
         self._tarpit = Tarpit() if encryption is None else Tarpit(encryption.held)
         self._silent: dict[socket.socket, tuple[float, str | bytes]] = {}

@@ -19,7 +19,7 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A listening socket, for an event loop.
 
     Args:
-        host: Address or name. Of a name's addresses the first of IPv4 is taken, or the first if it has none. Or ``unix:PREFIX``.
+        host: Address or name, or ``unix:PREFIX``. A name stands for its first IPv4 address, or its first if it has no such.
         port: 0 takes a free one.
         reuse_port: Whether other processes listen on it, too.
 

@@ -1,7 +1,7 @@
-"""The order in which connections begin that were accepted and wait for it: no address keeps the others waiting.
+"""The order in which accepted connections begin: no address keeps the others waiting.
 
-Each address has its turn, and one that was not in the line has the next. Of an address with many the newest goes first: who comes
-behind a thousand does not wait for them all, as nearly all others would do in a queue.
+Addresses take turns; an address that was not in the line has the next turn. Where an address has many connections, the newest
+goes first: a client that comes behind a thousand does not wait for them all, as it would in a queue.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _M_MMAP_THRESHOLD, _MAPPED = -3, 1024 * 1024
 
 
 class MemoryTrim:
-    """Trims a second after much was freed. Of the whole process: make one.
+    """Gives memory back a second after much was freed. It acts on the whole process: make one.
 
     Attributes:
         trims: How often that was done.

@@ -9,8 +9,8 @@ Refusal: when the queue is full, the request that would go last of all leaves, b
 flood fills what room there is and no more than its share once others come. It is charged nothing. A request whose expected wait
 (those that would go before it, over the rate at which requests have left lately) ends after its deadline, or is longer than
 ``most_wait``, is refused at once. A request can take its place before it is ready to go. All that are refused are told when to
-try again: after the expected wait, at least a second, times a random factor from 1 to 2. Of one length, it would bring back
-together whoever came together; spread over as long as they wait, a burst becomes a steady stream by its second try.
+try again: after the expected wait, at least a second, times a random factor from 1 to 2. Without the factor, those
+who came together would come back together; spread out, a burst becomes a steady stream by its second try.
 
 Complexity: O(log n) comparisons to enter, to go and to refuse, and a move of up to n pointers in a list, for a thousand of which
 a microsecond is enough; those that are not ready are passed one by one. Bound: ``most_waiting`` requests, and the tags of three
@@ -206,7 +206,7 @@ class Admission:
             self._refuse(ticket, f"waited {self._settings.most_wait:g} s")
 
     def _expected_wait(self, priority: int, before: int) -> float:
-        """Of one with ``before`` requests of its own class before it."""
+        """Seconds that a request waits with ``before`` requests of its own class before it."""
         ahead = before + sum(len(group.entries) for key, group in self._classes.items() if key > priority)
         if not ahead or self._busy_since is None:
             return 0.0

@@ -25,7 +25,7 @@ class JoinedMetrics(Collector):
     """For a registry: what a tokenizer and a worker show of themselves. One that does not answer is left out, and logged.
 
     Args:
-        addresses: Of their /metrics: ``host:port``, or ``unix:PREFIX:NUMBER``. Of two workers the first one's are shown.
+        addresses: Where their /metrics are: ``host:port`` or ``unix:PREFIX:NUMBER``. The first of two workers is shown.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:

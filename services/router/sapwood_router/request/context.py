@@ -72,7 +72,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class Truncation(msgspec.Struct, frozen=True):
-    """Of a longer prompt ``tokens`` are left, the last ones or the first; -1: as many as leave room for the answer."""
+    """A longer prompt is cut to ``tokens``, its last ones or its first; -1: to as many as leave room for the answer."""
 
     tokens: int
     keep_first: bool = False

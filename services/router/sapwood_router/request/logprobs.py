@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token: its logarithm, and the likeliest in its place, the likeliest first. As in ``worker.proto``."""
+    """The logarithm of a token's probability, and the likeliest tokens in its place, the likeliest first (``worker.proto``)."""
 
     logprob: float
     top_ids: Sequence[int] = ()

@@ -301,7 +301,7 @@ class TokenizerClient:
             await asyncio.sleep(_PAUSE)
 
     def _choose(self, tried: set[TokenizerReplica]) -> TokenizerReplica | None:
-        """Of those not tried, one that is well with the fewest calls, in turn; one that is not well if there is no other."""
+        """The replica with the fewest calls, in turn, of those not tried yet; one that is not well only if there is no other."""
         replicas = self._replicas()
         self._turn += 1
         count = len(replicas)

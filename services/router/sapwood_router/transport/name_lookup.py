@@ -15,7 +15,7 @@ Lookup = Callable[[str, int], Awaitable[frozenset[str]]]
 
 
 async def addresses_behind(host: str, port: int) -> frozenset[str]:
-    """What the system's resolver says. Of a name with both IPv4 and IPv6 addresses, which lead to the same processes, the former.
+    """What the system's resolver says. Only IPv4 addresses where a name has IPv6 ones too: both lead to the same processes.
 
     Raises:
         OSError: It knows none, or cannot be asked.

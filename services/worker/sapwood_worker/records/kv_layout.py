@@ -1,6 +1,6 @@
 """What a token leaves in the KV cache: which layers keep what, in which shape and for how long.
 
-Pools on device and host, copies, stores, page counts and memory plans know a model's cache by its layout alone. Of some models:
+Pools on device and host, copies, stores, page counts and memory plans know a model's cache by its layout alone. Some layouts:
 
 | | parts | heads | dim | sharding | needed |
 |---|---|---|---|---|---|

@@ -19,8 +19,9 @@ class _Work:
 
 
 class Unfoldings:
-    """Of one server: one message after another, each caller's in turn, so that few are half done. Implements
-    ``time_share.Worker``: however many messages wait, they are one among those that share the event loop's time.
+    """A server's messages that wait to be decompressed: one after another, each caller's in turn, so that few are half done.
+
+    Implements ``time_share.Worker``: however many messages wait, together they have one share of the event loop's time.
 
     Args:
         share: Shares it.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 SIGNATURE = "unsigned"
-"""Of thinking: nobody checks it, but some clients send thinking back only if it has one."""
+"""What signs thinking: nobody checks it, but some clients send thinking back only if it is signed."""
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 

@@ -141,7 +141,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         runs = self._pipeline.open_all(contexts)
         # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(cast(Any, lambda _: close_all(runs)))
-        # So does one that reads nothing until the deadline; its own the server looks after.
+        # So does one that reads nothing until our deadline; the server ends calls by the deadline that clients name.
         giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, call)
         try:
             await Delivery(_CallClient(call, contexts)).carry(runs)

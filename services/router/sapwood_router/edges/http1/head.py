@@ -34,7 +34,7 @@ _ONCE = frozenset(
         b"origin",
     }
 )
-"""Of two with different values, one would be believed here and the other elsewhere."""
+"""Headers that may come once: with two values, one could be believed here and the other elsewhere."""
 
 
 class Head:

@@ -42,7 +42,7 @@ def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, st
     """What the text must match, and the parameter that says so; None: anything.
 
     Types of ``response_format`` are OpenAI's ``text``, ``json_object`` and ``json_schema``, and SGLang's and vLLM's
-    ``structural_tag``. Of a schema that is not "strict", what cannot be enforced is ignored.
+    ``structural_tag``. What cannot be enforced of a schema is ignored unless it is "strict".
 
     Raises:
         InvalidArgumentError: It is malformed, or there are several.

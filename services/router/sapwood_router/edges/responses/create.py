@@ -39,7 +39,7 @@ NEUTRAL: Neutral = {
 }
 """Parameters that are taken only with the values that ask for nothing."""
 ALSO_IGNORED = frozenset({"max_tool_calls"})
-"""Of the tools that OpenAI runs itself, which are not here."""
+"""Parameters of the tools that OpenAI runs itself, which are not here."""
 _LOGPROBS = "message.output_text.logprobs"
 _FORMAT = "text.format"
 

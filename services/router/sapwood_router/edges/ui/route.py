@@ -18,8 +18,9 @@ _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosni
 
 
 async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
-    """Answers what ``ExplainRoute`` does, for a body as of ``/v1/chat/completions``. Of what workers hold only what they
-    cached for the caller's own tenant counts.
+    """Explains a route as ``ExplainRoute`` does, for a body that ``/v1/chat/completions`` takes.
+
+    Only what workers cached for the caller's own tenant counts.
 
     Raises:
         SapwoodError: The request is wrong, its prompt cannot be tokenized, or no worker can be chosen.

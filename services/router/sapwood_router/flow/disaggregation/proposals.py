@@ -29,7 +29,7 @@ _FULL, _ROOMY = 0.9, 0.5
 
 
 class _Averages(NamedTuple):
-    """Of a model: seconds of prompts queued for a prefill worker; of a decode worker, its share of pages held, and who waits."""
+    """Means over workers: seconds of prompts that wait for prefill; for decode the share of pages held, and who waits."""
 
     wait: float = 0.0
     held: float = 0.0

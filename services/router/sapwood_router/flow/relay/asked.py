@@ -34,7 +34,7 @@ _OTHERS = frozenset(
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _BYTES_A_TOKEN = 4
 _MOST_BYTES = 1024 * 1024
-"""Of the prompt that a choice goes by."""
+"""Bytes of the prompt that a choice of a backend goes by, at most."""
 
 
 class Asked(msgspec.Struct):

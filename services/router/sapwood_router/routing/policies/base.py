@@ -67,7 +67,7 @@ class Policy(Protocol):
     reads_events: bool
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str] | None:
-        """Of a large fleet, the workers that it would choose from, in any order, some maybe twice; None: it has to see all.
+        """The workers of a large fleet that it would choose from, in any order, some maybe twice; None: it has to see all.
 
         Args:
             addresses: More than ``shortlist.MANY`` workers; the same object until the fleet changes.

@@ -17,8 +17,8 @@ What a worker that drains was asked lately is handed on to the others (see ``ind
 If nobody holds a page of the prompt, load alone decides. A worker with far more requests than the least loaded one is out,
 whatever it holds: a hot prefix thus gets as many holders as it needs.
 
-Of a large fleet it looks at some that hold the longest prefixes by their events, at some that the prompt's own hashes draw, which
-are those that its siblings were sent to, and at some drawn at random for their load.
+In a large fleet it looks at some workers that hold the longest prefixes by their events, at some that the prompt's own hashes
+draw (its siblings were sent to the same ones), and at some drawn at random for their load.
 
 Complexity: O(workers x log pages) to choose, from at most MOST_HOLDERS + DRAWS + log pages workers; O(pages) to remember.
 Bound: the prefix index's byte budget.
@@ -58,7 +58,7 @@ _SLACK_REQUESTS = 8
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """Of a prompt, the tokens that a worker holds, and what they save, in tokens computed."""
+    """How many of a prompt's tokens a worker holds, and how many computed tokens that saves."""
 
     tokens: int
     saved: float

@@ -16,7 +16,7 @@ from sapwood_router.routing.worker_view import WorkerView
 
 
 class PowerOfTwo(Forgetful):
-    """Of two distinct random workers the one whose requests hold less of its cache, then the less loaded. O(1).
+    """Draws two workers and takes the one whose requests hold less of its cache; at about the same share, the less loaded. O(1).
 
     Args:
         rng: Source of randomness.

@@ -2,7 +2,7 @@
 
 Algorithm: consistent hashing with bounded loads (see ``index/ring.py``): the first worker along the ring that, with this
 request, has at most LOAD_FACTOR times the mean. Needs no memory and no talk between routers: all choose alike.
-Of a large fleet it looks at the next NEAREST on the ring, and at as many drawn ones for the mean.
+In a large fleet it looks at the next NEAREST workers on the ring, and draws as many to know the mean.
 Complexity: O(n) for the loads, at most 2 x NEAREST, O(log n) for the place.
 """
 

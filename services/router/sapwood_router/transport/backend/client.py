@@ -19,7 +19,7 @@ from sapwood_router.transport.backend.spec import BackendSpec
 
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 16 * 1024 * 1024
-"""Of an answer in one piece."""
+"""The most bytes of an answer in one piece."""
 _MOST_EVENT_BYTES = 4 * 1024 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
 _DONE = b"[DONE]"

@@ -187,7 +187,7 @@ def _to_output_logprobs(token_ids: list[int], given: list[TokenLogprobs]) -> sgl
 def _to_input_logprobs(
     request: sglang_scheduler_pb2.GenerateRequest, given: list[TokenLogprobs]
 ) -> sglang_scheduler_pb2.InputLogProbs:
-    """Of the prompt from the wanted token on; the prompt's first token has none."""
+    """The prompt's log probabilities from the wanted token on; its first token has none."""
     start = request.logprob_start_len
     result = sglang_scheduler_pb2.InputLogProbs(token_ids=request.tokenized.input_ids[start:])
     if start == 0:

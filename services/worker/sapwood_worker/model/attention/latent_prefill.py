@@ -26,7 +26,7 @@ class LatentPrefill:
     def __init__(self, pool: DevicePool, ops: DeviceOps) -> None:
         self._pool, self._ops = pool, ops
         self._batch: AttentionBatch
-        # Of each request, its tokens and the rows of the pool that they see.
+        # Each request's tokens, and the rows of the pool that they see.
         self._requests: list[tuple[slice, Tensor]] = []
 
     def plan(self, batch: AttentionBatch) -> None:

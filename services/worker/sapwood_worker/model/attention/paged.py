@@ -37,7 +37,7 @@ class KernelAttention:
     def __init__(self, pool: DevicePool, kernels: Mapping[Variant, PlannedAttention]) -> None:
         self._pool = pool
         self._kernels = kernels
-        # Of each layer, found once: between the layers of a prompt the device waits for the host.
+        # Each layer's are looked up once: between the layers of a prompt the device waits for the host.
         self._found: dict[int, tuple[PlannedAttention, StoredPages]] = {}
 
     def plan(self, batch: AttentionBatch) -> None:

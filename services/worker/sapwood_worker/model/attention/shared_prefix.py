@@ -42,7 +42,7 @@ class _Found:
             for first, count, end in zip(runs.first, runs.count, runs.end // page_size, strict=True):
                 self._ends[runs.order[first : first + count]] = end
         columns = int(self._ends.max())
-        # Of requests that share nothing the first page, by which others in their places are told apart.
+        # A request that shares nothing is known by its first page, so that another in its place is noticed.
         self._others = np.arange(columns) >= np.maximum(self._ends, 1)[:, None]
         self._pages = table[:, :columns].copy()
 

@@ -140,7 +140,7 @@ class TorchSharedAttention:
 def _attend(
     pool: DevicePool, layer: AttentionLayer, query: Tensor, part: _Part, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries [N, H, D] the highest score and the sum of weights, float32 [N, H], and of weighted values, [N, H, width]."""
+    """What queries [N, H, D] find: highest score and sum of weights, float32 [N, H], and sum of weighted values [N, H, width]."""
     keys, values = pool.gather(layer.index, part.keys, query.dtype)
     kv_heads = pool.kept[layer.index].heads
     count, heads, dim = query.shape

@@ -68,7 +68,7 @@ def measured(parallel: Parallel, compute: Callable[[int], object], most: int) ->
             compute(tokens)
             tries.append(time.perf_counter() - began)
         seconds.append(min(tries))
-    # Of all ranks the slowest's, so that all cut steps alike.
+    # All ranks take the slowest one's seconds, so that they cut steps alike.
     stages = parallel.pp.size
     short, long = (max(each) / stages for each in zip(*parallel.exchange(seconds), strict=True))
     each = max(long - short, 0.0) / max(most - few, 1)

@@ -199,7 +199,7 @@ class DecoderModel(Layer):
                 each.counts.zero_()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]: what the first layer gets. Of the first stage."""
+        """int64 [T] -> [T, hidden_size]: what the first layer gets; only the first stage has it."""
         assert self.embedding is not None
         hidden: Tensor = self.embedding(token_ids)
         return hidden

@@ -7,7 +7,7 @@ from sapwood_worker.records.kv_layout import KVComponent, KVLayout, Needed
 
 
 def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayout:
-    """Of every layer keys and values, or the one vector that latent attention keeps, which each rank has whole.
+    """Every layer keeps keys and values, or the one vector of latent attention, which each rank has whole.
 
     What layers of one window keep is a component of its own.
 

@@ -15,8 +15,8 @@ from sapwood_worker.records.kv_layout import KVLayout
 class Head(Layer):
     """A head, as a runner runs it.
 
-    Position p of a head has the token at p + 1 and the model's features of p. Of positions that the model has not computed, the
-    head's own output at the position before stands for the features.
+    Position p of a head has the token at p + 1 and the model's features of p. Where the model has not computed p, the head's own
+    output at the position before stands for the features.
 
     Args:
         config: Of its one layer, the last that the configuration names; ``vocab_size`` is the model's.

@@ -1,7 +1,8 @@
 """The heads for multi-token prediction that DeepSeek's and GLM's checkpoints hold after the model's own layers (DeepSeek-AI,
 "DeepSeek-V3 Technical Report", 2024, 2.2): a layer like the model's, of the token and what the model made of the one before.
 
-Embedding and output head are the model's. Of several such layers the first drafts alone, token after token.
+Embedding and output head are the model's. Where a checkpoint has several such layers, the first makes all drafts, one token after
+another.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class KVScales:
 
     @staticmethod
     def largest(found: Sequence[KVScales]) -> KVScales:
-        """Of several ranks' factors the largest for each layer, which are good for all of them."""
+        """The largest factor that any rank found for each layer; it is good for all of them."""
         keys = zip(*(each.keys for each in found), strict=True)
         values = zip(*(each.values for each in found), strict=True)
         return KVScales(tuple(map(max, keys)), tuple(map(max, values)))
@@ -57,8 +57,8 @@ class DevicePool:
 
     Args:
         layout: What a page holds.
-        num_pages: Pages of each layer, one number for all or one for each of the layout's groups. Of each the last is the scratch
-            page: nobody's, written by rows that pad a batch, and read where a row of the page table names nothing.
+        num_pages: Pages of each layer, one number for all or one for each of the layout's groups. The last of each is the
+            scratch page: nobody's, written by rows that pad a batch, and read where a row of the page table names nothing.
         device: Where the pool lies.
         scales: The factors of a float8 pool; None: numbers are stored as they are.
 

@@ -91,7 +91,7 @@ class StagedStorer:
         self._batch = batch
         self._gather = triton_page_copy.gather_pages
         layout, offsets = device.layout, device.layout.offsets()
-        # Of each component: its group, its layers' addresses, where its first layer begins in a record, the words of a layer.
+        # For each component: its group, its layers' addresses, where its first layer begins in a record, the words of a layer.
         self._parts: list[tuple[int, Tensor, int, int]] = []
         for each in layout.components:
             addresses = [device.pages[layer].data_ptr() for layer in each.layers]

@@ -46,7 +46,7 @@ class CpuTransfer:
     def __init__(self, device: DevicePool, host: HostPool) -> None:
         content = torch.from_numpy(host.content)
         offsets = device.layout.offsets()
-        # Of each layer its group, and the bytes of its pages on the device and on the host.
+        # Each layer's group, and the bytes of its pages on the device and on the host.
         self._layers: list[tuple[int, Tensor, Tensor]] = []
         for layer, pool in device.pages.items():
             pages = pool.view(torch.uint8).flatten(1)
@@ -98,7 +98,7 @@ class CudaTransfer:
         self._loader = loader
         self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
-        # Of stores the number, beginning and end; of loads the beginning and end.
+        # Stores have a number, a beginning and an end; loads a beginning and an end.
         self._running: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         self._loading: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 

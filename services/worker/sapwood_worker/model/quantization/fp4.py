@@ -20,7 +20,7 @@ from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 _GROUPS = {"F8_E4M3": 16, "U8": 32}
 """Numbers that share a scale, by the scales' type."""
 _EXPONENT_BITS = 7
-"""Of a bfloat16 the bits below the exponent."""
+"""How many bits of a bfloat16 lie below its exponent."""
 
 
 def _powers_of_two(exponents: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class GroupedMethod(LinearMethod):
         self._biases: WeightSlots = {}
         biased = shape.bias or any(f"{part.name}.bias" in stored.tensors for part in shape.parts)
         self._bias = torch.zeros(shape.rows, dtype=dtype, device=ops.device) if biased else None
-        # Of ranks that each have some of the inputs, one adds a bias that the layer knows nothing of.
+        # Where ranks have some of the inputs each, only one of them adds a bias that the layer does not know.
         self._adds_bias = shape.bias or shape.columns.start == 0
         start = 0
         for part in shape.parts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 _LEAST, _MOST = -8, 7
 _DAMPING = 0.01
-"""Of the mean moment, added to each, so that the matrix can be inverted."""
+"""Share of the mean moment that is added to each, so that the matrix can be inverted."""
 
 
 def round_groups(weight: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:

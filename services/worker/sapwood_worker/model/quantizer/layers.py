@@ -96,7 +96,7 @@ class LayerRun:
         self._hidden = self._through(index)
 
     def perplexity(self) -> float:
-        """Of the pieces, which are past the last layer."""
+        """The perplexity of the pieces, which have passed the last layer."""
         losses = []
         for piece, hidden in zip(self._pieces, self._hidden, strict=True):
             logits = self._model.logits(hidden).float().log_softmax(-1)

@@ -39,7 +39,7 @@ def ladder(largest: int) -> list[int]:
 
 
 def sparse_ladder(sizes: Sequence[int]) -> list[int]:
-    """Of a ladder's sizes, ascending, those for batches that share keys, which gain more than padding costs them."""
+    """The sizes of a ladder (ascending) for batches that share keys: fewer, since sharing saves them more than padding costs."""
     chosen = [sizes[-1]]
     for size in reversed(sizes):
         if _LEAST_SHARING <= size <= _STEP_DOWN * chosen[-1]:

@@ -85,6 +85,13 @@ REFUSED = [
     (WORKER, "--max-running 8 --cuda-graph-max-batch 8", "--cuda-graph-max-batch", "--max-running 9"),
     (WORKER, "--load-format dummy --stored-weights widen", "--stored-weights", None),
     (WORKER, "--expert-parallel", "--expert-parallel", "--tensor-parallel 2"),
+    (WORKER, "--redundant-experts 2", "--redundant-experts", "--tensor-parallel 2 --expert-parallel"),
+    (
+        WORKER,
+        "--tensor-parallel 2 --expert-parallel --pipeline-parallel 2 --redundant-experts 2",
+        "--redundant-experts",
+        None,
+    ),
     (WORKER, "--node-rank 1", "--node-rank", "--nnodes 2"),
     (WORKER, "--rendezvous a:1", "--rendezvous", "--nnodes 2"),
     (WORKER, f"--nnodes 2 {TIER} --storage file:///x", "--storage", None),
@@ -110,7 +117,12 @@ OF_BERT = [
         "--speculate prefix",
         "--shared-prefix-attention off",
     ),
-    *("--tensor-parallel 2 --expert-parallel", "--pipeline-parallel 2", "--stored-weights widen", "--role prefill"),
+    *(
+        "--tensor-parallel 2 --expert-parallel --redundant-experts 2",
+        "--pipeline-parallel 2",
+        "--stored-weights widen",
+        "--role prefill",
+    ),
 ]
 
 

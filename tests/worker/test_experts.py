@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.models.model_files import demo_path
+from sapwood_testing.models.upcycled import upcycle
 
 PROMPT = [3 + 7 * place % 90 for place in range(9)]
 
@@ -48,9 +50,9 @@ def model(tiny_model):
     return tiny_model("qwen3-moe", num_attention_heads=8, num_key_value_heads=2).path
 
 
-def tokens_of(address):
-    sampling = common_pb2.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    request = worker_pb2.WorkerGenerateRequest(request_id="a", token_ids=PROMPT, sampling=sampling)
+def tokens_of(address, prompt=PROMPT, count=6):
+    sampling = common_pb2.SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    request = worker_pb2.WorkerGenerateRequest(request_id="a", token_ids=prompt, sampling=sampling)
     with grpc.insecure_channel(address) as channel:
         return [token for part in worker_pb2_grpc.WorkerStub(channel).Generate(request) for token in part.token_ids]
 
@@ -93,6 +95,72 @@ def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
         assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
         assert found["sapwood_worker_expert_balance",] == after.balance
         assert not after.tiles and found["sapwood_worker_expert_tile_sizes",] == 0, "a CPU has no tiles"
+
+
+def samples_of(address):
+    with urllib.request.urlopen(address) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def answers_while_experts_move(address, prompts, count):
+    """Answers one prompt after another until experts have been copied, and all prompts once more."""
+    until = time.monotonic() + 120
+    found = []
+    while time.monotonic() < until and not (found and load_of(address).moves):
+        found = [tokens_of(address, prompt, count) for prompt in prompts]
+    assert load_of(address).moves, "nothing has moved"
+    return [found, [tokens_of(address, prompt, count) for prompt in prompts]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_move_experts_and_answer_as_one(model, ranks, make_runner, make_driver, tmp_path, capsys):
+    prompts = [[3 + (7 + each) * place % 90 for place in range(60)] for each in range(6)]
+    driver = make_driver(make_runner(model))
+    expected = [driver.generate({slot: prompt}, 8)[slot] for slot, prompt in enumerate(prompts)]
+    flags = "--tensor-parallel", str(ranks), "--expert-parallel", "--redundant-experts", "4", "--no-prefix-cache"
+    with started(model, tmp_path / "log", *flags) as (address, metrics):
+        for answers in answers_while_experts_move(address, prompts, 8):
+            assert answers == expected
+        load = load_of(address)
+        assert load.ranks == ranks and 0.5 < load.rank_balance <= 1
+        for layer in load.layers:
+            room = len(layer.experts) // ranks
+            assert len(layer.experts) == 12 + 4
+            assert set(layer.experts) - {-1} == set(range(12))
+            for rank in range(ranks):
+                own = [each for each in layer.experts[rank * room : (rank + 1) * room] if each >= 0]
+                assert len(own) == len(set(own))
+        found = samples_of(metrics)
+        assert found["sapwood_worker_expert_moves_total"] == load.moves
+        assert found["sapwood_worker_expert_rank_balance"] == load.rank_balance
+        assert main(["worker", "experts", "--worker", address]) == 0
+        shown = capsys.readouterr().out
+        assert f"ranks {ranks}, rank_balance {round(load.rank_balance, 3)}, moves {load.moves}" in shown
+        assert main(["worker", "experts", "--worker", address, "--json"]) == 0
+        layers = json.loads(capsys.readouterr().out)["layers"]
+        assert [[len(rank) for rank in layer] for layer in layers] == [
+            [sum(each >= 0 for each in layer.experts[start : start + room]) for start in range(0, 16, room)]
+            for layer in load.layers
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_demo_model_in_experts_keeps_its_text_while_they_move(ranks, plugin, make_runner, make_driver, tmp_path):
+    """Experts are equal: whatever the routing and wherever they are, the text is the dense model's."""
+    plugin("sapwood.model_families", "gemma3_sparse", "from sapwood_testing.models.upcycled import FAMILY", "FAMILY")
+    path = tmp_path / "equal"
+    upcycle(demo_path(), path, experts=4, chosen=2)
+    prompts = [[2, 818, 5279, 529, 7001, 563], [2, *range(1000, 1150)]]
+    driver = make_driver(make_runner(demo_path(), num_pages=256))
+    expected = [driver.generate({slot: prompt}, 12)[slot] for slot, prompt in enumerate(prompts)]
+    flags = "--tensor-parallel", str(ranks), "--expert-parallel", "--redundant-experts", "4", "--no-prefix-cache"
+    with started(path, tmp_path / "log", *flags) as (address, _):
+        for answers in answers_while_experts_move(address, prompts, 12):
+            assert answers == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -26,6 +26,11 @@ class ExpertStack(Protocol):
         """N."""
         ...
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All that makes it up, [E, ...] each, which may be written to expert by expert; empty: it may not."""
+        ...
+
     def product(self, expert: int, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` of one expert: [T, K] -> [T, N]."""
         ...
@@ -51,6 +56,10 @@ class DenseStack:
     def outputs(self) -> int:
         return self.weight.shape[1]
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
     def product(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
 
@@ -72,6 +81,10 @@ class StackOfProducts:
     @property
     def experts(self) -> int:
         return len(self.products)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return ()
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         result = self.products[expert](x)
@@ -102,6 +115,10 @@ class StoredStack:
     @property
     def outputs(self) -> int:
         return self.codes.shape[1]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return [self.codes, self.scales] if self.bias is None else [self.codes, self.scales, self.bias]
 
     @property
     def bits(self) -> Literal[4, 8]:

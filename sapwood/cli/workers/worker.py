@@ -119,7 +119,10 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
             "unused": tokens.count(0),
             **({"tiles": load.tiles, "tile_sizes": load.tile_sizes} if load.tiles else {}),
         }
-        return found | {"each": tokens} if given.json else found
+        if load.ranks:
+            found |= {"ranks": load.ranks, "rank_balance": round(load.rank_balance, 3), "moves": load.moves}
+        layers = [_by_rank(layer.experts, load.ranks) for layer in load.layers]
+        return found | {"each": tokens, "layers": layers} if given.json else found
 
     return {
         "experts": experts,
@@ -144,6 +147,12 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
 
 def _done(_: object, what: str) -> Answer:
     return {"state": what}
+
+
+def _by_rank(experts: Sequence[int], ranks: int) -> list[list[int]]:
+    """The experts that each rank has of a layer."""
+    room = len(experts) // ranks
+    return [[each for each in experts[rank * room : (rank + 1) * room] if each >= 0] for rank in range(ranks)]
 
 
 def _shown(message: Message, names: Sequence[str]) -> Answer:

@@ -107,6 +107,13 @@ class WorkerConfig(ServiceConfig):
         False,
         description="Whether the ranks of --tensor-parallel get whole experts, equally many each, instead of a part of each.",
     )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        description="Slots of a layer beyond one for each expert, over all ranks of --expert-parallel, which share them equally: "
+        "a few at a time, experts that get many tokens are copied there and moved, so that ranks have equally much to compute. "
+        "0: experts stay where they are.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model, which its ranks share; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
     kv_cache_gb: float | None = Field(

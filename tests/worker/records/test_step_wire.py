@@ -30,6 +30,7 @@ from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.expert_move import ExpertMove
 from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy
 from sapwood_worker.records.step import Entry, Step
 from sapwood_worker.records.step_wire import encode, encode_masks, read, read_masks
@@ -79,6 +80,9 @@ pages = st.none() | st.integers(0, 5).flatmap(
     )
 )
 loads = st.lists(st.builds(CacheLoad, st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple)
+moves = st.lists(st.builds(ExpertMove, st.integers(0, 60), st.integers(0, 300), st.integers(-1, 300)), max_size=3).map(
+    tuple
+)
 copies = st.none() | st.builds(Copies, pages, pages, st.booleans(), loads)
 
 
@@ -94,6 +98,7 @@ def steps(draw: st.DrawFn) -> Step:
         masked=draw(numbers(np.int64, masked)),
         masks=filled(draw(numbers(np.int32, masked, WORDS))) if masked else None,
         copies=draw(copies),
+        moves=draw(moves),
     )
 
 
@@ -106,7 +111,7 @@ def plain(step: Step) -> list[Any]:
     arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked)
     masks = None if step.masks is None else step.masks.result().tolist()
     moved = step.copies and (of(step.copies.store), of(step.copies.load), step.copies.fence, step.copies.loads)
-    return [step.number, *((each.dtype, each.tolist()) for each in arrays), step.entries, masks, moved]
+    return [step.number, *((each.dtype, each.tolist()) for each in arrays), step.entries, masks, moved, step.moves]
 
 
 @settings(max_examples=60, deadline=None)

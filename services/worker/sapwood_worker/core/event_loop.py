@@ -12,7 +12,7 @@ from typing import Protocol
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.settings.flags import service_flag
 from sapwood_worker.core.crash_dump import CrashDump
-from sapwood_worker.core.expert_watch import ExpertWatch
+from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.pending_grammars import PendingGrammars
 from sapwood_worker.core.scheduler.request import Request
@@ -258,6 +258,8 @@ class EventLoop:
             outputs += self._take_results(0)
         planned = self._scheduler.schedule()
         if planned:
+            if self._experts is not None:
+                planned.moves = self._experts.moves()
             self._clock.planned(planned)
             if self._dump is not None:
                 self._dump.planned(planned)

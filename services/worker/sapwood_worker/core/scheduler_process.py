@@ -23,7 +23,8 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
-from sapwood_worker.core.expert_watch import ExpertWatch
+from sapwood_worker.core.experts.balancer import ExpertBalancer
+from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.group.ways import accept
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
@@ -154,7 +155,8 @@ def main() -> int:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
         operations = Operations(scheduler, _profiler())
         overlap = config.overlap
-        experts = None if runner.experts is None else ExpertWatch(runner.experts)
+        balancer = ExpertBalancer(config.tensor_parallel, config.redundant_experts) if config.expert_parallel else None
+        experts = None if runner.experts is None else ExpertWatch(runner.experts, balancer=balancer)
         loop = EventLoop(
             scheduler,
             runner,

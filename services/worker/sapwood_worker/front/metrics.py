@@ -184,6 +184,19 @@ class WorkerMetrics:
             "1 if all have the same; 0 without experts.",
             lambda: [((), load().balance)],
         )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_expert_rank_balance",
+            "Where ranks have whole experts, the tokens that a layer's ranks have got on average lately, divided by those of its "
+            "busiest, as the mean over the layers: 1 if all have the same; else 0.",
+            lambda: [((), 0.0 if (places := load().places) is None else places.balance)],
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_expert_moves_total",
+            "Experts that were copied from rank to rank, so that ranks have equally much to compute.",
+            lambda: [((), 0.0 if (places := load().places) is None else float(places.moves))],
+        )
 
     def _watch_store(self, load: Callable[[], Load]) -> None:
         self._metrics.polled(

@@ -214,9 +214,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetExpertLoadRequest, context: Context
     ) -> worker_pb2.GetExpertLoadResponse:
         info, load = self.loaded().info, self._engine.experts
-        return worker_pb2.GetExpertLoadResponse(
+        answer = worker_pb2.GetExpertLoadResponse(
             tokens=load.tokens, balance=load.balance, tiles=info.expert_tiles, tile_sizes=info.expert_tile_sizes
         )
+        if (places := load.places) is not None:
+            answer.ranks, answer.rank_balance, answer.moves = places.ranks, places.balance, places.moves
+            answer.layers.extend(worker_pb2.ExpertSlots(experts=slots) for slots in places.slots)
+        return answer
 
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Context

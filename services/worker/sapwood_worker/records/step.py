@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.records.expert_move import ExpertMove
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING, Copies, CopyReport
 
@@ -77,6 +78,7 @@ class Step:
         masked: int64 [G]: which of the R sampled positions have a grammar.
         masks: What these may be; None if ``masked`` is empty.
         copies: Pages to copy before the step is computed; None: none, and no report is expected. A step may have copies only.
+        moves: Experts that move between ranks before the step is computed.
     """
 
     number: int
@@ -90,6 +92,7 @@ class Step:
     masked: IntArray = field(default_factory=lambda: _NONE)
     masks: LateMasks | None = None
     copies: Copies | None = None
+    moves: tuple[ExpertMove, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""

@@ -14,14 +14,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_worker.records.expert_move import ExpertMove
 from sapwood_worker.records.page_copies import Copies
 from sapwood_worker.records.step import Entry, IntArray, LateMasks, Masks, Step
 
-_MAGIC = 0x5345_5453_0002
+_MAGIC = 0x5345_5453_0003
 _FIELDS = 8
 _, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS = range(_FIELDS)
 
-_Records = tuple[tuple[Entry, ...], Copies | None]
+_Records = tuple[tuple[Entry, ...], Copies | None, tuple[ExpertMove, ...]]
 
 
 def _pack(value: Any) -> bytes:
@@ -39,7 +40,8 @@ _decoder: msgspec.msgpack.Decoder[_Records] = msgspec.msgpack.Decoder(_Records, 
 
 def encode(step: Step) -> bytearray:
     """The step, but for its masks."""
-    records = _encoder.encode((step.entries, step.copies)) if step.entries or step.copies is not None else b""
+    held = step.entries, step.copies, step.moves
+    records = _encoder.encode(held) if step.entries or step.copies is not None or step.moves else b""
     parts, width = step.pages.shape
     numbers = (_MAGIC, 0, step.number, parts, len(step.token_ids), width, len(step.masked), len(records))
     header = np.array(numbers, np.int64)
@@ -70,10 +72,12 @@ def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
     if header[0] != _MAGIC or (header < 0).any() or not _size(header) == header[_BYTES] <= len(buffer):
         raise ValueError("the buffer does not hold a whole step")
     parts, tokens, masked, pages, records = _views(header, buffer)
-    entries, copies = _decoder.decode(records.data) if len(records) else ((), None)
+    entries, copies, moves = _decoder.decode(records.data) if len(records) else ((), None, ())
     rows, starts, counts, samples = parts
     late = masks if len(masked) else None
-    return Step(int(header[_NUMBER]), rows, starts, counts, samples, tokens, pages, entries, masked, late, copies)
+    return Step(
+        int(header[_NUMBER]), rows, starts, counts, samples, tokens, pages, entries, masked, late, copies, moves
+    )
 
 
 def encode_masks(masks: Masks) -> bytes:

@@ -49,6 +49,12 @@ NEEDS = (
         "without {prefix_cache}: it goes by what is cached",
     ),
     Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+    Needs(("redundant_experts",), lambda config: config.expert_parallel, "without {expert_parallel}"),
+    Needs(
+        ("redundant_experts",),
+        lambda config: config.pipeline_parallel == 1,
+        "with {pipeline_parallel}: only the first stage's load is known",
+    ),
     Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
     Needs(
         ("storage", "role"),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
@@ -24,6 +25,7 @@ from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
 from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import StoredTensor
+from sapwood_worker.records.expert_move import ExpertMove
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 TOKENS = random.Random(3).choices(range(3, 97), k=41)
@@ -121,3 +123,20 @@ def test_a_missing_tensor_of_blocks_is_named(published, tmp_path):
         save_file({key: each for key, each in load_file(file).items() if key != name}, file)
     with pytest.raises(ConfigError, match=f"damaged: tensor {name} is missing"):
         load(path)
+
+
+def test_they_move_between_ranks_where_they_are_multiplied_as_stored(published, monkeypatch):
+    path, theirs = published
+    moves = [ExpertMove(0, 0, 3), ExpertMove(0, 3, 0), ExpertMove(0, 7, 2), ExpertMove(1, 3, 5)]
+
+    def work(group):
+        parallel = Parallel(tp=group, ep=group, redundant_experts=2)
+        loaded = load(path, parallel)
+        loaded.model.move_experts(moves)
+        return logits_of(loaded, TOKENS, parallel)
+
+    with pytest.raises(ConfigError, match=r"--redundant-experts: model.layers.0.mlp.experts: on this device"):
+        run_ranks(2, work)
+    monkeypatch.setattr(CpuOps, "captures", True)  # as on a GPU, multiplied by the reference of its kernels
+    for part in run_ranks(2, work):
+        assert_near(part, theirs)

@@ -13,9 +13,19 @@ if not torch.cuda.is_available():
     # Read when a kernel's module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.stack import DenseStack
+from sapwood_kernels.reference import silu_mul
 from sapwood_testing.models import quantised_layers as layouts
 from sapwood_testing.worker.split_models import logits_of
+from sapwood_testing.worker.thread_ranks import make_groups
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
+from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.quantization.registry import LinearMethods
+from sapwood_worker.records.expert_move import ExpertMove
 
 pytest.importorskip("triton", reason="Triton is not installed")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
@@ -37,6 +47,34 @@ def test_layers_of_experts_by_kernels_equal_transformers(tiny_model, name):
     layers = loaded.model.expert_tokens()
     chosen = loaded.config.sparse.routing.chosen
     assert [sum(each) for each in layers] == [len(TOKENS) * chosen] * len(layers)
+
+
+def test_experts_that_move_between_ranks_give_the_same_by_kernels():
+    """Both ranks in one thread: the interpreter knows no others."""
+    generator = torch.Generator().manual_seed(4)
+    gate_up, down, x, weights = (
+        torch.randn(shape, generator=generator) for shape in [(4, 32, 16), (4, 16, 16), (6, 16), (6, 2)]
+    )
+    ids = torch.rand(6, 4, generator=generator).topk(2).indices
+    whole = expert_sum(x, ids, weights, DenseStack(gate_up), DenseStack(down), silu_mul)
+    ops, ranks = cuda.CudaOps(torch.device("cpu")), []
+    for group in make_groups(2):
+        context = LayerContext(
+            torch.float32, ops, LinearMethods("none", torch.float32, ops), Parallel(ep=group, redundant_experts=2)
+        )
+        places = ExpertPlaces(4, context.parallel, context.device)
+        stacks = []
+        for each in (gate_up, down):
+            held = torch.full((3, *each.shape[1:]), float("nan"))
+            held[:2] = each[2 * group.rank : 2 * group.rank + 2]
+            stacks.append(DenseStack(held))
+        ranks.append(PlacedSum(places, *stacks, "silu", 2, context))
+    for moves in ([], [ExpertMove(0, 5, 1)], [ExpertMove(0, 2, 1), ExpertMove(0, 1, -1)]):
+        for rank in ranks:
+            rank.move(moves)
+        parts = [rank(x, ids, weights) for rank in ranks]
+        assert all(part.any() for part in parts)
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
 
 
 def in_float8(tiny, folder):

@@ -20,12 +20,14 @@ class Parallel:
         pp: Pipeline parallel: each rank, a *stage*, has some of the layers.
         dp: Data parallel: requests are split.
         ep: Expert parallel: each rank has some of the experts, whole; of one rank: all have a part of each by ``tp``.
+        redundant_experts: Slots of a layer beyond one for each expert, over the ranks of ``ep``.
     """
 
     tp: Group = field(default_factory=Group)
     pp: Group = field(default_factory=Group)
     dp: Group = field(default_factory=Group)
     ep: Group = field(default_factory=Group)
+    redundant_experts: int = 0
 
     def own_layers(self, costs: Sequence[int]) -> range:
         """The layers that this rank's stage has, given what each costs.
@@ -72,6 +74,18 @@ class Parallel:
         if count % ranks:
             raise ConfigError(f"--expert-parallel: {count} experts cannot be handed out to {ranks} ranks")
         return Span(self.ep.rank * count // ranks, count // ranks, count)
+
+    def spare_slots(self) -> int:
+        """How many experts of a layer this rank has room for beyond its own.
+
+        Raises:
+            ConfigError: Ranks would have more or less room than others.
+        """
+        if self.redundant_experts % self.ep.size:
+            raise ConfigError(
+                f"--redundant-experts: {self.redundant_experts} slots cannot be handed out to {self.ep.size} ranks"
+            )
+        return self.redundant_experts // self.ep.size
 
     def shard_expert(self, what: str, width: int) -> Span:
         """This rank's part of an expert's width: all of it where ranks have whole experts.

@@ -171,7 +171,7 @@ def join_groups(
             made = dist.new_group(ranks, timeout=later) if len(ranks) > 1 else None  # by all ranks, in this order
             if rank in ranks:
                 found[kind] = Group() if made is None else TorchGroup(ranks, made)
-    return Parallel(**found)
+    return Parallel(found["tp"], found["pp"], found["dp"], found["ep"])
 
 
 def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: int | None) -> TCPStore:

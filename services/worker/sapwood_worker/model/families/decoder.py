@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.layers.taps import Taps
+from sapwood_worker.records.expert_move import ExpertMove
 
 Angles = tuple[Tensor, Tensor]
 
@@ -191,6 +193,12 @@ class DecoderModel(Layer):
         """For each layer with experts how many tokens each of them has got so far; waits for the device."""
         counts = [each.counts for each in self.modules() if isinstance(each, Router)]
         return torch.stack(counts).tolist() if counts else []
+
+    def move_experts(self, moves: Sequence[ExpertMove]) -> None:
+        """Moves experts between ranks; all ranks make the same call."""
+        layers = [each.experts for each in self.modules() if isinstance(each, SparseMLP)]
+        for layer in dict.fromkeys(move.layer for move in moves):
+            layers[layer].move([move for move in moves if move.layer == layer])
 
     def forget_expert_tokens(self) -> None:
         """Begins anew to count the tokens of experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,7 +33,8 @@ ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, 
 OF_ENCODERS = (
     Needs(
         (
-            *("tensor_parallel", "pipeline_parallel", "expert_parallel", "quantization", "stored_weights"),
+            *("tensor_parallel", "pipeline_parallel", "expert_parallel", "redundant_experts"),
+            *("quantization", "stored_weights"),
             *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
@@ -192,7 +194,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
     """The groups, once all ranks have come."""
     if place.size == 1:
         return Parallel()
-    return join_groups(
+    parallel = join_groups(
         place.rank,
         tensor=config.tensor_parallel,
         pipeline=config.pipeline_parallel,
@@ -203,6 +205,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         exchange_timeout=_EXCHANGE_SECONDS,
         listener=place.listener,
     )
+    return replace(parallel, redundant_experts=config.redundant_experts)
 
 
 def _threads(config: WorkerConfig, place: Place) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,11 @@ from sapwood_worker.model.runner.pooling import pool_chunk
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens, TokenSampler
+from sapwood_worker.records.expert_move import ExpertMove
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.page_copies import NOTHING, CopyReport
-from sapwood_worker.records.step import Entry, ModelOutput, Step
+from sapwood_worker.records.step import Entry, ModelOutput, RankLostError, Step
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
@@ -110,6 +111,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
+        if step.moves:
+            self._move_experts(step.moves)
         if step.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(step.copies)
@@ -164,6 +167,13 @@ class ModelRunner:
         self._entries[entry.row] = entry
         scored = entry.prompt_length - 1 if entry.prompt_logprobs is not None else 0
         self._plain_from[entry.row] = np.iinfo(np.int64).max if entry.pooling else scored
+
+    def _move_experts(self, moves: Sequence[ExpertMove]) -> None:
+        assert not isinstance(self._model, Head)
+        try:
+            self._model.move_experts(moves)
+        except Exception as error:  # the ranks may not know any more who has which
+            raise RankLostError(f"experts could not be moved: {error}") from error
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from sapwood_kernels.ops.device import ExpertSum, Gate
+from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.matrices import expert_matrices
-from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
+from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
+from sapwood_worker.model.layers.sparse.places import ExpertPlaces
+from sapwood_worker.model.weight_slot import WeightSlots, whole
+from sapwood_worker.records.expert_move import ExpertMove
 
 
 class Experts(Layer):
@@ -43,29 +48,24 @@ class Experts(Layer):
         super().__init__()
         self._context, self._activation, self._chosen = context, activation, chosen
         inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
-        self._own = context.parallel.own_experts(count)
+        self._places = ExpertPlaces(count, context.parallel, context.device)
         outer = whole(hidden_size)
         gate, up, down = projections
-        self._gate_up = expert_matrices((gate, up), self._own, inner, outer, context)
-        self._down = expert_matrices((down,), self._own, outer, inner, context)
-        self._sum: ExpertSum
+        self._gate_up = expert_matrices((gate, up), self._places, inner, outer, context)
+        self._down = expert_matrices((down,), self._places, outer, inner, context)
+        self._sum: PlacedSum
 
     def slots(self) -> WeightSlots:
         return self._gate_up.slots() | self._down.slots()
 
     def finish(self) -> None:
-        self._sum = self._context.ops.expert_sum(
-            self._gate_up.stack(), self._down.stack(), self._activation, self._chosen
-        )
+        stacks = self._gate_up.stack(), self._down.stack()
+        self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
-        return self._sum(x, own_ids(ids, self._own), weights)
+        return self._sum(x, ids, weights)
 
-
-def own_ids(ids: Tensor, own: Span) -> Tensor:
-    """Experts by their number on this rank; those of other ranks by the number of its experts, which names none."""
-    if own.size == own.total:
-        return ids
-    ids = ids - own.start
-    return ids.masked_fill_((ids < 0) | (ids >= own.size), own.size)
+    def move(self, moves: Sequence[ExpertMove]) -> None:
+        """Moves experts between ranks; all ranks make the same call."""
+        self._sum.move(moves)

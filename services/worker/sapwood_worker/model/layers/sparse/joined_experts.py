@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,12 +11,13 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
-from sapwood_kernels.ops.device import ExpertSum
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.sparse.experts import own_ids
 from sapwood_worker.model.layers.sparse.matrices import stack_of
+from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
+from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
+from sapwood_worker.records.expert_move import ExpertMove
 
 _GROUP = 32
 """Numbers that share a scale in MXFP4."""
@@ -26,19 +28,19 @@ class _Stack(ABC):
 
     Args:
         name: In checkpoints.
-        own: Which experts are here.
+        places: Which experts are here.
         rows: Which of the N are computed here.
         columns: Which of the K are multiplied here.
         context: Where and how it is built.
     """
 
-    def __init__(self, name: str, own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
-        self._name, self._own, self._rows, self._columns, self._context = name, own, rows, columns, context
-        self._bias = torch.empty(own.size, rows.size, dtype=context.dtype, device=context.device)
+    def __init__(self, name: str, places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext) -> None:
+        self._name, self._own, self._rows, self._columns, self._context = name, places.own, rows, columns, context
+        self._bias = torch.empty(places.size, rows.size, dtype=context.dtype, device=context.device)
 
     def slots(self) -> WeightSlots:
         """The tensors that a checkpoint fills."""
-        return {f"{self._name}_bias": WeightSlot(self._bias, spans=(self._own, self._rows))}
+        return {f"{self._name}_bias": WeightSlot(self._bias[: self._own.size], spans=(self._own, self._rows))}
 
     def stack(self) -> ExpertStack:
         """The matrices, once the slots are filled. Of ranks that each have some of the inputs, the first adds the bias."""
@@ -52,13 +54,13 @@ class _Stack(ABC):
 class _WideStack(_Stack):
     """In the model's dtype; checkpoints hold each matrix as [K, N]."""
 
-    def __init__(self, name: str, own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
-        super().__init__(name, own, rows, columns, context)
-        self._weight = torch.empty(own.size, rows.size, columns.size, dtype=context.dtype, device=context.device)
+    def __init__(self, name: str, places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(name, places, rows, columns, context)
+        self._weight = torch.empty(places.size, rows.size, columns.size, dtype=context.dtype, device=context.device)
 
     def slots(self) -> WeightSlots:
         spans = self._own, self._columns, self._rows
-        return {self._name: WeightSlot(self._weight.transpose(1, 2), spans=spans), **super().slots()}
+        return {self._name: WeightSlot(self._weight[: self._own.size].transpose(1, 2), spans=spans), **super().slots()}
 
     def _stack(self, bias: Tensor | None) -> ExpertStack:
         return DenseStack(self._weight, bias)
@@ -67,22 +69,22 @@ class _WideStack(_Stack):
 class _Mxfp4Stack(_Stack):
     """In 4-bit floats with an exponent for each 32 of a row, as stored."""
 
-    def __init__(self, name: str, own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
-        super().__init__(name, own, rows, columns, context)
+    def __init__(self, name: str, places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(name, places, rows, columns, context)
         if any(size % _GROUP for size in (columns.start, columns.size)):
             raise ConfigError(
                 f"{name}: columns {columns.start} to {columns.start + columns.size} are no whole blocks of 32"
             )
         self._groups = Span(*(size // _GROUP for size in (columns.start, columns.size, columns.total)))
-        shape = own.size, rows.size, self._groups.size
+        shape = places.size, rows.size, self._groups.size
         self._blocks = torch.empty(*shape, _GROUP // 2, dtype=torch.uint8, device=context.device)
         self._scales = torch.empty(shape, dtype=torch.uint8, device=context.device)
 
     def slots(self) -> WeightSlots:
         spans = self._own, self._rows, self._groups
         return {
-            f"{self._name}_blocks": WeightSlot(self._blocks, spans=(*spans, whole(_GROUP // 2))),
-            f"{self._name}_scales": WeightSlot(self._scales, spans=spans),
+            f"{self._name}_blocks": WeightSlot(self._blocks[: self._own.size], spans=(*spans, whole(_GROUP // 2))),
+            f"{self._name}_scales": WeightSlot(self._scales[: self._own.size], spans=spans),
             **super().slots(),
         }
 
@@ -119,25 +121,28 @@ class JoinedExperts(Layer):
         super().__init__()
         self._context, self._activation, self._chosen = context, activation, chosen
         inner, outer = context.parallel.shard_expert("intermediate_size", intermediate_size), whole(hidden_size)
-        self._own = context.parallel.own_experts(count)
+        self._places = ExpertPlaces(count, context.parallel, context.device)
         both = Span(2 * inner.start, 2 * inner.size, 2 * inner.total)
         names = f"{context.prefix}.gate_up_proj", f"{context.prefix}.down_proj"
         stored = context.linear.keeps("fp4", f"{names[0]}_blocks")
         if not stored:
             context.linear.check_experts(names)
         kind = _Mxfp4Stack if stored else _WideStack
-        self._gate_up = kind(names[0], self._own, both, outer, context)
-        self._down = kind(names[1], self._own, outer, inner, context)
-        self._sum: ExpertSum
+        self._gate_up = kind(names[0], self._places, both, outer, context)
+        self._down = kind(names[1], self._places, outer, inner, context)
+        self._sum: PlacedSum
 
     def slots(self) -> WeightSlots:
         return self._gate_up.slots() | self._down.slots()
 
     def finish(self) -> None:
-        self._sum = self._context.ops.expert_sum(
-            self._gate_up.stack(), self._down.stack(), self._activation, self._chosen
-        )
+        stacks = self._gate_up.stack(), self._down.stack()
+        self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
-        return self._sum(x, own_ids(ids, self._own), weights)
+        return self._sum(x, ids, weights)
+
+    def move(self, moves: Sequence[ExpertMove]) -> None:
+        """Moves experts between ranks; all ranks make the same call."""
+        self._sum.move(moves)

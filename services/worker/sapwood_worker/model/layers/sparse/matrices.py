@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
 from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
 
 _BLOCK = 128
@@ -22,15 +23,17 @@ class ExpertMatrices(ABC):
 
     Args:
         parts: What the checkpoint calls them.
-        own: Which experts are here.
+        places: Which experts are here.
         rows: Which outputs of each projection are computed here.
         columns: Which inputs are multiplied here.
         context: Where and how they are built; its prefix is that of the experts.
     """
 
-    def __init__(self, parts: Sequence[str], own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
-        self._parts, self._own, self._rows, self._columns, self._context = parts, own, rows, columns, context
-        shape = own.size, len(parts), rows.size, columns.size
+    def __init__(
+        self, parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
+    ) -> None:
+        self._parts, self._own, self._rows, self._columns, self._context = parts, places.own, rows, columns, context
+        shape = places.size, len(parts), rows.size, columns.size
         self._weight = torch.empty(shape, dtype=self._dtype, device=context.device)
 
     @property
@@ -70,10 +73,12 @@ class WideMatrices(ExpertMatrices):
 class Float8Matrices(ExpertMatrices):
     """In float8 with a scale for each block of 128 x 128; activations stay as they are."""
 
-    def __init__(self, parts: Sequence[str], own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
-        super().__init__(parts, own, rows, columns, context)
+    def __init__(
+        self, parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
+    ) -> None:
+        super().__init__(parts, places, rows, columns, context)
         self._blocks = _in_blocks(rows), _in_blocks(columns)
-        shape = own.size, len(parts), *(span.size for span in self._blocks)
+        shape = places.size, len(parts), *(span.size for span in self._blocks)
         self._scales = torch.empty(shape, dtype=torch.float32, device=context.device)
 
     @property
@@ -90,19 +95,19 @@ class Float8Matrices(ExpertMatrices):
 
 
 def expert_matrices(
-    parts: Sequence[str], own: Span, rows: Span, columns: Span, context: LayerContext
+    parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
 ) -> ExpertMatrices:
     """The matrices in the format that the checkpoint stores those of the first expert in.
 
     Raises:
         ConfigError: It cannot be read, or experts are to be quantised.
     """
-    names = [f"{context.prefix}.{index}.{part}" for index in range(own.total) for part in parts]
+    names = [f"{context.prefix}.{index}.{part}" for index in range(places.own.total) for part in parts]
     whole_blocks = rows.start % _BLOCK == columns.start % _BLOCK == 0
     context.linear.check_experts(names)
     if whole_blocks and all(context.linear.keeps_float8(name, _BLOCK) for name in names[: len(parts)]):
-        return Float8Matrices(parts, own, rows, columns, context)
-    return WideMatrices(parts, own, rows, columns, context)
+        return Float8Matrices(parts, places, rows, columns, context)
+    return WideMatrices(parts, places, rows, columns, context)
 
 
 def stack_of(stored: StoredStack, context: LayerContext) -> ExpertStack:

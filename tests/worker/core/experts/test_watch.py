@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood_worker.core.expert_watch import ExpertWatch
+from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.records.expert_load import ExpertLoad, expert_load
 
 

@@ -1,0 +1,61 @@
+"""Looks now and then at how a mixture of experts spreads its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from sapwood_worker.core.experts.balancer import ExpertBalancer
+from sapwood_worker.records.expert_load import ExpertLoad, ExpertPlaces, expert_load
+from sapwood_worker.records.expert_move import ExpertMove
+
+_EVERY = 1.0
+"""Seconds between two looks while there is work; a GPU is waited for."""
+
+
+class ExpertWatch:
+    """Reports the load of experts when there is a new one.
+
+    Args:
+        read: Gives the tokens that each expert of each layer has got.
+        clock: Gives seconds.
+        balancer: Moves experts between ranks by what is seen; None: ranks have no whole experts.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], list[list[int]]],
+        clock: Callable[[], float] = time.monotonic,
+        balancer: ExpertBalancer | None = None,
+    ) -> None:
+        self._read, self._clock, self._balancer = read, clock, balancer
+        self._looked = clock() - _EVERY
+        self._told: ExpertLoad | None = None
+
+    def take(self, *, idle: bool) -> ExpertLoad | None:
+        """The load, if it is another than the last that was given; looked at once a second, and when there is no more work.
+
+        Args:
+            idle: Whether there is nothing to compute.
+        """
+        now = self._clock()
+        if not idle and now < self._looked + _EVERY:
+            return None
+        self._looked = now
+        totals = self._read()
+        load = expert_load(totals)
+        if (balancer := self._balancer) is not None:
+            balancer.see(totals)
+            slots = tuple(map(tuple, balancer.slots))
+            places = ExpertPlaces(balancer.ranks, balancer.rank_balance, balancer.moves, slots)
+            load = msgspec.structs.replace(load, places=places)
+        if load == self._told:
+            return None
+        self._told = load
+        return load
+
+    def moves(self) -> tuple[ExpertMove, ...]:
+        """The experts that move before the next step, which is sure to be launched."""
+        return () if self._balancer is None else self._balancer.take()

@@ -1,0 +1,98 @@
+"""Where the experts of a layer are: which rank computes which token's, and how experts go from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.weight_slot import Span
+from sapwood_worker.records.expert_move import ExpertMove, home_slots, moved
+
+
+class ExpertPlaces:
+    """The slots of a layer's experts on all ranks, and which of them are here.
+
+    Every rank has the same view of it. Of an expert that is in several slots, the tokens of a step take them in turns.
+
+    Args:
+        experts: How many there are.
+        parallel: The ranks.
+        device: Where ids are.
+
+    Attributes:
+        own: The experts that the checkpoint fills here; they are in the first slots.
+        size: Slots of a rank.
+        slots: The expert in each slot, rank after rank; -1: none.
+    """
+
+    def __init__(self, experts: int, parallel: Parallel, device: torch.device) -> None:
+        self.own: Span = parallel.own_experts(experts)
+        self.size = self.own.size + parallel.spare_slots()
+        self.slots = home_slots(experts, parallel.ep.size, parallel.redundant_experts)
+        self._group = parallel.ep
+        self._experts = experts
+        # By expert, and one that stands for none: its slots here, where `size` stands for one elsewhere, and their number.
+        self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=device)
+        self._copies = torch.ones(experts + 1, dtype=torch.int64, device=device)
+        if self.movable:
+            self._fill()
+
+    @property
+    def movable(self) -> bool:
+        """Whether experts can be elsewhere than at the start."""
+        return self.size > self.own.size
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Integers [T, k], experts, or their number for none -> slots of this rank, or their number for one elsewhere."""
+        if self.movable:
+            ids = ids.long()
+            turns = torch.arange(len(ids), device=ids.device)[:, None] % self._copies[ids]
+            return self._local[ids, turns]
+        if self.own.size == self.own.total:
+            return ids
+        ids = ids - self.own.start
+        return ids.masked_fill_((ids < 0) | (ids >= self.size), self.size)
+
+    def move(self, moves: Sequence[ExpertMove], tensors: Sequence[Tensor]) -> None:
+        """Copies experts between slots; all ranks make the same call.
+
+        Args:
+            moves: Of this layer, which happen at once.
+            tensors: All that makes up this rank's experts, slot by slot.
+        """
+        rank, came = self._group.rank, []
+        for move in moves:
+            target, source = move.slot // self.size, move.source // self.size
+            if move.source < 0 or rank not in (target, source):
+                continue
+            for tensor in tensors:
+                # As bytes: of small floats not every backend has an exchange.
+                held = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+                if source == rank:
+                    sent = held[move.source % self.size].clone()
+                    if target == rank:
+                        came.append((held[move.slot % self.size], sent))
+                    else:
+                        self._group.send(sent, target)
+                else:
+                    place = held[move.slot % self.size]
+                    came.append((place, self._group.receive(torch.empty_like(place), source)))
+        for place, content in came:
+            place.copy_(content)
+        self.slots = moved(self.slots, list(moves))
+        self._fill()
+
+    def _fill(self) -> None:
+        """Writes the tables anew, in place: graphs read them."""
+        local = torch.full(self._local.shape, self.size, dtype=torch.int64)
+        copies = [0] * self._experts + [1]
+        for slot, expert in enumerate(self.slots):
+            if expert >= 0:
+                if slot // self.size == self._group.rank:
+                    local[expert, copies[expert]] = slot % self.size
+                copies[expert] += 1
+        self._local.copy_(local)
+        self._copies.copy_(torch.tensor(copies))

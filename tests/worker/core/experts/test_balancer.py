@@ -1,0 +1,76 @@
+"""Experts move a few at a time, and only where that evens out what ranks have to compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sapwood_worker.core.experts.balancer import ExpertBalancer
+from sapwood_worker.records.expert_move import ExpertMove, home_slots, moved
+
+SKEWED = [1600, 800, 50, 50, 100, 50, 50, 50]
+
+
+def settle(balancer):
+    """Lets it move until it is done; how many moves each step had."""
+    steps = []
+    while moves := balancer.take():
+        steps.append(len(moves))
+    return steps
+
+
+def test_experts_begin_with_room_behind_those_of_each_rank():
+    assert home_slots(4, 2, 2) == [0, 1, -1, 2, 3, -1]
+    assert home_slots(4, 2, 0) == [0, 1, 2, 3]
+
+
+def test_all_moves_of_a_step_happen_at_once():
+    swapped = [ExpertMove(0, 0, 2), ExpertMove(0, 2, 0), ExpertMove(0, 1, -1)]
+    assert moved([7, 8, 9], swapped) == [9, -1, 7]
+
+
+def test_skewed_layers_become_even_and_every_expert_stays_somewhere():
+    balancer = ExpertBalancer(4, 4)
+    balancer.see([SKEWED, SKEWED[::-1], [400] * 8])
+    before = balancer.rank_balance
+    slots = [list(layer) for layer in balancer.slots]
+    copied = 0
+    while moves := balancer.take():
+        assert len({move.layer for move in moves}) <= 2 and len(moves) <= 6
+        for layer in range(3):
+            slots[layer] = moved(slots[layer], [move for move in moves if move.layer == layer])
+            ranks = [slots[layer][start : start + 3] for start in range(0, 12, 3)]
+            assert all(sum(each >= 0 for each in rank) == len({*rank} - {-1}) for rank in ranks), "twice on a rank"
+            assert {*slots[layer]} - {-1} == {*range(8)}
+        copied += sum(move.source >= 0 for move in moves)
+    assert slots == balancer.slots
+    assert slots[2] == home_slots(8, 4, 4), "it was even"
+    assert 0 < copied == balancer.moves
+    assert before < 0.75 < 0.9 < balancer.rank_balance
+
+
+def test_without_redundant_slots_nothing_moves_and_balance_is_told():
+    balancer = ExpertBalancer(2, 0)
+    balancer.see([[300, 100, 100, 100]])
+    assert not balancer.take() and not balancer.moves
+    assert balancer.rank_balance == pytest.approx(300 / 400)
+
+
+def test_few_tokens_move_nothing():
+    balancer = ExpertBalancer(2, 2)
+    balancer.see([[60, 0, 0, 0]])
+    assert not balancer.take()
+    balancer.see([[600, 300, 0, 0]])
+    assert balancer.take()
+
+
+def test_what_was_long_ago_counts_less():
+    loads = (np.random.default_rng(0).lognormal(0, 1, 64) * 1000).round()
+    balancer, total, seen = ExpertBalancer(4, 8), np.zeros(64), []
+    for now in [loads] + [loads[::-1]] * 6:
+        total = total + now
+        balancer.see([total.tolist()])
+        seen.append(balancer.rank_balance)
+        settle(balancer)
+    assert min(seen[:2]) < 0.85, "before it has moved"
+    assert seen[-1] > 0.95

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sapwood_testing.models.dense_models import DENSE
+from sapwood_testing.models.sparse_models import SPARSE
 
 VOCAB = 97
 COMMON: dict[str, Any] = {
@@ -184,7 +185,7 @@ def make_tiny(name: str, folder: Path, **others: Any) -> Tiny:
     """A model by its name, saved in a folder as transformers saves it; settings may differ from those in ``TINY``."""
     import transformers
 
-    config_class, changes = TINY.get(name) or DENSE.get(name) or OTHERS[name]
+    config_class, changes = TINY.get(name) or DENSE.get(name) or SPARSE.get(name) or OTHERS[name]
     config = getattr(transformers, config_class)(**{**COMMON, **changes, **others})
     config._attn_implementation = "eager"
     auto: Any = transformers.AutoModelForCausalLM

@@ -21,10 +21,14 @@ from sapwood_worker.model.families.dense.stablelm import STABLELM
 from sapwood_worker.model.families.dense.starcoder2 import STARCODER2
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LLAMA
+from sapwood_worker.model.families.sparse.corrected import DOTS1, EXAONE_MOE, SOLAR_OPEN
 from sapwood_worker.model.families.sparse.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from sapwood_worker.model.families.sparse.ernie_moe import ERNIE4_5_MOE
 from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from sapwood_worker.model.families.sparse.gpt_oss import GPT_OSS
+from sapwood_worker.model.families.sparse.minimax import MINIMAX_M2
 from sapwood_worker.model.families.sparse.mixtral import MIXTRAL
+from sapwood_worker.model.families.sparse.olmoe import FLEX_OLMO, OLMOE
 from sapwood_worker.model.families.sparse.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 GROUP = "sapwood.model_families"
@@ -33,7 +37,10 @@ _DENSE = (
     *(ARCEE, COHERE, COHERE2, ERNIE4_5, EXAONE4, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINICPM3, MISTRAL),
     *(NEMOTRON, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, YOUTU),
 )
-_SPARSE = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+_SPARSE = (
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, ERNIE4_5_MOE, EXAONE_MOE, FLEX_OLMO, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
+    *(MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, SOLAR_OPEN),
+)
 _FAMILIES = {family.name: family for family in (*_DENSE, *_SPARSE)}
 
 

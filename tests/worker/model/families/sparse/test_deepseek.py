@@ -57,7 +57,7 @@ def test_deepseek_v3(tmp_path):
         2048,
         dense_layers=frozenset({0, 1, 2}),
         shared=SharedExpert("shared_experts", 2048),
-        correction=True,
+        correction="gate.e_score_correction_bias",
     )
     assert config.draft_layers == 1
     assert config.attention_scale == pytest.approx(192**-0.5 * 1.3688879**2)

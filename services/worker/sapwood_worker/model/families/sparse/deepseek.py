@@ -10,7 +10,7 @@ from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
 
 def _from_hf(found: HfValues, routing: Routing) -> ModelConfig:
@@ -29,7 +29,7 @@ def _sparse(found: HfValues, routing: Routing) -> SparseConfig | None:
         width,
         dense_layers=dense,
         shared=SharedExpert("shared_experts", shared * width) if shared else None,
-        correction=routing.scores == "sigmoid",
+        correction=CORRECTION if routing.scores == "sigmoid" else "",
     )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
+from sapwood_worker.model.families.sparse.corrected import corrected_experts
+from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 
 def _from_hf(found: HfValues) -> ModelConfig:
@@ -32,28 +32,7 @@ def _lite(found: HfValues) -> ModelConfig:
 
 
 def _sparse(found: HfValues) -> SparseConfig:
-    values = found.values
-    width = int(values["moe_intermediate_size"])
-    routing = Routing(
-        int(values["n_routed_experts"]),
-        int(values["num_experts_per_tok"]),
-        scores="sigmoid",
-        renormalise=bool(values["norm_topk_prob"]),
-        scale=float(values["routed_scaling_factor"]),
-        groups=int(values["n_group"]),
-        chosen_groups=int(values["topk_group"]),
-        group_score="two_best",
-    )
-    first = int(values["first_k_dense_replace"])
-    usual = ["dense" if index < first else "sparse" for index in range(found.layers)]
-    kinds = values.get("mlp_layer_types") or usual
-    return SparseConfig(
-        routing,
-        width,
-        dense_layers=frozenset(index for index, kind in enumerate(kinds) if kind == "dense"),
-        shared=SharedExpert("shared_experts", width * int(values["n_shared_experts"])),
-        correction=True,
-    )
+    return corrected_experts(found, "n_routed_experts", "n_shared_experts")
 
 
 GLM4_MOE = ModelFamily(

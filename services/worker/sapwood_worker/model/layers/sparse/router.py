@@ -11,8 +11,6 @@ from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
-_CORRECTION = "e_score_correction_bias"
-
 
 class Router(Layer):
     """Chooses each token's experts. It computes in float32: experts whose scores are near each other are not to change places.
@@ -21,7 +19,8 @@ class Router(Layer):
         hidden_size: Width of the input.
         routing: How experts are chosen.
         bias: Whether its logits have a bias.
-        correction: Whether scores are corrected where experts are chosen.
+        correction: What checkpoints call what scores are corrected by where experts are chosen; empty: they are not.
+        correction_dims: Its dimensions there: 1, or 2 where it is a matrix of one row.
         context: Where and how it is built.
 
     Attributes:
@@ -29,10 +28,17 @@ class Router(Layer):
     """
 
     def __init__(
-        self, hidden_size: int, routing: Routing, *, bias: bool, correction: bool, context: LayerContext
+        self,
+        hidden_size: int,
+        routing: Routing,
+        *,
+        bias: bool,
+        correction: str,
+        correction_dims: int,
+        context: LayerContext,
     ) -> None:
         super().__init__()
-        self._prefix = context.prefix
+        self._prefix, self._corrected, self._dims = context.prefix, correction, correction_dims
 
         def empty(*sizes: int) -> Tensor:
             return torch.empty(*sizes, dtype=torch.float32, device=context.device)
@@ -44,8 +50,13 @@ class Router(Layer):
         self._route = context.ops.router(routing, self._correction, self.counts)
 
     def slots(self) -> WeightSlots:
-        named = {"weight": self._weight, "bias": self._bias, _CORRECTION: self._correction}
-        return {f"{self._prefix}.{name}": WeightSlot(each) for name, each in named.items() if each is not None}
+        named = {
+            f"{self._prefix}.weight": self._weight,
+            f"{self._prefix}.bias": self._bias,
+        }
+        if self._correction is not None:
+            named[self._corrected] = self._correction if self._dims == 1 else self._correction[None]
+        return {name: WeightSlot(each) for name, each in named.items() if each is not None}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> each token's experts, integers [T, k], and their weights, float32 [T, k]."""

@@ -20,6 +20,9 @@ from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
+CORRECTION = "gate.e_score_correction_bias"
+"""What most checkpoints call what scores are corrected by."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
@@ -47,7 +50,8 @@ class SparseConfig:
         shared: The expert of all tokens, if there is one.
         router: What checkpoints call the router.
         router_bias: Whether its logits have a bias.
-        correction: Whether scores are corrected where experts are chosen.
+        correction: What they call, in the mixture, what scores are corrected by where experts are chosen; empty: they are not.
+        correction_dims: Its dimensions in checkpoints: 1, or 2 where it is a matrix of one row.
         block: What checkpoints call the mixture.
         projections: What they call an expert's gate, up and down.
         joined: The activation of experts that checkpoints hold joined, all of a layer's in one tensor; None: they do not.
@@ -59,7 +63,8 @@ class SparseConfig:
     shared: SharedExpert | None = None
     router: str = "gate"
     router_bias: bool = False
-    correction: bool = False
+    correction: str = ""
+    correction_dims: int = 1
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     joined: ClampedGate | None = None
@@ -90,7 +95,8 @@ class SparseMLP(Layer):
             hidden_size,
             config.routing,
             bias=config.router_bias,
-            correction=config.correction,
+            correction=config.correction and context.inside(config.correction).prefix,
+            correction_dims=config.correction_dims,
             context=context.inside(config.router),
         )
         self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
@@ -108,9 +114,9 @@ class SparseMLP(Layer):
     def slots(self) -> WeightSlots:
         return self._gate
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:
-        """[T, hidden_size], which it norms first -> [T, hidden_size], added to ``residual`` in place if there is one."""
-        x = norm(hidden)
+    def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
+        """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
+        x = hidden if norm is None else norm(hidden)
         result: Tensor = self.experts(x, *self.router(x))
         if self.shared is not None:
             shared = self.shared(hidden, norm)

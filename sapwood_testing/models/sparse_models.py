@@ -1,0 +1,45 @@
+"""Tiny configurations of families with experts, as transformers names their settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_WHOLE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+"""For families that do not say how wide a head is: the width of the model over the number of heads, 16."""
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
+_GROUPED: dict[str, Any] = {
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "dots1": (
+        "Dots1Config",
+        {
+            **_GROUPED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+    "dots1-no-windows": (
+        "Dots1Config",
+        {**_GROUPED, "n_routed_experts": 8, "n_shared_experts": 1, "sliding_window": None},
+    ),
+    "ernie4-5-moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
+            "num_hidden_layers": 5, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2,
+        },
+    ),
+    "exaone-moe": ("ExaoneMoeConfig", {**_GROUPED, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 9}),
+    "flex-olmo": ("FlexOlmoConfig", {**_EXPERTS, **_WHOLE_HEADS}),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, **_WHOLE_HEADS, "norm_topk_prob": True}),
+    "solar-open": ("SolarOpenConfig", {**_GROUPED, "n_routed_experts": 8, "attention_bias": True}),
+}  # fmt: skip

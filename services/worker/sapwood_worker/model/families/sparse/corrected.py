@@ -1,0 +1,108 @@
+"""Families with DeepSeek V3's experts and grouped attention: dots.llm1, K-EXAONE, Solar Open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sapwood_kernels.experts.routing import Routing
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.dense.exaone4 import EXAONE4
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
+
+
+def corrected_experts(found: HfValues, experts: str, shared: str, correction: str = CORRECTION) -> SparseConfig:
+    """Sigmoid scores that are corrected where experts are chosen, in groups, by their two best.
+
+    Args:
+        found: The settings.
+        experts: Which of them is the number of experts.
+        shared: Which is the number of shared ones.
+        correction: What checkpoints call what scores are corrected by.
+    """
+    values = found.values
+    width, count = int(values["moe_intermediate_size"]), int(values.get(shared) or 0)
+    routing = Routing(
+        int(values[experts]),
+        int(values["num_experts_per_tok"]),
+        scores="sigmoid",
+        renormalise=bool(values["norm_topk_prob"]),
+        scale=float(values["routed_scaling_factor"]),
+        groups=int(values["n_group"]),
+        chosen_groups=int(values["topk_group"]),
+        group_score="two_best",
+    )
+    first = int(values["first_k_dense_replace"])
+    kinds = values.get("mlp_layer_types") or ["dense" if at < first else "sparse" for at in range(found.layers)]
+    return SparseConfig(
+        routing,
+        width,
+        dense_layers=frozenset(at for at, kind in enumerate(kinds) if kind == "dense"),
+        shared=SharedExpert("shared_experts", width * count) if count else None,
+        correction=correction,
+    )
+
+
+def _dots1(found: HfValues) -> ModelConfig:
+    values = found.values
+    windowed = found.given.get("sliding_window", values["sliding_window"]) is not None
+    first = int(values["max_window_layers"]) if windowed else found.layers
+    usual = ["sliding_attention" if index >= first else "full_attention" for index in range(found.layers)]
+    kinds = values.get("layer_types") or usual
+    windows = found.windows(kinds) if "sliding_attention" in kinds else (None,) * found.layers
+    sparse = corrected_experts(found, "n_routed_experts", "n_shared_experts")
+    return replace(found.llama(), windows=windows, qk_norm=True, sparse=sparse)
+
+
+def _exaone(found: HfValues) -> ModelConfig:
+    sparse = corrected_experts(found, "num_experts", "num_shared_experts", "e_score_correction_bias")
+    return replace(EXAONE4.from_hf(found), sparse=sparse)
+
+
+def _solar(found: HfValues) -> ModelConfig:
+    # No MLP is dense; files may leave its width out.
+    width = int(found.values["moe_intermediate_size"])
+    found = replace(found, values={"intermediate_size": width, **found.values, "first_k_dense_replace": 0})
+    sparse = corrected_experts(found, "n_routed_experts", "n_shared_experts")
+    return replace(found.llama(), output_bias=False, sparse=sparse)
+
+
+_GROUPS = {"tie_word_embeddings": False, "n_group": 1, "topk_group": 1}
+
+DOTS1 = ModelFamily(
+    name="dots1",
+    architectures=("Dots1ForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **_GROUPS, "rope_theta": 10_000.0, "first_k_dense_replace": 0, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62,
+    },
+    from_hf=_dots1,
+    from_gguf=None,
+)  # fmt: skip
+EXAONE_MOE = ModelFamily(
+    name="exaone_moe",
+    architectures=("ExaoneMoeForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **EXAONE4.defaults, **_GROUPS, "first_k_dense_replace": 1, "num_experts": 64, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024, "num_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
+    from_hf=_exaone,
+    from_gguf=None,
+    skipped=("mtp.",),
+)  # fmt: skip
+SOLAR_OPEN = ModelFamily(
+    name="solar_open",
+    architectures=("SolarOpenForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **_GROUPS, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "head_dim": 128, "n_routed_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "n_shared_experts": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+    from_hf=_solar,
+    from_gguf=None,
+)  # fmt: skip

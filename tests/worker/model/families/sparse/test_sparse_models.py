@@ -1,0 +1,95 @@
+"""Logits of families with experts equal transformers' to float32 rounding, in chunks, mixed steps and split over ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_testing.models.sparse_models import SPARSE
+from sapwood_testing.worker.split_models import SHAPE, load, logits_of
+from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config
+from sapwood_worker.model.distributed.parallel import Parallel
+
+# Differences are relative to the largest logit; float32 with other orders of summation.
+TOLERANCE = 2e-5
+
+
+def tokens_of(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (length,), generator=generator).tolist()
+
+
+def assert_same_logits(ours, theirs):
+    scale = theirs.abs().max().item()
+    assert scale > 1.0
+    worst = (ours - theirs).abs().max().item()
+    assert worst <= TOLERANCE * scale, f"largest difference {worst:.2e} of {scale:.2e}"
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_logits_of_chunks_and_decodes_together_equal_transformers(tiny_model, make_runner, make_driver, name):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path, page_size=8))
+    prompts = {5: tokens_of(83), 2: tokens_of(47, seed=1)}
+    for slot, tokens in prompts.items():
+        driver.add(slot, tokens)
+    parts = {slot: [] for slot in prompts}
+    for chunks in ({5: 40, 2: 7}, {2: 38}, {5: 41}, {5: 1, 2: 1}, {2: 1, 5: 1}):
+        logits = driver.runner.logits(driver.output(chunks))
+        for slot, part in zip(chunks, logits.split(list(chunks.values())), strict=True):
+            parts[slot].append(part)
+    for slot, tokens in prompts.items():
+        assert_same_logits(torch.cat(parts[slot]), tiny.logits(tokens))
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("name", [name for name in SPARSE if name != "dots1-no-windows"])
+def test_logits_of_two_ranks_are_those_of_one(tiny_model, name, whole_experts):
+    width = {"hidden_size": 128} if SPARSE[name][1].get("hidden_size") else {}
+    path = tiny_model(name, **SHAPE, **width).path
+    tokens = tokens_of(23)
+    whole = logits_of(load(path), tokens)
+
+    def work(group):
+        parallel = Parallel(tp=group, ep=group) if whole_experts else Parallel(tp=group)
+        return logits_of(load(path, parallel), tokens, parallel)
+
+    parts = run_ranks(2, work)
+    assert torch.equal(parts[0], parts[1])
+    assert_same_logits(parts[0], whole)
+
+
+def changed(path, folder, **settings):
+    """A copy of a model whose settings are others."""
+    path = shutil.copytree(path, folder / "changed")
+    found = json.loads((path / "config.json").read_text()) | settings
+    (path / "config.json").write_text(json.dumps(found))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("ernie4-5-moe", {"use_bias": True}),
+        ("minimax-m2", {"scoring_func": "softmax"}),
+        ("minimax-m2", {"qk_norm_type": "per_head"}),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(tiny_model, tmp_path, name, setting):
+    path = changed(tiny_model(name).path, tmp_path, **setting)
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        read_hf_config(path)
+
+
+def test_published_minimax_files_say_how_many_numbers_of_a_head_turn(tiny_model, tmp_path):
+    path = changed(
+        tiny_model("minimax-m2").path, tmp_path, rope_parameters=None, rope_theta=3000.0, rotary_dim=8, head_dim=16
+    )
+    _, config = read_hf_config(path)
+    assert {rope.rotated for rope in config.ropes} == {8} and {rope.theta for rope in config.ropes} == {3000.0}

@@ -189,6 +189,7 @@ class Engine:
     ) -> None:
         info = runner.info
         self._runner = runner
+        self._clock = time.perf_counter if runner.asynchronous else time.process_time
         self.scheduler = Scheduler(
             SchedulerConfig(
                 windows=info.windows,
@@ -199,6 +200,7 @@ class Engine:
                 max_step_tokens=2048,
                 speculate=speculate,
             ),
+            clock=self._clock,
             drafter=drafter,
         )
         self._serial = 0
@@ -218,15 +220,16 @@ class Engine:
 
     def step_times(self) -> dict[str, float]:
         """Milliseconds of steps, by requests and, where drafts were checked, sampled positions."""
-        costs = None if self.scheduler._speculation is None else self.scheduler._speculation._costs
-        if costs is None:
+        speculation = self.scheduler._speculation
+        if speculation is None or speculation._planner is None:
             return {}
+        costs = speculation._planner.costs
         times = {str(rows): mean.seconds for rows, mean in costs._plain.items()}
         times |= {f"{rows}:{most}": mean.seconds for (rows, most), mean in sorted(costs._drafted.items())}
         return {name: round(seconds * 1000, 2) for name, seconds in times.items()}
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> tuple[Answers, float]:
-        """The answers, and tokens/s from the time on when all prompts are computed."""
+        """The answers, and tokens/s from the time on when all prompts are computed; of CPU seconds where the CPU computes."""
         answers: Answers = {index: [] for index in range(len(prompts))}
         first = self._serial
         for index, prompt in enumerate(prompts):
@@ -244,8 +247,8 @@ class Engine:
             while len(launched) > (1 if planned and self._runner.asynchronous else 0):
                 self._take(launched, answers, first)
             if not started and all(answers.values()):
-                started, before = time.perf_counter(), sum(map(len, answers.values()))
-        seconds = time.perf_counter() - started
+                started, before = self._clock(), sum(map(len, answers.values()))
+        seconds = self._clock() - started
         return answers, (sum(map(len, answers.values())) - before) / seconds
 
     def _take(self, launched: deque[LaunchedStep], answers: Answers, first: int) -> None:

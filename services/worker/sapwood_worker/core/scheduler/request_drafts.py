@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-_LEARNING = 0.15
-"""How much one token changes the rate."""
+_FAST, _SLOW = 0.15, 0.015
+"""How much one token changes a rate: that of a text that changes its nature, and that of one that does not."""
+_NEARER = 0.01
+"""How much nearer to others a rate comes in a step in which nothing was learned of it."""
+_MEMORY = 0.99
+"""What a token leaves of what is known of which of the two was the better."""
+_CLEARLY = -1.0
+"""By how much the slow one must have been worse, in squared errors: the fast one has luck now and then."""
 
 
-def learned(rate: float, right: int, wrong: int, weight: float = _LEARNING) -> float:
+def learned(rate: float, right: int, wrong: int, weight: float) -> float:
     """A rate, once so many more tokens were foreseen and so many were not."""
     return (1 - (1 - rate) * (1 - weight) ** right) * (1 - weight) ** wrong
 
@@ -38,19 +44,37 @@ class RequestDrafts:
 
     Attributes:
         drafter: Makes them.
-        rate: The chance that the next token is the one foreseen.
         drafted: Tokens drafted so far.
         accepted: Of these, tokens that became output.
+        patience: Tokens after which it is tried again; grows with each trial in vain.
+        tried_again: The number of tokens from which on it is.
     """
 
-    __slots__ = ("accepted", "drafted", "drafter", "rate")
+    __slots__ = ("_fast", "_known", "_slow", "_slower", "accepted", "drafted", "drafter", "patience", "tried_again")
 
     def __init__(self, drafter: RowDrafter, rate: float = 0.0) -> None:
         self.drafter = drafter
-        self.rate = rate
+        self._fast = self._slow = rate
+        self._slower = 0.0  # the squared errors of the fast rate beyond those of the slow one
+        self._known = 0
         self.drafted = self.accepted = 0
+        self.patience = self.tried_again = 0
 
-    def learn(self) -> float:
-        """The rate, once the tokens since the last call are known too."""
-        self.rate = learned(self.rate, *self.drafter.follow())
+    @property
+    def rate(self) -> float:
+        """The chance that the next token is the one foreseen."""
+        return self._slow if self._slower > _CLEARLY else self._fast
+
+    def learn(self, others: float | None = None) -> float:
+        """The rate, once the tokens since the last call are known too; without any it comes nearer to that of ``others``."""
+        right, wrong = self.drafter.follow()
+        if others is not None and not right and not wrong:
+            self._fast += _NEARER * (others - self._fast)
+            self._slow += _NEARER * (others - self._slow)
+        for outcome in (1.0,) * right + (0.0,) * wrong:
+            fast, slow = outcome - self._fast, outcome - self._slow
+            self._slower = _MEMORY * self._slower + fast * fast - slow * slow
+            self._known += 1
+            self._fast += _FAST * fast
+            self._slow += max(_SLOW, 1 / (self._known + 1 / _FAST)) * slow
         return self.rate

@@ -28,6 +28,10 @@ class Drafter(Protocol):
         """A request's own, for as long as the request lives."""
         ...
 
+    def behind(self, request: Request) -> int:
+        """How many of a request's known tokens it would have to compute before it drafts for it, at most."""
+        ...
+
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
         """The drafts, each as long as proposed at most, with tokens in place of -1.
 
@@ -43,6 +47,10 @@ class HostDrafter:
 
     computes = False
     caught_up = 0
+
+    def behind(self, request: Request) -> int:
+        """Nothing."""
+        return 0
 
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
         """Returns the drafts unchanged: the rows have proposed them already."""

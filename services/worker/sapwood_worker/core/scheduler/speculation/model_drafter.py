@@ -122,6 +122,13 @@ class ModelDrafter:
     def begin(self, request: Request) -> ModelRow:
         return ModelRow(request.token_ids, self._model.context_length)
 
+    def behind(self, request: Request) -> int:
+        assert request.drafts is not None
+        row = request.drafts.drafter
+        assert isinstance(row, ModelRow)
+        own = row.mark is not None and self._pages.mark(request.slot, row.filled) == row.mark
+        return len(request.token_ids) - (row.computed if own else 0)
+
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
         parts = [self._part(at, decodes[at], len(draft)) for at, draft in enumerate(drafts) if draft]
         filled: list[list[int]] = [[] for _ in drafts]

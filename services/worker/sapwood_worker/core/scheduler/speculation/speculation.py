@@ -3,20 +3,21 @@
 Verification is exact (``model/sampling/positions.py``), so all this decides is what a step costs and brings. Each request has a
 rate: how often its drafter's next token was right of late. It is learned by looking on, whether anything is drafted or not, so
 that a request whose text cannot be foreseen costs comparisons on the host and nothing on the device. A drafted token is used if
-all before it are right: the j-th is worth ``rate ** j`` tokens. A step takes the drafted tokens of all its requests that are
-worth most, as many as bring the most tokens a second by the measured cost of steps, and none if that is not clearly more than
-without.
+all before it are right: the j-th is worth ``rate ** j`` tokens. Which of them a step takes says ``planner.py``, by what steps
+cost; without one it takes what is likely.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.request_drafts import RequestDrafts
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
-from sapwood_worker.core.scheduler.speculation.step_costs import LADDER, StepCosts
+from sapwood_worker.core.scheduler.speculation.planner import Planner
+from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.trials import Trials
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.records.step import ModelOutput
@@ -27,17 +28,15 @@ are decode graphs and memory."""
 MOST_DRAFTED = 31
 """Tokens of a draft: with the token before them they fill a decode graph of 32 rows."""
 _LEAST_RATE, _LEAST_WORTH = 0.3, 0.2
-"""Rate below which nothing is drafted, and worth below which a drafted token is not looked at."""
+"""Where it does not matter what steps cost: rate below which nothing is drafted, and worth below which no drafted token is."""
+_NO_RATE, _NO_WORTH = 0.02, 0.02
+"""The same where it does: what no step could pay for."""
 _HOPELESS, _SELDOM = 0.05, 8
 """Rate below which a request is looked at only once in so many tokens, to save the host's time."""
-_CLEARLY = 1.08
-"""Times as many tokens a second that drafting must promise: measurements are noisy."""
+_HOPED = 0.95
+"""Rates from which on there is nothing to hope for."""
 _TRIED = 3
 """Tokens of a draft that is made to see whether drafts are right."""
-_MUCH = 64
-"""Tokens of requests' past that a drafter may compute in a step whose time counts."""
-_DRAFTED_STEPS, _PLAIN_STEPS = 192, 3
-"""After so many steps with drafts in a row, so many without are measured again."""
 
 
 class Speculation:
@@ -48,6 +47,7 @@ class Speculation:
         most_positions: Most sampled positions of a step.
         costs: What steps cost; None: whatever is likely enough is drafted.
         room: Gives a request pages for so many tokens after its next one; returns for how many it has some.
+        clock: Seconds; what it takes to look for drafts is measured.
 
     Attributes:
         waits: Whether the last plan would have drafted, but for tokens that are not known yet.
@@ -58,13 +58,19 @@ class Speculation:
     """
 
     def __init__(
-        self, drafter: Drafter, most_positions: int, costs: StepCosts | None, room: Callable[[Request, int], int]
+        self,
+        drafter: Drafter,
+        most_positions: int,
+        costs: StepCosts | None,
+        room: Callable[[Request, int], int],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafter = drafter
         self._most_positions = most_positions
-        self._costs = costs
+        self._planner = None if costs is None else Planner(most_positions, MOST_DRAFTED, costs)
+        self._least = (_LEAST_RATE, _LEAST_WORTH) if costs is None else (_NO_RATE, _NO_WORTH)
         self._room = room
-        self._resting = 0
+        self._clock = clock
         self._ended: float | None = None
         self._trials = Trials()
         self.waits = False
@@ -76,31 +82,64 @@ class Speculation:
     def plan(self, decodes: Sequence[Request]) -> list[list[int]]:
         """The draft of each of these requests, which decode; empty if none has any. O(requests), and O(tokens drafted)."""
         self.waits = False
-        rows = len(decodes)
-        room = self._most_positions - rows
-        if rows == 0 or room < 1 or not self._may_pay(rows):
+        planner, rows = self._planner, len(decodes)
+        if rows == 0 or self._most_positions <= rows or not (planner is None or planner.looks(rows)):
             return []
-        if self._drafter.computes and self._trials.due():
-            return self._try(decodes[self._trials.turn % rows], decodes)
+        began = self._clock()
+        drafts = self._plan(decodes)
+        if planner is None:
+            return drafts
+        if drafts:
+            planner.drafted(sum(map(self._worth, decodes, drafts)))
+        else:
+            planner.looked(rows, self._clock() - began)
+        return drafts
+
+    def _plan(self, decodes: Sequence[Request]) -> list[list[int]]:
+        if self._drafter.computes and self._trials.due() and (tried := self._trials.choose(decodes)) is not None:
+            return self._try(tried, decodes)
+        behind, most = 0, min(self._most_positions - len(decodes), MOST_DRAFTED)
         drafts: list[list[int]] = []
-        worths: list[float] = []
+        rates: list[float] = []
         for request in decodes:
-            draft, rate = self._draft(request, min(room, MOST_DRAFTED))
+            draft, rate = self._draft(request, most, *self._least)
+            if draft and self._planner is not None:
+                late = self._drafter.behind(request)
+                if self._planner.affords(behind + late):
+                    behind += late
+                else:
+                    draft = []
             drafts.append(draft)
-            worth = rate**request.unknown
-            for _ in draft:
-                worth *= rate
-                worths.append(worth)
-        if not worths:
+            rates.append(rate)
+        if not any(drafts):
             return []
-        worths.sort(reverse=True)
-        count, least = self._best(rows, worths[:room])
+        count, least, longest = self._choose(decodes, drafts, rates)
+        if not count and self._drafter.computes and self._planner is not None and (hope := self._planner.hope):
+            rates = [min(rate + hope, max(rate, _HOPED)) for rate in rates]
+            count, least, longest = self._choose(decodes, drafts, rates)
         if not count:
             return []
         if self._drafter.computes and any(request.unknown for request in decodes):
             self.waits = True
             return []
-        return self._fill(decodes, self._cut(decodes, drafts, count, least))
+        drafts = [draft[:longest] for draft in drafts]
+        return self._fill(decodes, self._cut(decodes, drafts, rates, count, least))
+
+    def _choose(
+        self, decodes: Sequence[Request], drafts: Sequence[list[int]], rates: Sequence[float]
+    ) -> tuple[int, float, int]:
+        """How many tokens of these drafts to take, how much the last of them is worth, and the most of a draft."""
+        offers: list[tuple[float, int]] = []
+        for request, draft, rate in zip(decodes, drafts, rates, strict=True):
+            worth = rate**request.unknown
+            for place in range(len(draft)):
+                worth *= rate
+                offers.append((worth, place + 1))
+        offers.sort(reverse=True)
+        if self._planner is not None:
+            return self._planner.choose(len(decodes), offers, computes=self._drafter.computes)
+        count = min(self._most_positions - len(decodes), len(offers))
+        return count, offers[count - 1][0], MOST_DRAFTED
 
     def took(self, step: StepInFlight, output: ModelOutput, now: float, fairness: TenantFairness) -> None:
         """Notes how far each draft of a step was right, so much more than a token is computed of its request, and what it cost.
@@ -111,23 +150,26 @@ class Speculation:
             now: Seconds on the scheduler's clock.
             fairness: Is told of the tokens that came of drafts.
         """
+        accepted = 0
         for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=False):
             if draft:
                 right = len(tokens) - 1
                 request.computed += right
                 request.planned += right
+                accepted += right
                 fairness.charge(request.tenant, right)
                 self._count(request, len(draft), 0 if request.over else right)
         if step.chunks:
             self.waits = False
         before, self._ended = self._ended, now
-        if before is not None and not step.chunks and not (step.drafts and self._drafter.caught_up > _MUCH):
-            self.measured(len(step.decodes), len(step.plan.token_ids), now - before)
+        if before is not None and not step.chunks:
+            self.measured(len(step.decodes), len(step.plan.token_ids), now - before, accepted)
 
-    def measured(self, rows: int, positions: int, seconds: float) -> None:
-        """Notes how long a step of so many requests and sampled positions took that computed no prompt."""
-        if self._costs is not None and rows:
-            self._costs.note(rows, positions, seconds)
+    def measured(self, rows: int, positions: int, seconds: float, accepted: int = 0) -> None:
+        """Notes how long a step of so many requests and sampled positions took that computed no prompt, and how many drafted
+        tokens of it were right."""
+        if self._planner is not None and rows:
+            self._planner.took(rows, positions, accepted, seconds)
 
     def halted(self) -> None:
         """Nothing is scheduled for a while: that is no part of the next step's time."""
@@ -141,44 +183,39 @@ class Speculation:
         self.accepted_tokens += accepted
         self.drafts += 1
         if self._drafter.computes:
-            self._trials.drafted(accepted, wrong=accepted < drafted)
+            self._trials.drafted(request.drafts, accepted, wrong=accepted < drafted)
 
     def _try(self, request: Request, decodes: Sequence[Request]) -> list[list[int]]:
         """A short draft for one request, whatever its rate: nobody would know if drafts were right again."""
         if any(each.unknown for each in decodes):
             self.waits = True
             return []
-        self._trials.began()
-        draft, _ = self._draft(request, _TRIED, least=0.0)
+        draft, _ = self._draft(request, _TRIED, 0.0, 0.0)
+        self._trials.began(request)
         count = self._room(request, len(draft)) if draft else 0
         return self._fill(decodes, [draft[:count] if each is request else [] for each in decodes]) if count else []
 
     def _fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
         """The drafts with all their tokens; empty if there are none."""
         if drafts and self._drafter.computes:
+            began, longest = self._clock(), max(map(len, drafts))
             drafts = self._drafter.fill(decodes, drafts)
+            if self._planner is not None and longest:
+                self._planner.filled(len(decodes), longest, self._clock() - began, self._drafter.caught_up)
             drafts = [self._usable(request, draft) for request, draft in zip(decodes, drafts, strict=True)]
         return drafts if any(drafts) else []
 
-    def _may_pay(self, rows: int) -> bool:
-        """Whether drafts would pay if all of them were right."""
-        costs = self._costs
-        if costs is None:
-            return True
-        if self._resting:
-            self._resting -= 1
-            return False
-        plain = costs.plain(rows)
-        if plain is None:
-            return False
-        if costs.stale(rows, _DRAFTED_STEPS):
-            self._resting = _PLAIN_STEPS - 1
-            return False
-        most = min(self._most_positions, rows * (1 + MOST_DRAFTED))
-        return any(rung * plain > _CLEARLY * rows * costs.drafted(rows, rung) for rung in LADDER if rows < rung <= most)
+    @staticmethod
+    def _worth(request: Request, draft: Sequence[int]) -> float:
+        """How many tokens of a draft are expected to be right."""
+        if not draft:
+            return 0.0
+        assert request.drafts is not None
+        rate = min(request.drafts.rate, 1 - 1e-9)
+        return float(rate ** (request.unknown + 1) * (1 - rate ** len(draft)) / (1 - rate))
 
-    def _draft(self, request: Request, most: int, least: float = _LEAST_RATE) -> tuple[list[int], float]:
-        """What a request may draft, and its rate; nothing if that is below ``least``."""
+    def _draft(self, request: Request, most: int, least: float, worthless: float) -> tuple[list[int], float]:
+        """What a request may draft, and its rate: nothing below a rate of ``least``, no token worth less than ``worthless``."""
         if not request.sampling.speculate or request.sampling.logit_processors:  # these see one position at a time
             return [], 0.0
         drafts = request.drafts
@@ -189,16 +226,15 @@ class Speculation:
             )
         elif not computes and drafts.rate < _HOPELESS and (len(request.token_ids) + request.serial) % _SELDOM:
             return [], 0.0
-        rate, unknown = drafts.learn(), request.unknown
+        rate, unknown = drafts.learn(self._trials.rate if computes else None), request.unknown
         most = min(most, request.max_length - len(request.token_ids) - unknown - 1)
         draft = drafts.drafter.propose(unknown, most if rate >= least else 0)
-        if least:
-            worth = rate**unknown
-            for count in range(len(draft)):
-                worth *= rate
-                if worth < _LEAST_WORTH:
-                    draft = draft[:count]
-                    break
+        worth = rate**unknown
+        for count in range(len(draft)):
+            worth *= rate
+            if worth < worthless:
+                draft = draft[:count]
+                break
         return draft if computes else self._usable(request, draft), rate
 
     def _usable(self, request: Request, draft: list[int]) -> list[int]:
@@ -209,34 +245,14 @@ class Speculation:
                 break
         return draft[: request.grammar.validate(draft)] if draft and request.grammar is not None else draft
 
-    def _best(self, rows: int, worths: Sequence[float]) -> tuple[int, float]:
-        """How many drafted tokens to take, and how much the last of them is worth. ``worths`` are sorted, the most first."""
-        costs = self._costs
-        if costs is None:
-            return len(worths), worths[-1]
-        plain = costs.plain(rows)
-        assert plain is not None
-        best, taken, brought, at = _CLEARLY * rows / plain, 0, float(rows), 0
-        for rung in LADDER:
-            if rung <= rows:
-                continue
-            end = min(rung - rows, len(worths))
-            brought += sum(worths[at:end])
-            at = end
-            if (rate := brought / costs.drafted(rows, rows + end)) > best:
-                best, taken = rate, end
-            if end == len(worths):
-                break
-        return taken, worths[taken - 1] if taken else 0.0
-
-    def _cut(self, decodes: Sequence[Request], drafts: list[list[int]], count: int, least: float) -> list[list[int]]:
+    def _cut(
+        self, decodes: Sequence[Request], drafts: list[list[int]], rates: Sequence[float], count: int, least: float
+    ) -> list[list[int]]:
         """The drafts, cut to so many tokens in all, none of which is worth less than ``least``, and to the pages there are."""
         left = count
-        for index, (request, draft) in enumerate(zip(decodes, drafts, strict=True)):
+        for index, (request, draft, rate) in enumerate(zip(decodes, drafts, rates, strict=True)):
             if not draft:
                 continue
-            assert request.drafts is not None
-            rate = request.drafts.rate
             worth, length = rate**request.unknown, 0
             for _ in draft[:left]:
                 worth *= rate

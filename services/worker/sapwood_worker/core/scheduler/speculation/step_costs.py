@@ -2,7 +2,7 @@
 
 The host's part is in it: what counts is the time from one step's tokens to the next one's. A step that checks drafts is not
 overlapped with the next, so that the first steps after a change from one kind to the other take what belongs to the other; they
-are left out.
+are left out where others are known.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-LADDER = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LADDER = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sampled positions of a step that are told apart."""
-_ENOUGH = 3
-"""Measurements of steps without drafts before any is compared with them."""
+_ENOUGH, _TWICE = 3, 2
+"""Measurements of steps without drafts before any is compared with them, and of those with drafts before they are trusted."""
 _WEIGHT = 0.2
-_KEPT = 2048
-"""Steps after which a measurement is forgotten, and a guess again stands for it: what is too dear now may not be later."""
+_KEPT = 4096
+"""Steps after which a measurement is forgotten, and is made anew: what is too dear now may not be later."""
 _SHORTEST = 1e-6
 """Seconds that a step takes at least: a clock may not move during one, and rates are told by dividing by it."""
-_NOISE = 1.05
-_GUESSED_ROWS = 32
-"""A guess: computing twice the positions takes twice the time, of what a step of so many positions takes in any case."""
 
 
 @dataclass(slots=True)
@@ -31,14 +28,18 @@ class _Mean:
     step: int
 
     def add(self, seconds: float, step: int) -> None:
-        """One outlier, such as a step during which the machine did something else, counts as twice the mean at most."""
-        self.seconds += _WEIGHT * (min(seconds, 2 * self.seconds) - self.seconds)
+        """The first two count as the shorter of them, since a first step may compile. Later an outlier, such as a step during
+        which the machine did something else, counts as twice the mean at most."""
+        if self.count == 1:
+            self.seconds = min(self.seconds, seconds)
+        else:
+            self.seconds += _WEIGHT * (min(seconds, 2 * self.seconds) - self.seconds)
         self.count += 1
         self.step = step
 
 
 class StepCosts:
-    """Measured and guessed durations, in seconds."""
+    """Measured durations, in seconds."""
 
     def __init__(self) -> None:
         self._plain: dict[int, _Mean] = {}
@@ -55,34 +56,45 @@ class StepCosts:
         if drafting:
             key = _row_bucket(rows), _rung(positions)
             known = self._drafted.get(key)
-            if known is None:
+            if known is None or self._steps - known.step >= _KEPT:
                 self._drafted[key] = _Mean(seconds, 1, self._steps)
-            elif before:
+            elif before or known.count < _TWICE:
                 known.add(seconds, self._steps)
         elif not before:
-            mean = self._plain.setdefault(_row_bucket(rows), _Mean(seconds, 0, self._steps))
-            mean.add(seconds, self._steps)
+            mean = self._plain.get(_row_bucket(rows))
+            if mean is None:
+                self._plain[_row_bucket(rows)] = _Mean(seconds, 1, self._steps)
+            else:
+                mean.add(seconds, self._steps)
 
     def plain(self, rows: int) -> float | None:
         """Of a step of so many requests without drafts; None: not known yet."""
         mean = self._plain.get(_row_bucket(rows))
         return mean.seconds if mean is not None and mean.count >= _ENOUGH else None
 
-    def drafted(self, rows: int, positions: int) -> float:
-        """Of a step of so many requests that samples so many positions; :meth:`plain` must be known."""
-        bucket, rung = _row_bucket(rows), _rung(positions)
-        known = self._drafted.get((bucket, rung))
-        if known is not None and self._steps - known.step < _KEPT:
-            return known.seconds
-        plain = self._plain[bucket].seconds
-        guess = plain * (1 + (positions - rows) / (rows + _GUESSED_ROWS))
-        for other in reversed(LADDER[: LADDER.index(rung)]):
-            fewer = self._drafted.get((bucket, other))
-            if other > rows and fewer is not None and self._steps - fewer.step < _KEPT:
-                # As many more cost as these did, but for what may be noise.
-                each = max(0.0, fewer.seconds - _NOISE * plain) / (other - rows)
-                return max(guess, fewer.seconds, plain + each * (positions - rows))
-        return guess
+    def known(self, rows: int, positions: int) -> float | None:
+        """Of a step of so many requests that samples so many positions; None: not measured, or too long ago."""
+        mean = self._drafted.get((_row_bucket(rows), _rung(positions)))
+        fresh = mean is not None and mean.count >= _TWICE and self._steps - mean.step < _KEPT
+        return mean.seconds if mean is not None and fresh else None
+
+    def curve(self, rows: int, most: int) -> list[tuple[int, float, bool]]:
+        """What steps of so many requests take that sample up to so many positions; :meth:`plain` must be known.
+
+        Returns:
+            For each rung, ascending: its positions, what such a step takes, or at least takes as more positions take no less
+            time, and whether that is known.
+        """
+        seconds = self._plain[_row_bucket(rows)].seconds
+        found = []
+        for rung in LADDER:
+            if rung > rows:
+                known = self.known(rows, rung)
+                seconds = seconds if known is None else max(seconds, known)
+                found.append((rung, seconds if known is None else known, known is not None))
+                if rung >= most:
+                    break
+        return found
 
     def stale(self, rows: int, steps: int) -> bool:
         """Whether no step of so many requests without drafts was measured among the last so many steps."""

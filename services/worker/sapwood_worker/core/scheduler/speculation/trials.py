@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from sapwood_worker.core.scheduler.request_drafts import learned
+from collections.abc import Sequence
+
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.request_drafts import RequestDrafts, learned
 
 _FIRST_RATE = 0.7
-_WEIGHT = 0.1
+_WEIGHT = 0.05
+_HOPE = 0.15
+"""Rate below which trials become rarer."""
 _SOON, _LATE = 32, 2048
-"""Steps without drafts after which one is tried: the first time, and at the latest; each in vain doubles them."""
+"""Steps without drafts, and tokens of a request, after which one is tried: at first, and at the latest; each in vain doubles them
+where there is little hope."""
 
 
 class Trials:
@@ -15,12 +21,11 @@ class Trials:
 
     Attributes:
         rate: How often any request's drafted token was right of late: what a new request begins with.
-        turn: Grows from trial to trial.
     """
 
     def __init__(self) -> None:
         self.rate = _FIRST_RATE
-        self.turn = 0
+        self._turn = 0
         self._patience = _SOON
         self._steps = 0
 
@@ -29,15 +34,28 @@ class Trials:
         self._steps += 1
         return self._steps > self._patience
 
-    def began(self) -> None:
-        """A trial is made; it is in vain unless :meth:`drafted` says otherwise."""
-        self.turn += 1
-        self._steps = 0
-        self._patience = min(2 * self._patience, _LATE)
+    def choose(self, requests: Sequence[Request]) -> Request | None:
+        """The request to try: those in turn that were not tried in vain a short while ago. O(requests)."""
+        count = len(requests)
+        for each in (requests[(self._turn + place) % count] for place in range(count)):
+            if each.drafts is None or len(each.token_ids) >= each.drafts.tried_again:
+                return each
+        return None
 
-    def drafted(self, right: int, *, wrong: bool) -> None:
-        """A draft was checked: how many tokens were right before one, if any, was not."""
+    def began(self, request: Request) -> None:
+        """A request is tried; it is in vain unless :meth:`drafted` says otherwise."""
+        self._turn += 1
+        self._steps = 0
+        self._patience = min(2 * self._patience, _LATE) if self.rate < _HOPE else _SOON
+        if (drafts := request.drafts) is not None:
+            drafts.patience = min(2 * drafts.patience, _LATE) if drafts.rate < _HOPE else 0
+            drafts.patience = drafts.patience or _SOON
+            drafts.tried_again = len(request.token_ids) + drafts.patience
+
+    def drafted(self, drafts: RequestDrafts, right: int, *, wrong: bool) -> None:
+        """A request's draft was checked: how many tokens were right before one, if any, was not."""
         self._steps = 0
         self.rate = learned(self.rate, right, int(wrong), _WEIGHT)
         if right:
             self._patience = _SOON
+            drafts.patience = drafts.tried_again = 0

@@ -1,0 +1,143 @@
+"""Drafts never cost more than a small share of the time and bring what is to be had: on a virtual clock, whatever steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sapwood_testing.drafts.virtual_worker import VirtualWorker
+from sapwood_worker.core.scheduler.speculation.planner import Planner
+
+WARM_UP, STEPS = 1000, 2500
+FEW, MANY = settings(max_examples=4, derandomize=True), settings(max_examples=40, derandomize=True)
+
+few_rows, rows_of = st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256])
+chances = st.sampled_from([0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Callable[[int], Callable[[int], float]]:
+    """Seconds of a step by its positions, for so many rows: a step without drafts takes 1, more positions no less."""
+    first = draw(st.sampled_from([0.0, 0.05, 0.2, 0.5]))
+    slope = draw(st.sampled_from([0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]))
+    jump, at = draw(st.sampled_from([0.0, 0.2, 0.6])), draw(st.sampled_from([4, 8, 16, 32]))
+
+    def of(rows: int) -> Callable[[int], float]:
+        return lambda count: 1 + (first + slope * (count - rows) + jump * (count > at + rows)) * (count > rows)
+
+    return of
+
+
+settings_of = st.fixed_dictionaries(
+    {
+        "depth": st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3]),
+        "switch": st.sampled_from([0.0, 0.1, 0.3]),
+        "noise": st.sampled_from([0.0, 0.05, 0.1]),
+        "seed": st.integers(0, 10_000),
+    }
+)
+
+
+def check_loss(rows: int, right: Callable[[int, int], float], cost: Any, **given_: Any) -> VirtualWorker:
+    worker = VirtualWorker(rows, right, cost(rows), positions=max(64, 2 * rows), **given_)
+    worker.run(WARM_UP)
+    rate = worker.run(STEPS)
+    # A step of chance more or less: noise is in both, but only the one with drafts is measured here.
+    assert rate >= (0.99 - 0.05 * given_["noise"]) * worker.off()
+    return worker
+
+
+def check_best(rows: int, right: float, cost: Any, **given_: Any) -> None:
+    worker = VirtualWorker(rows, lambda row, place: right, cost(rows), positions=max(64, 2 * rows), **given_)
+    worker.run(2 * WARM_UP)
+    assert worker.run(STEPS) >= 0.95 * worker.best(right)
+
+
+@FEW
+@given(few_rows, chances, costs(), settings_of)
+def test_tokens_a_second_are_at_least_99_of_100_without_drafts(
+    rows: int, right: float, cost: Any, given_: dict[str, Any]
+) -> None:
+    check_loss(rows, lambda row, place: right, cost, **given_)
+
+
+@FEW
+@given(few_rows, chances, costs(), settings_of)
+def test_they_are_within_5_of_100_of_the_best_fixed_length(
+    rows: int, right: float, cost: Any, given_: dict[str, Any]
+) -> None:
+    check_best(rows, right, cost, **given_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@MANY
+@given(rows_of, chances, costs(), settings_of)
+def test_at_any_concurrency_they_are_at_least_99_of_100(
+    rows: int, right: float, cost: Any, given_: dict[str, Any]
+) -> None:
+    check_loss(rows, lambda row, place: right, cost, **given_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@MANY
+@given(rows_of, st.sampled_from([3, 10, 60]), st.sampled_from([3, 60, 200]), costs(), settings_of)
+def test_they_are_where_texts_can_be_foreseen_in_places(
+    rows: int, runs: int, gaps: int, cost: Any, given_: dict[str, Any]
+) -> None:
+    check_loss(rows, lambda row, place: float((place + 7 * row) % (runs + gaps) < runs), cost, **given_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@MANY
+@given(st.sampled_from([2, 4, 16]), st.lists(chances, min_size=16, max_size=16), costs(), settings_of)
+def test_they_are_where_requests_differ(rows: int, right: list[float], cost: Any, given_: dict[str, Any]) -> None:
+    check_loss(rows, lambda row, place: right[row], cost, **given_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@MANY
+@given(rows_of, chances, costs(), settings_of)
+def test_at_any_concurrency_they_are_within_5_of_100_of_the_best(
+    rows: int, right: float, cost: Any, given_: dict[str, Any]
+) -> None:
+    check_best(rows, right, cost, **given_)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_looking_in_vain_takes_no_more_than_its_share(rows: int) -> None:
+    worker = VirtualWorker(rows, lambda row, place: 0.3, lambda count: 1.0 + (count > rows), look=0.2 / rows)
+    worker.run(WARM_UP)
+    assert 0.99 * worker.off() <= worker.run(STEPS) < worker.off()
+
+
+def test_what_becomes_right_is_found_and_what_becomes_wrong_is_left(rows: int = 2) -> None:
+    right = [0.0]
+    worker = VirtualWorker(rows, lambda row, place: right[0], lambda count: 1 + 0.05 * (count - rows), depth=0.05)
+    worker.run(3000)
+    right[0] = 0.9
+    worker.run(3000)
+    assert worker.run(500) > 1.5 * worker.off()
+    right[0] = 0.0
+    assert worker.run(3000) >= 0.98 * worker.off()
+    before = worker.drafted
+    worker.run(1000)
+    assert worker.drafted - before < 30
+
+
+def test_the_past_of_requests_is_computed_as_far_as_the_account_can_pay() -> None:
+    planner = Planner(64, 31)
+    for _ in range(10):
+        planner.took(1, 1, 0, 1.0)
+    assert planner.affords(60) and planner.affords(300) and not planner.affords(3000)
+    planner.filled(1, 2, 0.1, 0)
+    for _ in range(8):
+        planner.filled(1, 2, 0.6, 500)  # a thousandth of a step for each
+    assert planner.affords(3000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 1024,
     "hidden_act": "silu",
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
@@ -88,23 +88,26 @@ def random_tensors() -> dict[str, Tensor]:
 class PlainHead:
     """The head in plain torch, without a cache: all of a text at once."""
 
-    def __init__(self, tensors: dict[str, Tensor], oracle: Any) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], oracle: Any, layers: Sequence[int] = (0, 2, 3), *, normed: bool = False
+    ) -> None:
         self.t = tensors
         self.oracle = oracle
+        self.layers = layers
+        self.normed = normed
 
     def features(self, tokens: list[int]) -> Tensor:
         """Those of each position, by transformers' hidden states."""
         with torch.inference_mode():
             states = self.oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        return torch.cat([states[layer][0] for layer in (1, 2, 3)], -1) @ self.t["fc.weight"].T
+        return torch.cat([states[layer][0] for layer in self.layers], -1) @ self.t["fc.weight"].T
 
     def hidden(self, features: Tensor, following: list[int]) -> Tensor:
         """Its outputs at each position, given the token after each."""
         t = self.t
         embedded = self.oracle.model.embed_tokens.weight[torch.tensor(following)].detach()
-        both = torch.cat(
-            (norm(embedded, t["midlayer.input_layernorm.weight"]), norm(features, t["midlayer.hidden_norm.weight"])), -1
-        )
+        normed = norm(features, t["midlayer.hidden_norm.weight"])
+        both = torch.cat((norm(embedded, t["midlayer.input_layernorm.weight"]), normed), -1)
         count = len(following)
         q, k, v = (
             (both @ t[f"midlayer.self_attn.{name}_proj.weight"].T).view(count, -1, DIM).transpose(0, 1)
@@ -113,7 +116,7 @@ class PlainHead:
         q, k = turned(q), turned(k)
         k, v = (each.repeat_interleave(HEADS // KEYS, 0) for each in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).reshape(count, -1)
-        x = features + attended @ t["midlayer.self_attn.o_proj.weight"].T
+        x = (normed if self.normed else features) + attended @ t["midlayer.self_attn.o_proj.weight"].T
         y = norm(x, t["midlayer.post_attention_layernorm.weight"])
         gate = F.silu(y @ t["midlayer.mlp.gate_proj.weight"].T) * (y @ t["midlayer.mlp.up_proj.weight"].T)
         return x + gate @ t["midlayer.mlp.down_proj.weight"].T
@@ -201,15 +204,40 @@ def store() -> GrammarStore:
     return GrammarStore(VOCABULARY, VOCAB, (0,))
 
 
-@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 16])
-def test_what_it_says_is_what_a_plain_computation_says(tiny_model: Any, tmp_path: Path, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "taken", "changes"),
+    [
+        pytest.param(1, (0, 2, 3), {}, marks=pytest.mark.slow, id="page-1"),
+        pytest.param(16, (0, 2, 3), {}, id="ids-of-inputs"),
+        pytest.param(
+            16,
+            (2, 3),
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "norm_before_residual": True},
+            id="ids-of-outputs-as-SpecForge-writes-them",
+        ),
+        pytest.param(
+            16,
+            (0, 2, 3),
+            {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [3, 0, 2]},
+            id="ids-as-vLLM-reads-them",
+        ),
+    ],
+)
+def test_what_it_says_is_what_a_plain_computation_says(
+    tiny_model: Any, tmp_path: Path, page_size: int, taken: tuple[int, ...], changes: dict[str, Any]
+) -> None:
     tiny, tensors = tiny_model("llama"), random_tensors()
-    path = write(tmp_path / "head", tensors, torchs_own=page_size == 1)
+    tensors["fc.weight"] = tensors["fc.weight"][:, : len(taken) * WIDTH].contiguous()
+    path = write(tmp_path / "head", tensors, torchs_own=page_size == 1, **changes)
     sized = options(tiny.path, page_size=page_size, num_pages=128 * 16 // page_size)
     runner = build_headed_runner(sized, path)
     scheduler = scheduler_of(runner)
     speculation: Any = scheduler._speculation
-    plain, fill, seen = PlainHead(tensors, tiny.oracle), speculation._drafter.fill, []
+    plain, fill, seen = (
+        PlainHead(tensors, tiny.oracle, taken, normed="norm_before_residual" in changes),
+        speculation._drafter.fill,
+        [],
+    )
 
     def compared(decodes: Any, drafts: Any) -> Any:
         found = fill(decodes, drafts)
@@ -280,6 +308,7 @@ def _reshaped(name: str) -> Callable[[dict[str, Tensor]], None]:
         (lambda tensors: tensors["d2t"].fill_(90), {}, "d2t names tokens that the model does not have"),
         (lambda tensors: None, {"vocab_size": 98}, "98 tokens, this model's 97"),
         (lambda tensors: None, {"eagle_config": None}, r"the layers \[2, 2, 1\] are"),
+        (lambda tensors: None, {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [2, 5]}, "the model has 4"),
         (lambda tensors: None, {"hidden_size": 32, "head_dim": 16}, "not as wide as the model"),
     ],
 )

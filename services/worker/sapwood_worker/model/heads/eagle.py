@@ -49,6 +49,7 @@ class EagleHead(Head):
         embed: int64 [T] -> [T, hidden_size].
         width: The model's hidden size.
         taken: The layers of the model of whose inputs it takes its features.
+        normed: Whether features are normed before they are added to what attention gives.
         context: Where and how it is built.
     """
 
@@ -59,9 +60,11 @@ class EagleHead(Head):
         embed: Callable[[Tensor], Tensor],
         width: int,
         taken: tuple[int, ...],
+        normed: bool,
         context: LayerContext,
     ) -> None:
         super().__init__(config, taken)
+        self._normed = normed
         self._vocabulary = vocabulary
         self._embed = embed
         size, inside = config.hidden_size, context.inside("midlayer")
@@ -101,8 +104,10 @@ class EagleHead(Head):
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         features = self.store.index_select(0, plan.destination(self._constants).slots)
-        both = torch.cat((self.norm_token(self._embed(token_ids)), self.norm_features(features)), -1)
-        hidden: Tensor = self.attention(both, None, self.rotary(positions), plan, features)
+        normed = self.norm_features(features)
+        both = torch.cat((self.norm_token(self._embed(token_ids)), normed), -1)
+        residual = normed if self._normed else features
+        hidden: Tensor = self.attention(both, None, self.rotary(positions), plan, residual)
         self.mlp(hidden, self.norm_mlp, hidden)
         return hidden
 
@@ -154,7 +159,8 @@ def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: Devic
         raise ConfigError(f"{path}: tensor embed_tokens.weight is missing: it is not as wide as the model")
     context = LayerContext(dtype, ops, LinearMethods("none", dtype, ops), Parallel())
     taken = _taken(raw, model.config.num_layers, folder)
-    head = EagleHead(config, vocabulary.to(ops.device), embed, model.config.hidden_size, taken, context)
+    normed, width = raw.get("norm_before_residual") is True, model.config.hidden_size
+    head = EagleHead(config, vocabulary.to(ops.device), embed, width, taken, normed, context)
     _fill(head, tensors, path)
     with torch.inference_mode():
         head.prepare()
@@ -162,13 +168,24 @@ def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: Devic
 
 
 def _taken(raw: Mapping[str, object], layers: int, folder: Path) -> tuple[int, ...]:
-    """The layers of whose inputs the features are made: the configuration's, or an early, a middle and a late one."""
-    own = raw.get("eagle_config")
-    given = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
-    found = tuple(sorted(given)) if isinstance(given, list) else (2, layers // 2, layers - 3)
-    if len(set(found)) != 3 or not all(isinstance(each, int) and 0 <= each < layers for each in found):
-        raise ConfigError(f"{folder}: features of the layers {list(found)} are asked for; the model has {layers}")
-    return found
+    """The layers of whose inputs the features are made, the number of layers for what the last one gives: the configuration's, or
+    an early, a middle and a late one.
+
+    Heads are published with either of two conventions, in ``eagle_config`` or beside it. As vLLM reads them ids are those of
+    inputs; as SGLang and SpecForge write them, of outputs, the first that of layer 1. SGLang tells them apart by the first
+    (sgl-project/sglang#25454): nobody takes the input of layer 1.
+    """
+    key, own = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config")
+    given = own.get(key) if isinstance(own, dict) else None
+    given = raw.get(key) if given is None else given
+    if given is None:
+        given = [2, layers // 2, layers - 3]
+    numbers = isinstance(given, list) and given and all(type(each) is int for each in given)
+    found = sorted(given) if isinstance(given, list) and numbers else []
+    found = [each + 1 for each in found] if found and found[0] == 1 else found
+    if not found or len(set(found)) != len(found) or not 0 <= found[0] <= found[-1] <= layers:
+        raise ConfigError(f"{folder}: features of the layers {given} are asked for; the model has {layers}")
+    return tuple(found)
 
 
 def _read(folder: Path) -> tuple[Path, dict[str, Tensor]]:

@@ -13,7 +13,10 @@ from sapwood_testing.drafts.virtual_worker import VirtualWorker
 from sapwood_worker.core.scheduler.speculation.planner import Planner
 
 WARM_UP, STEPS = 1000, 2500
-FEW, MANY = settings(max_examples=4, derandomize=True), settings(max_examples=20, derandomize=True, phases=[Phase.generate])
+FEW, MANY = (
+    settings(max_examples=4, derandomize=True),
+    settings(max_examples=20, derandomize=True, phases=[Phase.generate]),
+)
 
 few_rows, rows_of = st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256])
 chances = st.sampled_from([0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])

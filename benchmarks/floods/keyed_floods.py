@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from floods.flood import KEY, Flood
-from floods.wire import GENERATE, GREETING, call_block, call_headers, streams
+from floods.wire import GENERATE, GREETING, call, call_block, call_headers, streams
+from h2.settings import SettingCodes
 
-from sapwood.v1 import router_pb2
+from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common.http2.wire import frames
 
 _MOST = 16 * 1024 * 1024 - 1024
@@ -46,6 +47,16 @@ def _calls(request: bytes) -> Callable[[int], Iterator[bytes]]:
             yield b"".join((call_headers(stream, block), *data, frames.frame(frames.DATA, frames.END_STREAM, stream)))
 
     return chunks
+
+
+def _unread_streams(_: int) -> Iterator[bytes]:
+    """Long answers over windows of zero."""
+    sampling = common_pb2.SamplingParams(max_tokens=2000, ignore_eos=True)
+    request = router_pb2.RouterGenerateRequest(text="a", sampling=sampling).SerializeToString()
+    block = call_block(GENERATE, ("authorization", f"Bearer {KEY.decode()}"))
+    yield frames.PREFACE + frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)])
+    for stream in streams():
+        yield call(stream, block, request)
 
 
 def _with_stops() -> bytes:
@@ -90,6 +101,15 @@ KEYED_FLOODS = (
         keyed=True,
         reads=False,
     ),
+    Flood(
+        "streams unread",
+        "http",
+        _bodies(b'{"model": "mock", "max_tokens": 2000, "stream": true, "prompt": "a"}'),
+        keyed=True,
+        reads=False,
+        times=30,
+    ),
+    Flood("streams over windows of zero", "grpc", _unread_streams, keyed=True),
     Flood("gzip bombs with a key", "grpc", _calls(bytes(_MOST)), keyed=True),
     Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops()), keyed=True),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -192,7 +193,7 @@ class Session:
         self._engine.running += 1
         self._open.add(stream_id)
         # A token is four characters of the text, so both edges see the same blocks.
-        prompt = b"".join(token.to_bytes(4, "little") for token in asked.token_ids)
+        prompt = array("I", asked.token_ids[:]).tobytes()
         delay, held = self._engine.prefill(prompt, asked.sampling.max_tokens)
         cached, first = held * BLOCK // CHARACTERS_A_TOKEN, True
 
@@ -266,7 +267,7 @@ class MockWorker(worker_pb2_grpc.WorkerServicer):
     async def Generate(  # noqa: N802
         self, request: worker_pb2.WorkerGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
-        prompt = b"".join(token.to_bytes(4, "little") for token in request.token_ids)
+        prompt = array("I", request.token_ids[:]).tobytes()
         delay, _ = self._engine.prefill(prompt, request.sampling.max_tokens)
         ready: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
 

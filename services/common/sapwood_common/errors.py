@@ -61,3 +61,14 @@ class InternalError(SapwoodError):
 
 class ConfigError(Exception):
     """A service cannot start as configured. The message names the flag or file."""
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Frees what the frames hold through which an error, and what it was made of, came: where one of them refers to the error, as
+    the frame of a future's awaiter does, they would keep a request of many megabytes until the collector comes.
+    """
+    seen: set[int] = set()  # each may be made of the other
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

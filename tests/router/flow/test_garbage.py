@@ -87,3 +87,26 @@ async def test_one_that_is_refused(make_cluster, no_collector, wait_until) -> No
         assert statuses == [200, 200, *[429] * 6]
         await cluster.idle()
         await wait_until(lambda: not kept())
+
+
+async def test_one_that_waits_for_the_tokenizer_and_is_refused(cluster, no_collector, wait_until, monkeypatch) -> None:
+    monkeypatch.setattr("sapwood_router.tokenizer.client.LARGE", 4)  # all texts are long
+    asked = [
+        cluster.http.post("/v1/completions", json={"prompt": "abcdef"}, headers={"x-request-id": f"{NAME}-{n}"})
+        for n in range(20)
+    ]
+    statuses = [answer.status_code for answer in await asyncio.gather(*asked)]
+    assert set(statuses) == {200, 429}
+
+    async def ask_over_grpc(number: int) -> bool:
+        request, name = router_pb2.RouterGenerateRequest(text="abcdef"), f"{NAME}-g{number}"
+        try:
+            async for _ in cluster.stub.Generate(request, metadata=(("x-request-id", name),)):
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return False
+
+    assert any(await asyncio.gather(*map(ask_over_grpc, range(20))))
+    await cluster.idle()
+    await wait_until(lambda: not kept())

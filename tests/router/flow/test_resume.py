@@ -130,6 +130,41 @@ async def test_the_next_worker_gets_prompt_tokens_so_far_the_rest_of_max_tokens_
     assert responses[-1].usage.completion_tokens == 30
 
 
+async def test_a_prompt_of_very_many_tokens_comes_whole_to_both_workers(make_cluster) -> None:
+    async with make_cluster(2) as cluster:
+        for worker in cluster.workers:
+            worker.script.tokens = countdown
+        prompt = [*range(2, 90_000), START]
+        gate = hold(cluster, 5)
+        request = router_pb2.RouterGenerateRequest()
+        request.tokens.ids.extend(prompt)
+        call = cluster.stub.Generate(request, timeout=60)
+        responses = [await call.read()]
+        first = busy(cluster)
+        await first.kill()
+        gate.set()
+        await finish(call, responses)
+        (after,) = [seen for worker in cluster.workers if worker is not first for seen in worker.calls]
+        assert list(first.calls[0].request.token_ids) == prompt
+        sent = list(after.request.token_ids)[len(prompt) :]
+        assert sent
+        assert list(after.request.token_ids) == [*prompt, *WHOLE[: len(sent)]]
+        assert tokens_of(responses) == WHOLE
+        assert responses[-1].usage.prompt_tokens == len(prompt)
+
+
+async def test_a_text_of_very_many_tokens_comes_whole_and_is_told(make_cluster) -> None:
+    async with make_cluster(1) as cluster:
+        text = "".join(chr(97 + number * number % 26) for number in range(70_000))
+        body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
+        answer = await cluster.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        (seen,) = cluster.workers[0].calls
+        sent = list(seen.request.token_ids)
+        assert sent == answer.json()["choices"][0]["prompt_token_ids"]
+        assert bytes(token - 3 for token in sent if token >= 3).decode() == text
+
+
 async def test_a_stop_string_across_the_loss_is_found(cluster) -> None:
     text = text_of(await finish(start(cluster), []))
     stop = text[20:34]

@@ -9,6 +9,7 @@ import pytest
 from sapwood.v1 import tokenizer_pb2, worker_pb2
 from sapwood_common.http2.client.duplex_call import DuplexCall
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES, Dialer
+from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.session import StreamSink, WorkerSession
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.detokenize_session import DetokenizeSession
@@ -45,6 +46,29 @@ async def test_many_large_grammars_for_one_worker_go_in_several_messages() -> No
     assert max(map(len, call.written)) < MOST
     submits = [item for message in call.written for item in worker_pb2.SessionRequest.FromString(message).submits]
     assert [item.stream_id for item in submits] == list(range(1, REQUESTS + 1))
+
+
+@pytest.mark.parametrize("count", [1, 30, 70_000])  # lengths of one, two and three bytes
+async def test_a_request_may_come_in_parts_beside_others(count: int) -> None:
+    call = WrittenCall()
+    session = WorkerSession(
+        "w", Dialer(), 200, lambda *_: None, lambda _: 1.0, lambda _: None, lambda: 1.0, time.monotonic
+    )
+    session._call = cast(DuplexCall, call)
+    tokens, sink = [7] * count, cast(StreamSink, None)
+    session.open(worker_pb2.WorkerGenerateRequest(request_id="a", token_ids=[1]), 1.0, sink)
+    whole = worker_pb2.WorkerGenerateRequest(request_id="b", tenant="t")
+    session.open(whole, 1.0, sink, [pack(tokens), pack([8, 9])])
+    session.open(worker_pb2.WorkerGenerateRequest(request_id="c", token_ids=[2]), 1.0, sink)
+    await asyncio.sleep(0)
+    submits = [item for message in call.written for item in worker_pb2.SessionRequest.FromString(message).submits]
+    assert [(item.stream_id, item.request.request_id, item.timeout_ms) for item in submits] == [
+        (1, "a", 1000),
+        (2, "b", 1000),
+        (3, "c", 1000),
+    ]
+    assert [list(item.request.token_ids) for item in submits] == [[1], [*tokens, 8, 9], [2]]
+    assert submits[1].request.tenant == "t"
 
 
 async def test_many_large_tools_for_the_detokenizer_go_in_several_messages() -> None:

@@ -187,5 +187,6 @@ async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error
     if isinstance(error, grpc.aio.AbortError):
         raise error
     told = as_told(method, error)
+    errors.forget_frames(error)
     await context.abort(*status.rpc_status(told))
     raise AssertionError("abort returned")

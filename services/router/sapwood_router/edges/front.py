@@ -12,6 +12,7 @@ from sapwood_common.errors import (
     RequestCancelledError,
     SapwoodError,
     UnavailableError,
+    forget_frames,
 )
 from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
@@ -65,9 +66,11 @@ class Endpoint:
                 self._guard.check_headers(exchange.headers)
             await self._handler(exchange)
         except RequestCancelledError as error:
+            forget_frames(error)
             if not exchange.client_left:
                 await exchange.send_error(error)
         except SapwoodError as error:
+            forget_frames(error)
             await exchange.send_error(error)
         except asyncio.CancelledError:
             if not exchange.client_left:

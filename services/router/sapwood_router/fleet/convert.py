@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -24,10 +24,16 @@ _FROM_PROTO = {
 
 
 def to_worker_request(
-    request_id: str, token_ids: list[int], sampling: SamplingParams
+    request_id: str, token_ids: Sequence[int], sampling: SamplingParams
 ) -> worker_pb2.WorkerGenerateRequest:
     """The worker's request for a prompt."""
     return worker_pb2.WorkerGenerateRequest(request_id=request_id, token_ids=token_ids, sampling=to_message(sampling))
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    """More tokens of a worker's request: a ``SessionSubmit`` that is read as one with what stands before and behind it."""
+    more = worker_pb2.SessionSubmit(request=worker_pb2.WorkerGenerateRequest(token_ids=token_ids))
+    return more.SerializeToString()
 
 
 def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from sapwood.v1 import worker_pb2
@@ -26,6 +26,8 @@ _METHOD = "/sapwood.v1.Worker/Session"
 MOST_TOKENS = 4 * 1024 * 1024
 """The most tokens of one request: at 5 bytes each they fit into a message. One too large would end the session for all."""
 _CHECK_INTERVAL = 0.1
+_SUBMITS_FIELD = worker_pb2.SessionRequest.SUBMITS_FIELD_NUMBER << 3 | 2
+"""Before its length and its bytes."""
 
 WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest
 """The message that opens a stream."""
@@ -113,8 +115,8 @@ class WorkerSession(SharedCall):
         self._silence = Silence(_CHECK_INTERVAL, clock)
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
-        self._submits: dict[int, tuple[WorkerRequest, int]] = {}
-        """Requests that are yet to be sent, each with its timeout in milliseconds; by stream id."""
+        self._submits: dict[int, tuple[WorkerRequest, int, Sequence[bytes]]] = {}
+        """Requests that are yet to be sent, each with its timeout in milliseconds and more of it; by stream id."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
         self.tickets = HeldTickets(address, self._schedule)
@@ -126,17 +128,20 @@ class WorkerSession(SharedCall):
         """Streams open."""
         return len(self._sinks)
 
-    def open(self, request: WorkerRequest, timeout: float, sink: StreamSink) -> WorkerStream:
+    def open(
+        self, request: WorkerRequest, timeout: float, sink: StreamSink, more: Sequence[bytes] = ()
+    ) -> WorkerStream:
         """Sends a request.
 
         Args:
             request: The request.
             timeout: Seconds until the worker gives it up.
             sink: Takes the answer, never before this returns.
+            more: The rest of the request, each part a ``SessionSubmit`` as bytes: to copy it into one takes too long.
         """
         stream_id = next(self._ids)
         self._sinks[stream_id] = sink
-        self._submits[stream_id] = request, max(1, min(int(timeout * 1000), 2**32 - 1))
+        self._submits[stream_id] = request, max(1, min(int(timeout * 1000), 2**32 - 1)), more
         self._schedule()
         return WorkerStream(self, stream_id)
 
@@ -264,11 +269,24 @@ class WorkerSession(SharedCall):
         budget = TOKENS_A_MESSAGE
         while self._submits and budget > 0:
             stream_id = next(iter(self._submits))
-            request, milliseconds = self._submits.pop(stream_id)
+            request, milliseconds, more = self._submits.pop(stream_id)
             if isinstance(request, worker_pb2.WorkerEmbedRequest):
                 message.submits.add(stream_id=stream_id, embed=request, timeout_ms=milliseconds)
                 budget -= sum(len(item.ids) for item in request.inputs)
             else:
+                if more:  # fields of a message may come in any number of parts
+                    submit = worker_pb2.SessionSubmit(stream_id=stream_id, request=request, timeout_ms=milliseconds)
+                    return b"".join((message.SerializeToString(), *_in_parts((submit.SerializeToString(), *more))))
                 message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
                 budget -= len(request.token_ids) + len(request.grammar.compiled) // BYTES_A_TOKEN
         return message.SerializeToString()
+
+
+def _in_parts(parts: Sequence[bytes]) -> Sequence[bytes]:
+    """``submits`` of a ``SessionRequest``, one more, in its parts."""
+    size, head = sum(map(len, parts)), bytearray((_SUBMITS_FIELD,))
+    while size > 0x7F:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    return (bytes(head), *parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -39,6 +40,7 @@ class GenerationAttempts(Attempts):
         stream: Takes the tokens, and the error if there is no way on.
         watch: Measures.
         place: The request's, if there is one for it yet.
+        pages: Its prompt, if it was looked at before.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class GenerationAttempts(Attempts):
         stream: OutputStream,
         watch: RequestWatch,
         place: Place | None,
+        pages: PromptPages | None,
     ) -> None:
         super().__init__(shared, context.request_id, context.deadline)
         self._context = context
@@ -55,7 +58,7 @@ class GenerationAttempts(Attempts):
         self._watch = watch
         self._place = place
         self._executing: Stage | None = None
-        self._prompt = _pages_of(context, context.token_ids)
+        self._prompt = pages or pages_of(context, context.token_ids)
         self._part = Part.WHOLE
         """What the worker of the latest try is asked for."""
         self._ticket: HeldTicket | None = None
@@ -150,9 +153,9 @@ class GenerationAttempts(Attempts):
     def _send(self, worker: Worker, execution: Execution) -> None:
         with self._watch.stage("build"):
             ticket = None if self._ticket is None else self._ticket.message
-            request = build(self._context, hand_off=self._part is Part.PREFILL, ticket=ticket)
+            request, more = build(self._context, hand_off=self._part is Part.PREFILL, ticket=ticket)
         with self._watch.stage("dispatch"):
-            dispatch(request, worker, self._context.deadline, execution)
+            dispatch(request, worker, self._context.deadline, execution, more)
         if self._part is Part.PREFILL:
             self._parts.begin("prefill")
         self._executing = self._watch.stage("execute")
@@ -204,7 +207,7 @@ class GenerationAttempts(Attempts):
         """What was generated is part of what the next worker gets."""
         context = self._context
         if len(context.output_ids) != self._prompt_output:
-            self._prompt = _pages_of(context, context.token_ids + context.output_ids)
+            self._prompt = pages_of(context, [*context.token_ids, *context.output_ids])
             self._prompt_output = len(context.output_ids)
 
     def _fail_with(self, error: SapwoodError) -> None:
@@ -216,5 +219,6 @@ class GenerationAttempts(Attempts):
         return self._shared.policies.of(self._context.model, decode=self._part is Part.DECODE)
 
 
-def _pages_of(context: RequestContext, token_ids: list[int]) -> PromptPages:
+def pages_of(context: RequestContext, token_ids: Sequence[int]) -> PromptPages:
+    """A prompt of the request, as policies see it."""
     return PromptPages(token_ids, context.caller.session, context.caller.cache_salt)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
+from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.delivery import Sink
 from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.embedding import Embedder
-from sapwood_router.flow.generation import GenerationAttempts
+from sapwood_router.flow.generation import GenerationAttempts, pages_of
 from sapwood_router.flow.relay.relay import Relay
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy
@@ -27,7 +29,9 @@ from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.request.context import Delta, RequestContext, Usage
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 from sapwood_router.request.session import SessionTurn
+from sapwood_router.request.token_ids import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
+from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
@@ -155,9 +159,10 @@ class Run:
 
     def _commit(self, session: SessionTurn, usage: Usage) -> None:
         context = self._context
-        told = context.output_ids[: usage.completion_tokens]
+        held = array("I", context.token_ids)
+        held.extend(context.output_ids[: usage.completion_tokens])
         session.commit(
-            [*context.token_ids, *told],
+            held,
             usage.prompt_tokens,
             usage.cached_tokens,
             context.model or "",
@@ -235,6 +240,7 @@ class Run:
             await prepare(context, tokenizer.client, pipeline.registry)
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
                 await pipeline.heavy.turn(context.caller.tenant)
+            pages = await self._look_ahead() if len(context.token_ids) > MANY else None
         if self._closed:
             raise RequestCancelledError("the client left")
         stream: OutputStream
@@ -243,10 +249,23 @@ class Run:
         else:
             stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
-        self._attempts = GenerationAttempts(pipeline, context, stream, self._watch, place)
+        self._attempts = GenerationAttempts(pipeline, context, stream, self._watch, place, pages)
         self._stream = stream
         stream.follow(self.flush)
         self._attempts.start()
+
+    async def _look_ahead(self) -> PromptPages:
+        """Hashes and packs a very long prompt, some of it at a time, before that is asked for in one piece."""
+        context, pipeline = self._context, self._pipeline
+        pages = pages_of(context, context.token_ids)
+        for page_size in pipeline.registry.page_sizes(pipeline.registry.resolve(context.model)):
+            for _ in pages.hash_steps(page_size, MANY):
+                await pipeline.heavy.turn(context.caller.tenant)
+        packed = context.packed = []
+        for piece in pieces(context.token_ids):
+            packed.append(pack(piece))
+            await pipeline.heavy.turn(context.caller.tenant)
+        return pages
 
     def _expire(self, stream: OutputStream) -> None:
         stream.fail(DeadlineExceededError("the deadline passed"))

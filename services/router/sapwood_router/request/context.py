@@ -16,6 +16,7 @@ from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output, OutputOptions
 from sapwood_router.request.session import SessionTurn
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
+from sapwood_router.request.token_ids import TokenIds
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -170,6 +171,7 @@ class RequestContext(msgspec.Struct):
         caller: Who asks.
         worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
+        packed: The same as parts of a message, ready for the first worker, where there are very many.
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
         logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
@@ -200,7 +202,8 @@ class RequestContext(msgspec.Struct):
     caller: Caller = NOBODY
     session: SessionTurn | None = None
     compiled_grammar: bytes = b""
-    token_ids: list[int] = msgspec.field(default_factory=list)
+    token_ids: TokenIds = msgspec.field(default_factory=list)
+    packed: Sequence[bytes] = ()
     worker: str = "-"
     reason: str = "-"
     output_ids: list[int] = msgspec.field(default_factory=list)

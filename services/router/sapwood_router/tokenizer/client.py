@@ -14,6 +14,7 @@ from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from sapwood_router.request.context import ChatPrompt, TextPrompt
 from sapwood_router.request.structure import CompiledGrammar
+from sapwood_router.request.token_ids import TokenIds, gather
 from sapwood_router.request.token_table import TokenTable
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
@@ -32,7 +33,7 @@ _AT_ONCE = nullcontext()
 class EncodedChat:
     """A conversation as tokens; ``reasoning_open`` says whether the output begins inside reasoning, None if unknown."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     reasoning_open: bool | None
 
 
@@ -40,7 +41,7 @@ class EncodedChat:
 class EncodedGap:
     """A prompt that asks to fill a gap; ``end_token_ids`` end the answer, beside the model's own end tokens."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     end_token_ids: tuple[int, ...]
 
 
@@ -105,7 +106,7 @@ class TokenizerClient:
         cache_salt: str = "",
         *,
         most_tokens: MostTokens | None = None,
-    ) -> Sequence[int]:
+    ) -> TokenIds:
         """The tokens of a text, special tokens added.
 
         Args:
@@ -123,7 +124,7 @@ class TokenizerClient:
         async with self._large_turn("texts", len(text), *own) if large else _AT_ONCE:
             request = tokenizer_pb2.TokenizeRequest(texts=(text,), cache_salt=cache_salt)
             (sequence,) = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
-            return sequence.ids
+            return await gather(sequence.ids)
 
     async def encode_texts(
         self,
@@ -174,7 +175,7 @@ class TokenizerClient:
             if large and most_tokens is not None:
                 request.max_tokens = most_tokens()
             answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
-            return EncodedGap(list(answer.sequences[0].ids), tuple(answer.end_token_ids))
+            return EncodedGap(await gather(answer.sequences[0].ids), tuple(answer.end_token_ids))
 
     async def encode_chat(
         self,
@@ -205,7 +206,7 @@ class TokenizerClient:
                 lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
             )
             reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
-            return EncodedChat(list(answer.tokens.ids), reasoning_open)
+            return EncodedChat(await gather(answer.tokens.ids), reasoning_open)
 
     async def info(self, request_id: str, deadline: float) -> TokenizerInfo:
         """What it says of itself. The service is asked once, and again after :meth:`forget`."""

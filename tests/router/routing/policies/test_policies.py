@@ -258,3 +258,13 @@ def test_a_worker_whose_events_stop_counts_by_what_was_sent_to_it() -> None:
     assert knowing.policy.choose(views(0, 0, 0), PROMPT).reason == "cache_miss"
     knowing.blocks.remove("w1")
     assert knowing.policy.choose(views(0, 0, 0), PROMPT).address == "w1"
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 99, 1000])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_long_prompt_is_hashed_in_steps_as_in_one(length: int, page_size: int) -> None:
+    tokens = random.Random(length).choices(range(50_000), k=length)
+    whole, stepwise = PromptPages(tokens, cache_salt="salt"), PromptPages(tokens, cache_salt="salt")
+    steps = sum(1 for _ in stepwise.hash_steps(page_size, 90))
+    assert steps == -(-length // (90 // page_size * page_size))
+    assert stepwise.hashes(page_size) == whole.hashes(page_size)

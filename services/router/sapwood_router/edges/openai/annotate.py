@@ -87,8 +87,9 @@ class Annotator:
         if index in self._echo:
             self._echo.discard(index)
             delta.output.text = await self._prompt_text(context) + delta.output.text
-            ids = [*context.token_ids, *ids]
-            logprobs = [None, *context.prompt_logprobs, *logprobs]
+            if self._writers is not None:
+                ids = [*context.token_ids, *ids]
+                logprobs = [None, *context.prompt_logprobs, *logprobs]
         if self._writers is None or not ids:
             return None
         return self._writers[index].add(ids, logprobs, await self._table(context, ids, logprobs))

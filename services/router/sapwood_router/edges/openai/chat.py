@@ -88,13 +88,13 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
             model=contexts[0].model or "",
             choices=[_choice(answer, shows_ids) for answer in answers],
             usage=usage_object([answer.finish.usage for answer in answers], len(contexts)),
-            prompt_token_ids=contexts[0].token_ids if shows_ids else msgspec.UNSET,
+            prompt_token_ids=list(contexts[0].token_ids) if shows_ids else msgspec.UNSET,
             prompt_logprobs=await annotator.prompt_logprobs(0),
         )
 
     def make_chunks() -> ChatChunks:
         fixed = (answer_id, created, contexts[0].model or "", wish)
-        return ChatTokenChunks(*fixed, contexts[0].token_ids) if shows_ids else ChatChunks(*fixed)
+        return ChatTokenChunks(*fixed, list(contexts[0].token_ids)) if shows_ids else ChatChunks(*fixed)
 
     chunks = make_chunks if stream else None
     await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, len(contexts))

@@ -80,7 +80,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         return CompletionChoice(
             *(index, answer.output.text, answer.finish.reason.value, answer.logprobs),
             token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
-            prompt_token_ids=contexts[answer.index].token_ids if shows_prompt else msgspec.UNSET,
+            prompt_token_ids=list(contexts[answer.index].token_ids) if shows_prompt else msgspec.UNSET,
             prompt_logprobs=await annotator.prompt_logprobs(answer.index),
         )
 
@@ -97,7 +97,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         fixed = (answer_id, created, contexts[0].model or "", wish)
         if not shows_tokens:
             return CompletionChunks(*fixed)
-        return TokenChunks(*fixed, [context.token_ids for context in contexts] if shows_prompt else [])
+        return TokenChunks(*fixed, [list(context.token_ids) for context in contexts] if shows_prompt else [])
 
     chunks = make_chunks if stream else None
     turn = None

@@ -96,7 +96,7 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         else:
             prompt = _prompt(request, given)
             check_prompt(prompt, CHAT_FIELDS)
-            ids = (await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids
+            ids = list((await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids)
     except SapwoodError as error:
         raise to_client_field(error, _TEXT_FIELDS if is_text else CHAT_FIELDS) from error
     shown = None

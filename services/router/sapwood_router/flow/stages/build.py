@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from sapwood.v1 import worker_pb2
-from sapwood_router.fleet.convert import to_worker_request
+from sapwood_router.fleet.convert import pack, to_worker_request
 from sapwood_router.request.caller import NOBODY
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.request_ids import unique_id
+from sapwood_router.request.token_ids import MANY, pieces
 
 
 def build(
     context: RequestContext, *, hand_off: bool = False, ticket: worker_pb2.HandoffTicket | None = None
-) -> worker_pb2.WorkerGenerateRequest:
-    """The request as the next worker takes it: the prompt and what was generated already, with what is left to generate.
+) -> tuple[worker_pb2.WorkerGenerateRequest, Sequence[bytes]]:
+    """The request as the next worker takes it: the prompt and what was generated already, with what is left to generate. And of
+    a very long prompt all tokens, as :func:`~sapwood_router.fleet.convert.pack` makes them, which the request then lacks.
 
     Args:
         context: The request; its tries are counted.
@@ -28,7 +32,12 @@ def build(
         sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
     if context.handoffs and context.prompt_logprobs:  # the first worker has told them
         sampling = replace(sampling, prompt_logprobs=None)
-    token_ids = context.token_ids + context.output_ids if done else context.token_ids
+    token_ids, more = context.token_ids, context.packed
+    if done:
+        token_ids, more = [*token_ids, *context.output_ids], ()
+    if len(token_ids) > MANY:
+        more = more or [pack(piece) for piece in pieces(token_ids)]
+        token_ids, context.packed = [], ()
     context.attempts += 1
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
     request = to_worker_request(request_id, token_ids, sampling)
@@ -43,4 +52,4 @@ def build(
         request.hand_off = True
     if ticket is not None:
         request.ticket.CopyFrom(ticket)
-    return request
+    return request, more

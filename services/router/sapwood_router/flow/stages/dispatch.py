@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.telemetry.logs import traceparent_var
@@ -11,8 +12,10 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.stages.execution import Execution
 
 
-def dispatch(request: WorkerRequest, worker: Worker, deadline: float, execution: Execution) -> None:
-    """Sends a request over the worker's session; ``execution`` takes the answer.
+def dispatch(
+    request: WorkerRequest, worker: Worker, deadline: float, execution: Execution, more: Sequence[bytes] = ()
+) -> None:
+    """Sends a request, with ``more`` of it, over the worker's session; ``execution`` takes the answer.
 
     Raises:
         UnavailableError: The session has ended.
@@ -25,4 +28,4 @@ def dispatch(request: WorkerRequest, worker: Worker, deadline: float, execution:
         raise UnavailableError(f"worker {worker.address} is not connected", retry_after=1.0)
     if (traceparent := traceparent_var.get()) is not None:
         request.traceparent = traceparent
-    execution.begin(worker.session.open(request, timeout, execution))
+    execution.begin(worker.session.open(request, timeout, execution, more))

@@ -13,6 +13,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
+from sapwood_router.request.token_ids import MANY, TokenIds, pieces
 from sapwood_router.request.validation import (
     check_bad_words,
     check_prompt,
@@ -25,9 +26,6 @@ from sapwood_router.request.validation import (
 )
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
-
-_MANY = 65_536
-"""Token ids that are looked at in one piece, which takes a millisecond or two."""
 
 
 async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry) -> None:
@@ -42,7 +40,7 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         InvalidArgumentError: A field is malformed or out of range.
         SapwoodError: As the tokenizer service answers.
     """
-    if isinstance(context.prompt, TokenPrompt) and len(context.prompt.token_ids) > _MANY:
+    if isinstance(context.prompt, TokenPrompt) and len(context.prompt.token_ids) > MANY:
         await _check_many(context.prompt.token_ids, context, registry)
     else:
         check_prompt(context.prompt, context.fields)
@@ -94,8 +92,8 @@ async def _check_many(token_ids: Sequence[int], context: RequestContext, registr
         raise InvalidArgumentError(
             f"the prompt has {len(token_ids)} tokens, the context holds {most()}", field=context.fields.prompt
         )
-    for at in range(0, len(token_ids), _MANY):
-        check_token_ids(token_ids[at : at + _MANY], context.fields.prompt)
+    for piece in pieces(token_ids):
+        check_token_ids(piece, context.fields.prompt)
         await asyncio.sleep(0)
 
 
@@ -104,16 +102,16 @@ def _most_tokens(context: RequestContext, registry: Registry) -> Callable[[], in
     return None if context.truncation else lambda: registry.context_length(registry.resolve(context.model))
 
 
-def _cut(token_ids: Sequence[int], context: RequestContext, registry: Registry) -> list[int]:
+def _cut(token_ids: TokenIds, context: RequestContext, registry: Registry) -> TokenIds:
     """What is left of a prompt."""
     truncation = context.truncation
     if truncation is None:
-        return token_ids if isinstance(token_ids, list) else list(token_ids)
+        return token_ids
     most = truncation.tokens
     if most < 0:
         length, wanted = registry.context_length(registry.resolve(context.model)), context.sampling.max_tokens
         most = max(1, length - (wanted if wanted < length else 1))
-    return list(token_ids[:most] if truncation.keep_first else token_ids[-most:])
+    return token_ids[:most] if truncation.keep_first else token_ids[-most:]
 
 
 async def _bad_words(context: RequestContext, tokenizer: TokenizerClient) -> tuple[tuple[int, ...], ...]:

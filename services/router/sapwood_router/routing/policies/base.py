@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -32,6 +32,18 @@ class PromptPages:
         if found is None:
             found = self._hashes[page_size] = hash_pages(self.token_ids, page_size, salt=self._namespace)
         return found
+
+    def hash_steps(self, page_size: int, tokens: int) -> Iterator[None]:
+        """Computes :meth:`hashes` of about so many tokens a step."""
+        if page_size in self._hashes:
+            return
+        hashes: list[bytes] = []
+        step = max(1, tokens // page_size) * page_size
+        for at in range(0, len(self.token_ids), step):
+            before = hashes[-1] if hashes else self._namespace
+            hashes += hash_pages(self.token_ids[at : at + step], page_size, salt=before)
+            yield
+        self._hashes[page_size] = hashes
 
     def extended(self, new_tokens: Sequence[int], page_size: int) -> list[bytes]:
         """The hashes of the full pages of the prompt followed by ``new_tokens``; hashes only what is new."""

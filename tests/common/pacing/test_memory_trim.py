@@ -19,20 +19,29 @@ class Body:
         pass
 
 
-async def test_it_trims_once_after_much_was_freed_and_not_for_little(monkeypatch) -> None:
-    monkeypatch.setattr(memory_trim, "_DELAY", 0.0)
+async def trimmed(trim: MemoryTrim) -> int:
+    while trim.is_due:
+        await asyncio.sleep(0)
+    return trim.trims
+
+
+async def test_it_trims_once_soon_after_much_was_freed(monkeypatch) -> None:
+    monkeypatch.setattr(memory_trim, "_SOON", 0.0)
     trim = MemoryTrim()
     memory, body = BodyMemory(256 * MB, trim.freed), Body()
     memory.grow(body, 100 * MB)
-    memory.shrink(body, 10 * MB)
-    assert not trim.is_due
+    memory.shrink(body, 10 * MB)  # which alone would be trimmed later
     memory.shrink(body, 30 * MB)
     memory.release(body)
     memory.release(body)
-    assert trim.is_due
-    while trim.is_due:
-        await asyncio.sleep(0)
-    assert trim.trims == 1
-    memory.grow(body, 10 * MB)
-    memory.release(body)
-    assert not trim.is_due
+    assert await trimmed(trim) == 1
+
+
+async def test_what_is_freed_after_that_goes_back_too_but_for_little(monkeypatch) -> None:
+    monkeypatch.setattr(memory_trim, "_LATER", 0.0)
+    trim = MemoryTrim()
+    memory, body = BodyMemory(256 * MB, trim.freed), Body()
+    for freed, trims in ((MB // 2, 0), (MB // 2, 1), (MB // 2, 1), (10 * MB, 2)):
+        memory.grow(body, freed)
+        memory.release(body)
+        assert await trimmed(trim) == trims

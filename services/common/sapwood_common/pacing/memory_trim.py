@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import ctypes
 
-_MUCH = 32 * 1024 * 1024
-_DELAY = 1.0
+_MUCH, _SOON = 32 * 1024 * 1024, 1.0
+"""After so many bytes were freed it trims in so many seconds,"""
+_SOME, _LATER = 1024 * 1024, 10.0
+"""and after so many in so many: what a flood leaves behind it after the last trim."""
 _M_MMAP_THRESHOLD, _MAPPED = -3, 1024 * 1024
 
 
 class MemoryTrim:
-    """Gives memory back a second after much was freed. It acts on the whole process: make one.
+    """Gives memory back a second after much was freed, and ten after some was. It acts on the whole process: make one.
 
     Attributes:
         trims: How often that was done.
@@ -26,6 +28,8 @@ class MemoryTrim:
         self.trims = 0
         self._freed = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+        """Whether the timer is that of much."""
         self._ask_libc("mallopt", _M_MMAP_THRESHOLD, _MAPPED)
 
     @property
@@ -36,11 +40,16 @@ class MemoryTrim:
     def freed(self, count: int) -> None:
         """Notes that ``count`` bytes are held no more. To be called on the event loop, for large things only."""
         self._freed += count
-        if self._freed >= _MUCH and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY, self._trim)
+        if self._freed >= _MUCH and not self._soon:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._soon = True
+            self._timer = asyncio.get_running_loop().call_later(_SOON, self._trim)
+        elif self._freed >= _SOME and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LATER, self._trim)
 
     def _trim(self) -> None:
-        self._timer = None
+        self._timer, self._soon = None, False
         self._freed = 0
         self.trims += 1
         self._ask_libc("malloc_trim", 0)

@@ -29,7 +29,7 @@ from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.request.context import Delta, RequestContext, Usage
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 from sapwood_router.request.session import SessionTurn
-from sapwood_router.request.token_ids import MANY, pieces
+from sapwood_router.request.tokens import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook

@@ -16,7 +16,7 @@ from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output, OutputOptions
 from sapwood_router.request.session import SessionTurn
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
-from sapwood_router.request.token_ids import TokenIds
+from sapwood_router.request.tokens import TokenIds
 
 
 class ToolCall(msgspec.Struct, frozen=True):

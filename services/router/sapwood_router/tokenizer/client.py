@@ -14,8 +14,7 @@ from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from sapwood_router.request.context import ChatPrompt, TextPrompt
 from sapwood_router.request.structure import CompiledGrammar
-from sapwood_router.request.token_ids import TokenIds, gather
-from sapwood_router.request.token_table import TokenTable
+from sapwood_router.request.tokens import TokenIds, TokenTable, gather
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import TokenizerReplica

@@ -12,7 +12,7 @@ from sapwood_router.edges.openai.logprobs import PromptLogprobs, TokenName, chat
 from sapwood_router.request.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output
-from sapwood_router.request.token_table import TokenTable
+from sapwood_router.request.tokens import TokenTable
 from sapwood_router.tokenizer.tokenizers import Tokenizer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sapwood_router.request.logprobs import TokenLogprobs
-from sapwood_router.request.token_table import TokenTable
+from sapwood_router.request.tokens import TokenTable
 
 
 class TokenAlternative(msgspec.Struct):

@@ -11,7 +11,7 @@ from sapwood_router.fleet.convert import pack, to_worker_request
 from sapwood_router.request.caller import NOBODY
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.token_ids import MANY, pieces
+from sapwood_router.request.tokens import MANY, pieces
 
 
 def build(

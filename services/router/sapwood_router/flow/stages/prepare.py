@@ -13,7 +13,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
-from sapwood_router.request.token_ids import MANY, TokenIds, pieces
+from sapwood_router.request.tokens import MANY, TokenIds, pieces
 from sapwood_router.request.validation import (
     check_bad_words,
     check_prompt,

@@ -1,4 +1,4 @@
-"""The tokens of a prompt: a list, or where there are very many an array, which takes 4 bytes a token; a list takes 36.
+"""Tokens. Those of a prompt are a list, or where there are very many an array, which takes 4 bytes a token; a list takes 36.
 
 What is done with each of very many tokens is done with :data:`MANY` of them at a time, which takes a millisecond or two.
 """
@@ -29,3 +29,15 @@ async def gather(token_ids: Sequence[int]) -> TokenIds:
         gathered.extend(piece)
         await asyncio.sleep(0)
     return gathered
+
+
+class TokenTable(dict[int, bytes]):
+    """What single tokens stand for, as far as the tokenizer was asked: their bytes.
+
+    Attributes:
+        special: Those of them that are special tokens, which text leaves out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.special: set[int] = set()

@@ -49,20 +49,19 @@ class SamplingBatch:
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's maximum, NaN if the row holds one, and its first index: ``max(-1)``, in two levels.
+    """Each row's maximum, NaN if the row holds one, and its first index, -1 if it is not finite: ``max(-1)``, in two levels.
 
     A maximum alone is vectorised where one with its index is not: on a CPU this is several times faster.
     """
     rows, width = logits.shape
     block = _divisor(width)
     if block == 1:
-        result = logits.max(-1)
-        return result.values, result.indices
-    blocks = logits.view(rows, width // block, block)
-    largest = blocks.amax(-1).max(-1)
-    at = largest.indices
-    within = blocks[torch.arange(rows, device=logits.device), at].argmax(-1)
-    return largest.values, at * block + within
+        largest, at = logits.max(-1)
+    else:
+        blocks = logits.view(rows, width // block, block)
+        largest, part = blocks.amax(-1).max(-1)
+        at = part * block + blocks[torch.arange(rows, device=logits.device), part].argmax(-1)
+    return largest, torch.where(largest.abs() < float("inf"), at, -1)
 
 
 def sample_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor:

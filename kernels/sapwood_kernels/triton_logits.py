@@ -36,11 +36,12 @@ def _row_max_kernel(maxima, places, largest, greedy, PARTS: tl.constexpr, BLOCK:
     broken = tl.max((parts != parts).to(tl.int32), axis=0) > 0
     place = tl.min(tl.where((parts == most) | broken, found, 2147483647), axis=0)
     tl.store(largest + row, tl.where(broken, float("nan"), most))
-    tl.store(greedy + row, place.to(tl.int64))
+    hopeless = broken | (tl.abs(most) == float("inf"))
+    tl.store(greedy + row, tl.where(hopeless, -1, place).to(tl.int64))
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's maximum, float32 [R], and its first place, int64 [R]; NaN, and any place, where the row holds a NaN.
+    """Each row's maximum, float32 [R], NaN where the row holds one, and its first place, int64 [R], -1 where it is not finite.
 
     Args:
         logits: [R, V] of any float dtype, rows contiguous.

@@ -8,6 +8,7 @@ take 190, over bfloat16 286, with FlashInfer's kernels for float8 295. It needs 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,17 +39,21 @@ class SplitDecodeAttention:
         self._variant = variant
         self._fixed = batch is not None
         self._ops = ops
-        self._indptr = torch.zeros((batch or 0) + 1, dtype=torch.int32, device=ops.device)
-        self._lengths = torch.ones(batch or 0, dtype=torch.int32, device=ops.device)
+        self._numbers = torch.zeros(_second(batch or 0) + (batch or 0) + 1, dtype=torch.int32, device=ops.device)
+        self._lengths, self._indptr = _halves(self._numbers, batch or 0)
+        self._lengths.fill_(1)
         self._shared: SharedWork | None = None
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
-        indptr, lengths = keys.indptr.numpy(), keys.lengths(self._shape.page_size).numpy()
+        indptr = keys.indptr.numpy()
+        count = len(indptr) - 1
+        numbers = np.zeros(_second(count) + count + 1, np.int32)
+        numbers[:count] = (np.diff(indptr) - 1) * self._shape.page_size + keys.last_page_len.numpy()
+        numbers[_second(count) :] = indptr
         if self._fixed:
-            self._ops.fill(self._indptr, indptr)
-            self._ops.fill(self._lengths, lengths)
+            self._ops.fill(self._numbers, numbers)
         else:
-            self._indptr, self._lengths = self._ops.to_device(indptr), self._ops.to_device(lengths)
+            self._lengths, self._indptr = _halves(self._ops.to_device(numbers), count)
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         variant = self._variant
@@ -71,3 +76,13 @@ class SplitDecodeAttention:
             shared=self._shared,
             out=out,
         )
+
+
+def _second(count: int) -> int:
+    """Where the page indices begin behind ``count`` lengths: kernels are compiled for addresses that 16 divides."""
+    return -(-count // 4) * 4
+
+
+def _halves(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Lengths and page indices in what one copy brings to the device."""
+    return numbers[:count], numbers[_second(count) :]

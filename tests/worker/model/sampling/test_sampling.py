@@ -166,7 +166,9 @@ def test_row_max_equals_max(width):
 def test_row_max_shows_what_is_not_a_number(bad):
     logits = torch.randn(2, 4096)
     logits[1, 1234] = bad
-    assert OPS.row_max(logits)[0].isfinite().tolist() == [True, False]
+    largest, tokens = OPS.row_max(logits)
+    assert largest.isfinite().tolist() == [True, False]
+    assert tokens.tolist() == [int(logits[0].argmax()), -1]
 
 
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position():

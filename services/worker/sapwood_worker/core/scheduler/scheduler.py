@@ -216,14 +216,13 @@ class Scheduler:
         if self._paused:
             self._halt()
             return Step(self._steps)
-        nothing = Step(self._steps)
         in_flight = bool(self._in_flight)
         if self._admission.preempt(self._steps, in_flight=in_flight):
-            return nothing
+            return Step(self._steps)
         retractions = self.num_retractions
         plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight)
         if plan is None:
-            return nothing
+            return Step(self._steps)
         budget = max(1, self._config.max_step_tokens - len(plan.decodes) - len(plan.last_tokens))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
         adder = PrefillAdder(self._running, budget, self._ratio, computing)

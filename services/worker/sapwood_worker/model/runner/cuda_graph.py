@@ -53,19 +53,17 @@ class DecodeResult:
 
     Attributes:
         logits: [B, vocab_size], float32 or the model's dtype.
-        largest: float32 [B]: each row's largest logit.
-        greedy: int64 [B]: that logit's token.
+        greedy: int64 [B]: each row's likeliest token; -1 where its logits are not finite numbers.
         slots: int64 [B]: the requests' rows of the page table, as given.
     """
 
     logits: Tensor
-    largest: Tensor
     greedy: Tensor
     slots: Tensor
 
     def select(self, rows: Tensor) -> DecodeResult:
         """The results of some rows, int64 [R], as new tensors."""
-        parts = (each.index_select(0, rows) for each in (self.logits, self.largest, self.greedy, self.slots))
+        parts = (each.index_select(0, rows) for each in (self.logits, self.greedy, self.slots))
         return DecodeResult(*parts)
 
 
@@ -114,10 +112,11 @@ class DecodeGraphs:
         self._sizes = list(sizes)
         # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots where a head leaves
         # what it makes: a step copies all at once.
-        self._slots = slice(3, 3 + len(pool.counts))
-        rows = self._slots.stop + (shifted is not None)
+        tables = len(pool.counts)
+        rows = 3 + tables + (shifted is not None)
         self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
+        self._slots = self._inputs[3 : 3 + tables].unbind()
         self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
         self._shared = {} if make_shared is None else self._capture_all(sparse_ladder(self._sizes), make_shared)
         self._captured = self._capture_all(self._sizes, make)
@@ -168,7 +167,9 @@ class DecodeGraphs:
         with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
             captured.graph.replay()
         result = captured.result
-        return DecodeResult(result.logits[:count], result.largest[:count], result.greedy[:count], result.slots[:count])
+        if count == size:
+            return result
+        return DecodeResult(result.logits[:count], result.greedy[:count], result.slots[:count])
 
     def _plan(
         self,
@@ -178,7 +179,7 @@ class DecodeGraphs:
         runs: Runs | None = None,
     ) -> None:
         starts = np.arange(len(lengths) + 1)
-        every = zip(tables, self._inputs[self._slots], runs or (None,) * len(tables), strict=True)
+        every = zip(tables, self._slots, runs or (None,) * len(tables), strict=True)
         batches = [AttentionBatch(starts, lengths, pages, slots, runs=shared) for pages, slots, shared in every]
         attention.plan(self._backend.with_keys(in_tables(batches)))
 
@@ -193,12 +194,12 @@ class DecodeGraphs:
     def _capture(self, size: int, attention: StepAttention) -> _Captured:
         size_of_page = self._pool.page_size
         tables = [np.full((size, 1), slot // size_of_page, np.int32) for slot in self._scratch]
-        for slots, scratch in zip(self._inputs[self._slots], self._scratch, strict=True):
+        for slots, scratch in zip(self._slots, self._scratch, strict=True):
             slots.fill_(scratch)
         if self._shifted is not None:
             self._inputs[-1].fill_(self._scratch[0])
         self._plan(attention, np.ones(size, np.int64), tables)
-        plan = PagedPlan(self._pool, attention, attention, None, list(self._inputs[self._slots, :size]))
+        plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
         stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -217,5 +218,5 @@ class DecodeGraphs:
         if self._shifted is not None:
             self._shifted.leave(hidden, self._inputs[-1, :size])
         logits = self._model.logits(hidden)
-        largest, greedy = self._ops.row_max(logits)
-        return DecodeResult(logits, largest, greedy, self._inputs[2, :size])
+        _, greedy = self._ops.row_max(logits)
+        return DecodeResult(logits, greedy, self._inputs[2, :size])

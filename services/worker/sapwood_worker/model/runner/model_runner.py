@@ -101,6 +101,7 @@ class ModelRunner:
         self._transfer = transfer
         self._identity = identity
         self._cuts = cuts
+        self._layers = len(pool.layout.layers)
         self._shifted = shifted
         self._entries: dict[int, Entry] = {}
         # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
@@ -120,9 +121,10 @@ class ModelRunner:
             self._enter(entry)
         if not len(step.rows):
             return LaunchedStep(step, None, None, {}, self._copied, self._ops)
-        explained = np.flatnonzero(step.starts < self._plain_from[step.rows])
+        asks = step.starts < self._plain_from[step.rows]
+        explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
         at = Positions.of(step)
-        if self._graphs is not None and not len(explained):
+        if self._graphs is not None and not explained:
             # A graph waits for all layers' loaded pages, other steps layer by layer.
             loads = step.copies is not None and step.copies.load is not None
             rows = self._rows(self._graphs, step, prompts=not loads)
@@ -140,7 +142,7 @@ class ModelRunner:
         prompts: dict[int, Logprobs] = {}
         pooled: dict[int, Tensor] = {}
         ends = np.cumsum(step.counts)
-        for i in explained.tolist():
+        for i in explained:
             entry = self._entries[int(step.rows[i])]
             end = int(ends[i])
             first = end - int(step.counts[i])
@@ -187,7 +189,7 @@ class ModelRunner:
 
     def _rows(self, graphs: DecodeGraphs, step: Step, *, prompts: bool) -> DecodeRows | None:
         """The rows of a decode graph, if a step can be computed by one."""
-        size, shifted, layers = self._pool.page_size, self._shifted, len(self._pool.layout.layers)
+        size, shifted, layers = self._pool.page_size, self._shifted, self._layers
         shown = step if shifted is None else shifted.shift(step)
         rows = decode_rows(shown, size, graphs.largest, graphs.most_pages, prompts=prompts, layers=layers)
         return rows if rows is None or shifted is None else replace(rows, left=shifted.left(step))
@@ -209,7 +211,7 @@ class ModelRunner:
             return None
         if rows.last is not None:
             result = result.select(self._ops.to_device(rows.last))
-        tokens = self._sampler.sample(result.logits, step, at, (result.largest, result.greedy))
+        tokens = self._sampler.sample(result.logits, step, at, result.greedy)
         self._keep(tokens, result.slots)
         return tokens
 

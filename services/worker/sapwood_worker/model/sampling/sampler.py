@@ -29,10 +29,10 @@ def sample(logits: Tensor, batch: SamplingBatch | None, ops: DeviceOps) -> tuple
 
     Returns:
         Token ids, int64 [R], and each row's largest logit, float32 [R]. Where that is not finite the row holds a NaN, an
-        infinity or nothing to choose, and its token means nothing.
+        infinity or nothing to choose, and its token, in the vocabulary, means nothing.
     """
     largest, greedy = ops.row_max(logits)
     if batch is None:
-        return greedy, largest
+        return greedy.clamp(min=0), largest
     chosen = ops.sample_rows(logits, largest, batch)
-    return (chosen if batch.rows is None else greedy.index_copy(0, batch.rows, chosen)), largest
+    return (chosen if batch.rows is None else greedy.clamp(min=0).index_copy_(0, batch.rows, chosen)), largest

@@ -74,8 +74,8 @@ class StepInFlight:
                 masked.append(len(rows) - 1)
                 grammars.append(request.grammar)
             processed = processed or request.processed
-        self.plan = plan = Step(number, copies=copies)
         self.samples: list[bool] = []
+        entries: tuple[Entry, ...] = ()
         if chunks:
             sampling = len(decodes)
             counts = [1] * sampling
@@ -96,23 +96,23 @@ class StepInFlight:
                     masked.append(sampling)
                     grammars.append(request.grammar)
                 sampling += samples
-            plan.token_ids = np.concatenate(known_tokens)
-            plan.counts = np.array(counts, np.int64)
-            plan.samples = np.array([1] * len(decodes) + self.samples, np.int64)
-            plan.entries = tuple(_enter(request) for request, _ in chunks if request.enters)
+            computed = np.concatenate(known_tokens)
+            each = np.array(counts, np.int64)
+            sampled = np.array([1] * len(decodes) + self.samples, np.int64)
+            entries = tuple(_enter(request) for request, _ in chunks if request.enters)
         elif drafts:
-            plan.token_ids = np.array(
-                [each for token, draft in zip(tokens, drafts, strict=True) for each in (token, *draft)], np.int64
+            computed = np.array(
+                [one for token, draft in zip(tokens, drafts, strict=True) for one in (token, *draft)], np.int64
             )
-            plan.counts = plan.samples = np.array([1 + len(draft) for draft in drafts], np.int64)
-            firsts = np.cumsum(plan.counts) - plan.counts
-            masked = [int(firsts[part]) + place for part in masked for place in range(int(plan.counts[part]))]
+            each = sampled = np.array([1 + len(draft) for draft in drafts], np.int64)
+            firsts = np.cumsum(each) - each
+            masked = [int(firsts[part]) + place for part in masked for place in range(int(each[part]))]
         else:
-            plan.token_ids = np.array(tokens, np.int64)
-            plan.counts = plan.samples = np.ones(len(decodes), np.int64)
-        plan.rows = np.array(rows, np.int64)
-        plan.starts = np.array(starts, np.int64)
-        plan.pages, self.written = running.pages_of(plan.rows, plan.starts + plan.counts)
+            computed = np.array(tokens, np.int64)
+            each = sampled = np.array([1] * len(decodes), np.int64)
+        slots, begins = np.array(rows, np.int64), np.array(starts, np.int64)
+        pages, self.written = running.pages_of(slots, begins + each)
+        self.plan = plan = Step(number, slots, begins, each, sampled, computed, pages, entries, copies=copies)
         self._filled = None
         if grammars:
             assert filler is not None, "a request has a grammar, but nothing fills masks"

@@ -86,6 +86,24 @@ class IndexAgainstModel(RuleBasedStateMachine):
 TestIndexAgainstModel = IndexAgainstModel.TestCase
 
 
+@given(
+    st.fixed_dictionaries({worker: st.sets(st.sampled_from(HASHES)) for worker in WORKERS}),
+    st.lists(st.sampled_from(HASHES), unique=True),
+    st.one_of(st.none(), st.lists(st.sampled_from([*WORKERS, "unknown"]))),
+)
+def test_pages_of_one_tier_are_counted_up_to_each_workers_first_gap(held, prompt, among):
+    index = BlockIndex(1 << 20)
+    for worker, pages in held.items():
+        index.reset(worker, [(Tier.GPU, sorted(pages))])
+    lengths = {
+        worker: next((i for i, page in enumerate(prompt) if page not in pages), len(prompt))
+        for worker, pages in held.items()
+        if among is None or worker in among
+    }
+    wanted = {worker: (length, float(length)) for worker, length in lengths.items() if length}
+    assert index.overlaps(prompt, among=among) == wanted
+
+
 @given(st.lists(st.integers(0, 10_000), max_size=400), st.integers(1, 20_000))
 def test_the_budget_holds_whatever_is_stored(pages: list[int], budget: int):
     index = BlockIndex(budget)

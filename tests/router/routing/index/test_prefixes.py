@@ -98,7 +98,10 @@ def test_it_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, aske
             assert index.entries(worker) == len(model.held.get(worker, []))
     for worker in "abc":
         for tokens in (*asked, *(step[2] for step in steps if step[0] == "insert")):
-            assert index.overlap(worker, hash_pages(tokens, PAGE)) == model.overlap(worker, tokens)
+            hashes, known = hash_pages(tokens, PAGE), model.overlap(worker, tokens)
+            assert index.overlap(worker, hashes) == known
+            for beyond in range(len(hashes) + 2):
+                assert index.overlap(worker, hashes, beyond=beyond) == (known if known > beyond else 0)
 
 
 def test_memory_stays_within_the_budget_over_many_distinct_prompts() -> None:

@@ -2,11 +2,11 @@
 
 Algorithm: for each tier one dictionary from page hash to the set of workers that hold the page there, the set as the bits of
 an integer. A page's hash covers everything before it (``sapwood_common.contract.page_hash``), so a prompt's overlap with *all*
-workers is one walk along its hashes: the workers still on the prefix are the intersection of the sets so far. Pages that the
-same workers hold in the same tiers are counted as one run.
+workers is one walk along its hashes: the workers still on the prefix are the intersection of the sets so far. Where
+there is one tier, a worker is counted when it leaves; else pages that the same workers hold in the same tiers, as one run.
 
-Complexity: overlaps O(pages walked + runs x workers asked about), and the walk ends with the last of them; holders O(log pages)
-for each that is found; an event O(1) a page; forgetting a worker O(its pages).
+Complexity: overlaps O(pages walked + workers asked about), with several tiers O(pages walked + runs x workers), and the walk ends
+with the last of them; holders O(log pages) for each that is found; an event O(1) a page; forgetting a worker O(its pages).
 Bound: ``byte_budget`` bytes, kept on insert, at ENTRY_BYTES an entry and HOLDING_BYTES a worker and page. A page that does not
 fit is not taken, and counted: the index then knows of less than is there, never of more.
 """
@@ -144,15 +144,22 @@ class BlockIndex:
         for worker, store in stores.items():
             shared[store] = shared.get(store, 0) | self._bits.get(worker, 0)
         alive = -1 if among is None else reduce(or_, (self._bits.get(worker, 0) for worker in among), 0)
+        if not (host or remote):
+            found = _lengths(gpu, hashes, alive)
+            return {self._owners[bit]: (length, float(length)) for bit, length in found.items()}
+        return self._weighed(hashes, alive, shared.values())
+
+    def _weighed(self, hashes: Sequence[bytes], alive: int, stores: Collection[int]) -> dict[str, tuple[int, float]]:
+        """Does :meth:`overlaps` where pages are in several tiers."""
+        gpu, host, remote = self._holders
         found: dict[int, tuple[int, float]] = {}
         raw = run = (0, 0, 0)
         length = 0
-        tiers = bool(host or remote)
         for page in hashes:
-            sets = (gpu.get(page, 0), host.get(page, 0), remote.get(page, 0)) if tiers else (gpu.get(page, 0), 0, 0)
+            sets = gpu.get(page, 0), host.get(page, 0), remote.get(page, 0)
             if sets != raw:
                 self._count(found, alive, run, length)
-                raw, run, length = sets, (sets[0], sets[1], _shared(sets[2], shared.values())), 0
+                raw, run, length = sets, (sets[0], sets[1], _shared(sets[2], stores)), 0
                 alive &= run[0] | run[1] | run[2]
             if run == (0, 0, 0) or not alive:
                 break
@@ -207,6 +214,32 @@ class BlockIndex:
             tier = 0 if run[0] & bit else 1 if run[1] & bit else 2
             pages, weight = found.get(bit, (0, 0.0))
             found[bit] = (pages + length, weight + length * _WEIGHTS[tier])
+
+
+def _lengths(holders: Mapping[bytes, int], hashes: Sequence[bytes], alive: int) -> dict[int, int]:
+    """How many of a prompt's pages each of some workers holds from the start, by its bit; without those that lack the first."""
+    found: dict[int, int] = {}
+    length = 0
+    for page in hashes:
+        on = alive & holders.get(page, 0)
+        if on != alive:
+            if length:
+                found |= dict.fromkeys(_bits(alive ^ on), length)
+            alive = on
+            if not on:
+                return found
+        length += 1
+    return found | dict.fromkeys(_bits(alive), length) if length else found
+
+
+def _bits(workers: int) -> list[int]:
+    """The bits of a set."""
+    bits = []
+    while workers:
+        bit = workers & -workers
+        workers ^= bit
+        bits.append(bit)
+    return bits
 
 
 def _shared(holders: int, groups: Collection[int]) -> int:

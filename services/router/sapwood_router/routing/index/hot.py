@@ -63,6 +63,11 @@ class HotPrefixes:
             self._handed.insert(heir, chain)
             got[heir] += 1
 
+    @property
+    def handing(self) -> bool:
+        """Whether anything was handed over lately to anybody."""
+        return self._handed.bytes_used > 0
+
     def handed(self, worker: str, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's pages were lately handed to a worker, which need not hold them yet."""
-        return self._handed.overlap(worker, hashes, HANDED_SECONDS) if self._handed.bytes_used else 0
+        return self._handed.overlap(worker, hashes, HANDED_SECONDS)

@@ -68,21 +68,22 @@ class PrefixIndex:
         self._entries -= len(self._held.pop(worker, ()))
         self._capacity[worker] = capacity
 
-    def overlap(self, worker: str, hashes: Sequence[bytes], within: float = math.inf) -> int:
+    def overlap(self, worker: str, hashes: Sequence[bytes], within: float = math.inf, beyond: int = 0) -> int:
         """How many of a prompt's pages, from its start, a worker is believed to hold since it used them last.
 
         Args:
             worker: Its address.
             hashes: The prompt's page hashes.
             within: Only pages used in the last so many seconds count.
+            beyond: It matters only if they are more than so many: else 0, found by a look at one page.
         """
         held = self._held.get(worker)
-        if not held or not hashes:
+        if not held or len(hashes) <= beyond:
             return 0
         since = self._clock() - within
-        if held.get(hashes[0], -math.inf) <= since:  # the first page is the youngest
+        if held.get(hashes[beyond], -math.inf) <= since:  # pages are younger than those after them
             return 0
-        low, high = 1, len(hashes)
+        low, high = beyond + 1, len(hashes)
         while low < high:
             middle = (low + high + 1) // 2
             if held.get(hashes[middle - 1], -math.inf) > since:

@@ -116,22 +116,21 @@ class CacheAware:
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
         stores = {view.address: view.storage_id for view in workers if view.storage_id}
         addresses = [view.address for view in workers]
-        exact = {
-            size: self._blocks.overlaps(prompt.hashes(size), stores, addresses)
-            for size in {view.page_size for view in workers}
-        }
-        result = []
         blocks, index, hot = self._blocks, self._index, self._hot
+        chains = {size: prompt.hashes(size) for size in {view.page_size for view in workers}}
+        exact = {size: blocks.overlaps(hashes, stores, addresses) for size, hashes in chains.items()}
+        handing = hot.handing
+        result = []
         for view in workers:
             size, address = view.page_size, view.address
-            hashes = prompt.hashes(size)
-            handed = HANDED_WEIGHT * hot.handed(address, hashes)
+            hashes = chains[size]
+            handed = HANDED_WEIGHT * hot.handed(address, hashes) if handing else 0.0
             if not blocks.knows(address):
                 pages = index.overlap(address, hashes)
                 result.append(_Held(pages * size, max(pages, handed) * size))
                 continue
             pages, weight = exact[size].get(address, (0, 0.0))
-            sent = index.overlap(address, hashes, _EVENT_SECONDS)
+            sent = index.overlap(address, hashes, _EVENT_SECONDS, beyond=int(weight))  # no more would change nothing
             result.append(_Held(max(pages, sent) * size, max(weight, sent, handed) * size))
         return result
 

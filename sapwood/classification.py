@@ -11,7 +11,7 @@ from sapwood.v1 import common_pb2, router_pb2
 
 @dataclass(frozen=True, slots=True)
 class Classifications:
-    """For each input, in order, a score for each label."""
+    """A score for each label, for each input in order."""
 
     scores: tuple[tuple[float, ...], ...]
     labels: tuple[str, ...]

@@ -28,7 +28,7 @@ class RotaryPairs:
         return self.rotated == self.head_dim and not self.interleaved
 
     def partners(self) -> Tensor:
-        """For each number of a head the one that it is turned with, itself if it is not turned: int64 [D]."""
+        """The partner with which each number of a head is turned, itself if it is not turned: int64 [D]."""
         at = torch.arange(self.head_dim)
         half = self.rotated // 2
         partner = at ^ 1 if self.interleaved else torch.where(at < half, at + half, at - half)

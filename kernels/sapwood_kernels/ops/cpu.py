@@ -20,7 +20,7 @@ from sapwood_kernels.rotary_pairs import RotaryPairs
 
 
 class CpuOps(DeviceOps):
-    """In float32 what was compiled from C; the operations of ``cpu.py`` where that or the type does not serve."""
+    """float32 runs what was compiled from C; where that or the type does not serve, the operations of ``cpu.py`` run."""
 
     default_dtype: Literal["float32", "bfloat16"] = "float32"
 

@@ -289,7 +289,7 @@ class DeviceOps:
         return None
 
     def tune_experts(self, seconds: float, folder: Path) -> None:
-        """From now on :meth:`expert_sum` measures what is the fastest for experts of new sizes, where there is a choice.
+        """Has :meth:`expert_sum` measure from now on what is fastest for experts of new sizes, where there is a choice.
 
         Args:
             seconds: Longest that it may take for each kind of layer; 0: nothing is measured.
@@ -368,8 +368,8 @@ class DeviceOps:
     sample_rows = staticmethod(cpu_sampling.sample_rows)
     """A token of each row that is sampled; in a row that holds a NaN, or nothing to choose, any token. Changes nothing."""
     forbid_tokens = staticmethod(token_bitmask.apply_token_bitmask)
-    """In place; rows of the logits and the whole bitmask are contiguous."""
+    """Works in place; rows of the logits and the whole bitmask are contiguous."""
     apply_penalties = staticmethod(reference.apply_penalties)
-    """In place, on contiguous tensors; the penalties share a stride."""
+    """Works in place, on contiguous tensors; the penalties share a stride."""
     count_tokens = staticmethod(reference.count_tokens)
-    """In place, on contiguous tensors."""
+    """Works in place, on contiguous tensors."""

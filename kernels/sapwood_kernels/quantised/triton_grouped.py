@@ -16,7 +16,7 @@ from torch import Tensor
 from sapwood_kernels.quantised.grouped import GroupedWeight
 
 _WIDEN_ROWS = 1024
-"""From so many rows on the weight is widened once."""
+"""With this many rows or more the weight is widened once."""
 
 
 @triton.jit

@@ -73,5 +73,5 @@ class Record:
 
     @property
     def e2e(self) -> float:
-        """From sending to the end of the answer."""
+        """Seconds from sending to the end of the answer."""
         return self.ended - self.sent

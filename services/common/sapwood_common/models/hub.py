@@ -281,7 +281,7 @@ class _Report:
         self._total = total
 
     def add(self, count: int) -> None:
-        """So many bytes have come; negative: are dropped."""
+        """Notes that so many bytes have come; a negative number was dropped."""
         self._done += count
         if self._total:
             self._progress(self._text, max(0, min(self._done, self._total)), self._total)

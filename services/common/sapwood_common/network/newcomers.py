@@ -19,7 +19,7 @@ _NETWORK = 8
 
 
 def source(address: Any) -> str | bytes:
-    """Who counts as one: an IPv4 address, or a network of IPv6; all clients of a Unix socket are one.
+    """What counts as one address: an IPv4 address, or an IPv6 network; all clients of a Unix socket are one.
 
     Args:
         address: As ``socket.accept`` tells it.

@@ -68,7 +68,7 @@ class GrpcioCall:
             self._handler.cancel()
 
     async def end_if_given_up(self) -> None:
-        """For a handler that was cancelled: raises AbortError if :meth:`give_up` did so."""
+        """Tells a cancelled handler why: raises AbortError if :meth:`give_up` cancelled it."""
         if self._given_up is not None and not self._context.done():
             await self._context.abort(*self._given_up)
 

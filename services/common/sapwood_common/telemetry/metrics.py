@@ -35,7 +35,7 @@ class Label(Protocol):
         ...
 
     def describe(self) -> str:
-        """For the documentation."""
+        """What the documentation says of it."""
         ...
 
 
@@ -131,11 +131,11 @@ class Family(Generic[SeriesT]):
             self._series.pop(bounded, None)
 
     def describe(self) -> Iterable[Any]:
-        """For the registry: which names the metric takes."""
+        """The names that the metric takes, for the registry."""
         return (self._empty(),)
 
     def collect(self) -> Iterable[Any]:
-        """For the registry: all series as they are now."""
+        """All series as they are now, for the registry."""
         page = self._empty()
         for labels, series in tuple(self._series.items()):
             series.add_to(page, labels)

@@ -96,7 +96,7 @@ class Histogram:
         page.add_metric(labels, list(zip(names, counts, strict=True)), total)
 
     def _sort_in(self) -> None:
-        """To be called with the lock, so that nobody else takes values away."""
+        """The caller holds the lock, so that nobody else takes values away."""
         values = sorted(self._kept.popleft() for _ in range(len(self._kept)))
         begin = 0
         for number, bound in enumerate(self._bounds):

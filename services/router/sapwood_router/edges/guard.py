@@ -1,4 +1,4 @@
-"""Who may call what: API keys on the public port, and operators' methods on their own."""
+"""Decides who may call what: API keys on the public port, and operators' methods on a port of their own."""
 
 from __future__ import annotations
 

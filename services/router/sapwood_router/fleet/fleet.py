@@ -68,7 +68,7 @@ class Fleet:
         self.name(_REGISTERED + address, [address])
 
     def drain(self, address: str, draining: bool) -> int:
-        """From now on the worker gets nothing new, or gets requests again; what runs on it finishes.
+        """Stops giving the worker new requests, or begins again; what runs on it finishes.
 
         Returns how many requests run on it.
 

@@ -98,7 +98,7 @@ class Worker:
         self.prompted = SlidingCount(RATE_SECONDS, clock)
         """Prompt tokens that it was given lately to prefill."""
         self.step_seconds = 0.0
-        """For how long it has been at its current step, as last reported."""
+        """Seconds that it has been at its current step, as last reported."""
         self.loop_lag = 0.0
         """Seconds by which its event loop has been late, as last reported."""
         self.load = Load()

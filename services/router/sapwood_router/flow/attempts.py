@@ -146,7 +146,7 @@ class Attempts(ABC):
         self._try(*self._choose())
 
     async def _go_on(self, error: SapwoodError) -> None:
-        """After a failure: another try, if there may be one."""
+        """Makes another try after a failure, if one is allowed."""
         failed = self._worker
         assert failed is not None
         delay = self._failover.after(error, failed.address, self._deadline)

@@ -21,7 +21,7 @@ class Timed(Protocol):
 
 
 class PairParts:
-    """At most one part is under way.
+    """Follows the parts of a request, of which at most one is under way.
 
     Args:
         stage: Makes what times and traces a part.

@@ -127,5 +127,5 @@ def _prompt(context: RequestContext) -> str:
 
 
 def _json(value: Any) -> str:
-    """On one line, whatever it holds."""
+    """The text on one line, whatever it holds."""
     return msgspec.json.encode(value).decode()

@@ -20,7 +20,7 @@ _Waiters = deque[asyncio.Future[None]]
 
 
 class LargeTexts:
-    """Whose turn it is."""
+    """The caller whose turn it is."""
 
     def __init__(self) -> None:
         self._taken = False

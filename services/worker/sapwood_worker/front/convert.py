@@ -1,4 +1,4 @@
-"""Between protobuf and the worker's own types; requests are validated here."""
+"""Converts between protobuf and the worker's own types; requests are validated here."""
 
 from __future__ import annotations
 

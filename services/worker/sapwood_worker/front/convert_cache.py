@@ -1,4 +1,4 @@
-"""Between protobuf and the reports on the KV cache's tiers."""
+"""Converts between protobuf and the reports on the KV cache's tiers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Between the worker's two processes: messages, sockets, start and end. Neither gRPC nor torch; knows neither side."""
+"""What passes between the worker's two processes: messages, sockets, start and end. Knows no gRPC, no torch, neither side."""

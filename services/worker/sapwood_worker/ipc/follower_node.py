@@ -129,7 +129,7 @@ class _NodeRanks:
         self._watching = asyncio.ensure_future(self._watch(begin.epoch, link, self._ranks))
 
     def loaded(self) -> None:
-        """From now on they are not silent for long."""
+        """Notes that the ranks have loaded: from now on they may not be silent for long."""
         self._limit = LOST_AFTER
 
     async def end(self) -> None:

@@ -72,7 +72,7 @@ class SchedulerProcess:
 
     @property
     def progress(self) -> ProgressView:
-        """For how long the process has been at its current step."""
+        """Seconds that the process has been at its current step."""
         return self.ranks[0].progress
 
     def start(self) -> None:

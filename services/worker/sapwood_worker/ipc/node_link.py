@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
         return Hello(config.node_rank, version("sapwood"), shared)
 
     def difference(self, other: Hello) -> str:
-        """In what another node differs, for people; empty: in nothing that matters."""
+        """How another node differs, as a text for people; empty: in nothing that matters."""
         if other.version != self.version:
             return f"it runs sapwood {other.version}, this one {self.version}"
         for name, value in self.settings.items():

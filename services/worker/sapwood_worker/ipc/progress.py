@@ -102,7 +102,7 @@ class ProgressView:
         self._memory = _map(path)
 
     def seconds(self) -> float:
-        """For how long the current step has been computed; 0 while none is."""
+        """Seconds since the current step began; 0 while there is none."""
         (began,) = _BEGAN.unpack_from(self._memory, 0)
         return time.monotonic() - began if began else 0.0
 

@@ -100,7 +100,7 @@ class Rank:
         return self.progress.pulse(), self.process.cpu_ticks()
 
     def how_it_ended(self) -> str:
-        """For people."""
+        """How the rank ended, in words for people."""
         if self.has_spoken:
             return self._words.read_text()
         code = self.process.returncode
@@ -108,7 +108,7 @@ class Rank:
 
 
 class RankSilence:
-    """For how long a rank has given no sign of life.
+    """Seconds since a rank last gave a sign of life.
 
     Args:
         rank: The rank.

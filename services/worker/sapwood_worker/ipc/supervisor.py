@@ -18,7 +18,7 @@ from sapwood_worker.records.model_info import ModelInfo
 logger = logging.getLogger(__name__)
 
 MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
-"""So many ends within so many seconds: a new start would not help."""
+"""After so many ends within so many seconds it is not started again: that would not help."""
 
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5

@@ -1,4 +1,4 @@
-"""Who is let in, by the headers of a call: before any of its messages is read, unfolded or parsed."""
+"""Decides by a call's headers whether it is let in, before any of its messages is read, decompressed or parsed."""
 
 from __future__ import annotations
 

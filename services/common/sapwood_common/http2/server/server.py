@@ -33,7 +33,7 @@ _CHECKS = 4
 _CHECKED_AT_ONCE = 64
 """Connections that are checked in one turn of the event loop."""
 _MOST_CONNECTIONS, _LOOKED_AT = 16_384, 64
-"""Beyond it one of the oldest closes that has no calls, or else the new one."""
+"""If there are more, the server closes an old connection that has no calls, or else the new one."""
 _MESSAGES_HELD = 4
 """How many messages of the largest size may be in memory at a time."""
 

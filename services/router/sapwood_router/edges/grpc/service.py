@@ -70,7 +70,7 @@ class _CallClient:
         self._call = call
         self._single = len(contexts) == 1
         self._untold = contexts[0] if contexts[0].sampling.prompt_logprobs is not None else None
-        """Whose prompt's log probabilities are still to be told."""
+        """Requests whose prompt's log probabilities are still to be told."""
 
     async def drained(self) -> None:
         await self._call.drained()

@@ -98,7 +98,7 @@ def error_body(error: errors.SapwoodError) -> bytes:
 
 
 def retry_headers(error: errors.SapwoodError) -> list[tuple[bytes, bytes]]:
-    """With 429 and 503: ``Retry-After`` (whole seconds, at least 1), and what OpenAI's clients prefer to it, in milliseconds."""
+    """The headers of 429 and 503: ``Retry-After`` (whole seconds, at least 1), and milliseconds for OpenAI's clients."""
     if http_status(error) not in (429, 503):
         return []
     seconds = error.retry_after or 1.0

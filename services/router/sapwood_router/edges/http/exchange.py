@@ -151,7 +151,7 @@ class Exchange:
         return min(deadline, asyncio.get_running_loop().time() + client_timeout(self.headers))
 
     def caller(self, request: Said, given: Mapping[str, Any]) -> Caller:
-        """Who asks, as the headers say, and where they say nothing, the body.
+        """The caller, as the headers say, or the body where they say nothing.
 
         Args:
             request: The body; its ``cache_salt`` keeps what is cached for it apart within the tenant.
@@ -183,7 +183,7 @@ class Exchange:
 
     @property
     def tenant(self) -> str:
-        """Whose request it is; "" where nothing says so."""
+        """The tenant whose request it is; "" where nothing says so."""
         return caller_of(self._header, tenant_var.get()).tenant
 
     def _header(self, key: str) -> str:

@@ -16,7 +16,7 @@ Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
 
 _MOST_EXPLAINED = 1024 * 1024
-"""In bodies of up to so many bytes the parameter with bad Unicode is named."""
+"""Bytes up to which a body is searched for the parameter with bad Unicode, so that the error can name it."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 

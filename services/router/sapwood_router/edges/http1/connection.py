@@ -68,7 +68,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._breathes = False
         """Whether it filled the shared buffer and so pauses reading until its next step."""
         self._pieces = 0
-        """In which the head that is awaited has come so far."""
+        """The pieces in which the awaited head has come so far."""
         self._lingers = False
         """Whether the last answer was sent, and what still comes is dropped."""
         self._lingering = 0

@@ -112,7 +112,7 @@ class TokenChunks(CompletionChunks):
         self._prompts = dict(enumerate(prompts))
 
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
-        """Also sends tokens that come without text."""
+        """The chunk of a delta; tokens that come without text have one too."""
         if not (delta.token_ids or delta.output.text or logprobs is not NULL):
             return b""
         return self._chunk(index, self._written(index, delta), NULL, logprobs)

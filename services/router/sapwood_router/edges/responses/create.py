@@ -163,11 +163,11 @@ class _Answer:
         self._created = int(time.time())
 
     def begun(self) -> dict[str, Any]:
-        """Before its first item."""
+        """The response before its first item."""
         return self._make("in_progress", [])
 
     def ended(self, finish: Finish, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """At its end."""
+        """The response at its end."""
         usage = finish.usage
         told = {
             "input_tokens": usage.prompt_tokens,

@@ -45,7 +45,7 @@ from sapwood_router.routing.policy_book import PolicyBook
 Disaggregate = Literal["auto", "always", "never"]
 
 PROBE_SECONDS = 30.0
-"""So long after the last hand-over one is tried whatever it is believed to cost: what was measured then may no longer hold."""
+"""This long after the last hand-over one is tried whatever it is believed to cost: what was measured then may no longer hold."""
 _MOST_PREFILLING = 0.9
 _MOST_WEIGHED = 32
 """Workers of each role: a decision on a thousand would take 30 ms."""
@@ -64,7 +64,7 @@ PREFERRED: dict[Part, tuple[Role, ...]] = {
     Part.PREFILL: (Role.PREFILL,),
     Part.DECODE: (Role.DECODE, Role.BOTH, Role.PREFILL),
 }
-"""Who is asked for it, in this order; each only where nobody before can be."""
+"""The roles of workers that are asked for it; each only if no worker of an earlier one can be asked."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -142,7 +142,7 @@ class Disaggregation:
         return self._costs.of(model) if self.mode == "auto" and self._registry.has_roles(model) else None
 
     def roles_for(self, part: Part, decision: Decision | None = None) -> tuple[Role, ...]:
-        """Who is asked for a part of a request, in this order; empty: anybody."""
+        """The roles of workers that are asked for a part of a request, in this order; empty: any."""
         if self.mode == "never":
             return ()
         return decision.whole_roles if decision is not None and part is Part.WHOLE else PREFERRED[part]

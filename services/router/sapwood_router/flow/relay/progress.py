@@ -16,9 +16,9 @@ from sapwood_common.errors import InternalError
 from sapwood_router.flow.relay.asked import Asked
 
 CONTINUE_CHATS = frozenset({"sapwood", "sglang", "vllm"})
-"""Who takes ``continue_final_message``, and tells the usage so far if asked for it (``continuous_usage_stats``)."""
+"""Servers that take ``continue_final_message``, and tell the usage so far if asked for it (``continuous_usage_stats``)."""
 _SALTED = frozenset({"sapwood", "vllm"})
-"""Who takes ``cache_salt``, so that tenants share no cache."""
+"""Servers that take ``cache_salt``, so that tenants share no cache."""
 
 Chunk = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Before the stages: a place in the queue, so that what is refused costs no tokenization."""
+"""Takes a place in the queue before the stages begin, so that a refused request costs no tokenization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sapwood_router.request.context import ChatPrompt, RequestContext, TextPromp
 _USUAL_TOKENS = 256
 """Tokens that a request without max_tokens is assumed to generate, when its share is counted."""
 _MOST_TOKENS = 4096
-"""At most so many are assumed: clients set a huge max_tokens to mean "no limit", and mostly get no more than others."""
+"""No request is assumed to need more: clients set a huge max_tokens to mean "no limit", and mostly get no more than others."""
 CHARACTERS_A_TOKEN = 4
 """A rough mean, for text that is not tokenized yet."""
 

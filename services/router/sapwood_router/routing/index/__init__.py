@@ -1,1 +1,1 @@
-"""Who holds which prefix: exact, guessed, hot, or by hash. Plain data structures; know no worker but its name."""
+"""Which worker holds which prefix: exactly, by guess, hot, or by hash. Plain data, which knows workers by name only."""

@@ -77,7 +77,7 @@ class BlockIndex:
         return frozenset(held[tier] if held is not None else ())
 
     def reset(self, worker: str, snapshot: Iterable[tuple[Tier, Sequence[bytes]]] = ()) -> None:
-        """From now on the worker holds just what the snapshot says."""
+        """Replaces what the worker holds by what the snapshot says."""
         self.remove(worker)
         self._held[worker] = tuple(set() for _ in Tier)
         taken = self._owners.keys()

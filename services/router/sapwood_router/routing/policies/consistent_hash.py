@@ -25,7 +25,7 @@ class ConsistentHash(Forgetful):
         self._rng = random.Random()
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
-        """Beside its worker those that would be next, which stand in for one that cannot be asked."""
+        """Besides its own worker, the next ones on the ring, which stand in for a worker that cannot be asked."""
         if not prompt.session:
             return draw(addresses, self._rng, 4 * DRAWS)
         self._ring.set(addresses)

@@ -34,7 +34,7 @@ class OfferedTool:
 
 
 def offered_tools(text: str) -> list[OfferedTool]:
-    """From a JSON array in the form of OpenAI's ``tools``.
+    """Reads a JSON array in the form of OpenAI's ``tools``.
 
     Raises:
         InvalidArgumentError: It is not such an array, or a strict tool's schema cannot be enforced. The field is

@@ -77,7 +77,7 @@ class CallMarkers:
 
     @classmethod
     def of(cls, openers: tuple[str, ...], closers: tuple[str, ...]) -> CallMarkers:
-        """From the literals; of two openers the first begins a section of calls."""
+        """Makes markers of their literals; if there are two openers, the first begins a section of calls."""
         section = openers[0] if len(openers) > 1 else ""
         return cls(Markers(*openers), Markers(*closers), Markers(*openers, *closers), section)
 

@@ -37,7 +37,7 @@ class Tools:
 
     @classmethod
     def from_json(cls, text: str) -> Tools:
-        """From a JSON array in the form of OpenAI's ``tools``; "" is no tools.
+        """Reads a JSON array in the form of OpenAI's ``tools``; "" is no tools.
 
         Raises:
             InvalidArgumentError: It is not such an array. The field is "tools".
@@ -46,7 +46,7 @@ class Tools:
 
     @classmethod
     def from_objects(cls, tools: list[dict[str, Any]]) -> Tools:
-        """From the objects of OpenAI's ``tools``.
+        """Reads the objects of OpenAI's ``tools``.
 
         Raises:
             InvalidArgumentError: One is not in that form. The field is "tools[i]...".

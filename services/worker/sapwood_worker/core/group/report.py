@@ -36,7 +36,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         return RankReport(step, error=str(error) or type(error).__name__)
 
     def to_bytes(self) -> bytes:
-        """In msgpack."""
+        """The report in msgpack."""
         return _encoder.encode(self)
 
     @staticmethod

@@ -11,7 +11,7 @@ _NEARER = 0.01
 _MEMORY = 0.99
 """What a token leaves of what is known of which of the two was the better."""
 _CLEARLY = -1.0
-"""By how much the slow one must have been worse, in squared errors: the fast one has luck now and then."""
+"""How much worse the slow one must have been, in squared errors: now and then the fast one is merely lucky."""
 
 
 def learned(rate: float, right: int, wrong: int, weight: float) -> float:

@@ -1,4 +1,4 @@
-"""Between SGLang's messages (``sglang.grpc.scheduler``) and those of ``sapwood.v1.Worker``."""
+"""Converts between SGLang's messages (``sglang.grpc.scheduler``) and those of ``sapwood.v1.Worker``."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class DecoderModel(Layer):
         return met
 
     def expert_tokens(self) -> list[list[int]]:
-        """For each layer with experts how many tokens each of them has got so far; waits for the device."""
+        """How many tokens each expert of each layer has got so far; waits for the device."""
         counts = [each.counts for each in self.modules() if isinstance(each, Router)]
         return torch.stack(counts).tolist() if counts else []
 

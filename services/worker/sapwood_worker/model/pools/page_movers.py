@@ -36,7 +36,7 @@ class PageLoader(Protocol):
     """Copies pages to the device, layer by layer."""
 
     def load(self, copy: PageCopy) -> Iterator[int]:
-        """For each layer queues its copies on the current stream, then yields its number."""
+        """Queues each layer's copies on the current stream, then yields the layer's number."""
         ...
 
 
@@ -118,7 +118,7 @@ class StagedStorer:
 
 
 def _ids_of_groups(copy: PageCopy, pool: DevicePool) -> list[tuple[Tensor, Tensor]]:
-    """For each group of the layout the ids of the pages to copy, on the device, and of their host pages."""
+    """The ids of the pages to copy, on the device, for each group of the layout, and those of their host pages."""
     pairs = (copy.of(group) for group in range(len(pool.counts)))
     return [(page_ids(pages, pool.device), page_ids(places, pool.device)) for pages, places in pairs]
 

@@ -21,7 +21,7 @@ from sapwood_worker.model.sampling.positions import Drafts
 from sapwood_worker.records.step import IntArray
 
 _ANY, _NONE = -2, -1
-"""In place of a token id: one that equals every token, and one that equals none."""
+"""What stands in place of a token id: the first equals every token, the second none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.records.step import IntArray, Step
 
 _NO_DRAFT = -2
-"""In place of a drafted token; no token that is sampled, nor -1."""
+"""What stands in place of a drafted token; neither a sampled token nor -1 has this value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: grammar, penalties, biases, the draw, and log probabilities.
+"""Makes tokens of a step's logits: grammar, penalties, biases, the draw, and log probabilities.
 
 The order: log probabilities are taken of the logits as the model gave them; then logit processors, grammar masks, allowed
 tokens, banned sequences, penalties, biases and the ban on early ends change them in place; then temperature and the filters of

@@ -35,7 +35,7 @@ _MOST_PAGES = 4096
 _MOST_READS = 64
 _SILENCE_SECONDS = 1.0
 _READ_SECONDS = 4.0
-"""For all of a read; whoever asked waits little longer (``pulls.PATIENCE_SECONDS``)."""
+"""The most that a whole read takes; whoever asked waits little longer (``pulls.PATIENCE_SECONDS``)."""
 _YES, _NO = b"\1", b"\0"
 
 

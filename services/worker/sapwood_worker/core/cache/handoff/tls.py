@@ -22,13 +22,13 @@ class PageTls(NamedTuple):
     ca: Path
 
     def server(self) -> ssl.SSLContext:
-        """For who is asked. Raises OSError (ssl.SSLError among them): the files are missing or broken."""
+        """The context of the side that is asked. Raises OSError (ssl.SSLError among them): the files are missing or broken."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # a session that is resumed is not verified again
         return self._filled(context)
 
     def client(self) -> ssl.SSLContext:
-        """For who asks. Raises as :meth:`server`."""
+        """The context of the side that asks. Raises what :meth:`server` does."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         return self._filled(context)

@@ -104,7 +104,7 @@ class NixlAgent:
         return [each for each in moved for _ in range(size)]
 
     def are_there(self, names: Sequence[str]) -> list[bool]:
-        """For each object of an object store whether it is there.
+        """Whether each object is in the object store.
 
         Raises:
             StorageError: The store does not answer.

@@ -114,7 +114,7 @@ class RunningBatch:
         return request.planned < request.reach
 
     def draftable(self, request: Request, count: int) -> int:
-        """For how many of so many tokens after its next one a request has pages, with those that it is given for them."""
+        """How many of so many tokens after its next one a request has pages for, once it was given what there was."""
         start = request.planned + 1
         if start + count > request.capacity:
             missing = self.pages_for(start + count) - self._table.length(request.slot)

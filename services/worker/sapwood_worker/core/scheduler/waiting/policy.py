@@ -1,4 +1,4 @@
-"""In which order the waiting requests of one tenant are admitted. A policy only orders; it does not judge whether one fits.
+"""The order in which the waiting requests of one tenant are admitted. A policy only orders; it does not judge whether one fits.
 
 ``admission_order.py`` decides about tenants, priorities and starvation.
 """
@@ -28,7 +28,7 @@ class Policy(Protocol):
 
 
 class FirstComeFirstServed:
-    """By arrival. O(1)."""
+    """Orders by arrival. O(1)."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
         return requests

@@ -9,7 +9,7 @@ from sapwood_worker.core.scheduler.request import Request
 
 
 class WaitingQueue:
-    """For each priority and tenant a queue of new requests, by arrival; and the retracted requests. Adding and removing is O(1).
+    """New requests by priority and tenant, each in order of arrival, and retracted requests. Adding and removing is O(1).
 
     Args:
         limit: The most requests it takes in. A retracted request always finds room: it was let in before.

@@ -135,6 +135,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "short",
             {
                 "bytes read {{instance}}": "rate(sapwood_worker_pulled_bytes_total[$__rate_interval])",
+                "of these early {{instance}}": "rate(sapwood_worker_pulled_early_bytes_total[$__rate_interval])",
                 "stale {{instance}}": "rate(sapwood_worker_pull_stale_pages_total[$__rate_interval])",
                 "requests that computed {{instance}}": "rate(sapwood_worker_pull_fallbacks_total[$__rate_interval])",
                 "leases that ended unasked {{instance}}": "rate(sapwood_worker_handoff_expired_total[$__rate_interval])",

@@ -36,7 +36,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers() -> AsyncIterator[dict[str, Worker]]:
-    made = {"prefill": Worker("prefill"), "decode": Worker("decode"), "both": Worker("both", "--host-cache-ratio", "1")}
+    made = {
+        "prefill": Worker("prefill", "--max-step-tokens", "32"),  # prompts come in chunks
+        "decode": Worker("decode"),
+        "both": Worker("both", "--host-cache-ratio", "1"),
+    }
     async with started(*made.values()):
         yield made
 
@@ -64,6 +68,20 @@ async def test_a_prompt_is_computed_by_one_worker_and_its_pages_are_pulled_by_an
         assert tokens_of(await router.answer(prompts[0])) == expected(prompts[0])
         await prefill.reaches("handoff_tickets", lambda count: count == len(prompts) + 1)
         assert await decode.count("pulled_pages") == pulled  # it had them all
+        await prefill.reaches("handoff_pages", lambda held: held == 0)
+
+
+async def test_pages_are_pulled_while_the_rest_of_the_prompt_is_computed(workers: dict[str, Worker]) -> None:
+    prefill, decode = workers["prefill"], workers["decode"]
+    async with front([prefill, decode]) as router:
+        for number in range(20):  # on a busy machine the news may come when all is computed
+            prompt = [3 + (number * 11 + place * (place + 3)) % 120 for place in range(400)]
+            assert tokens_of(await router.answer(prompt)) == expected(prompt)
+            early = await decode.count("pulled_early_bytes")
+            if early:
+                break
+        assert 0 < early < await decode.count("pulled_bytes") and early % (PAGE * 8) == 0
+        assert router.count("resumptions") == 0
         await prefill.reaches("handoff_pages", lambda held: held == 0)
 
 

@@ -20,6 +20,7 @@ class WorkerOutput(msgspec.Struct):
         logprobs, prompt_logprobs: As asked for: one for each of the tokens; one for each of the prompt's but the first.
         cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output so far; the same.
+        announced: Pages of the prompt that another worker may read already; the ticket names them again.
         ticket: The worker is done with the prompt, and another is to go on; whoever takes this releases it.
     """
 
@@ -30,4 +31,5 @@ class WorkerOutput(msgspec.Struct):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    announced: HeldTicket | None = None
     ticket: HeldTicket | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -119,6 +120,7 @@ class WorkerSession(SharedCall):
         """Requests that are yet to be sent, each with its timeout in milliseconds and more of it; by stream id."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
+        self._announcements: deque[worker_pb2.HandoffAnnouncement] = deque()
         self.tickets = HeldTickets(address, self._schedule)
         self._problem: str | None = None
         """Why this side gave the call up; None: it did not."""
@@ -152,6 +154,12 @@ class WorkerSession(SharedCall):
         self._pauses.pop(stream_id, None)
         if self._submits.pop(stream_id, None) is None:
             self._aborts.append(stream_id)
+            self._schedule()
+
+    def announce(self, pages: worker_pb2.HandoffAnnouncement) -> None:
+        """Tells of pages that the worker may read ahead of a request. It may be lost: then they are read later."""
+        if self._stands:
+            self._announcements.append(pages)
             self._schedule()
 
     def set_paused(self, stream_id: int, paused: bool) -> None:
@@ -221,6 +229,8 @@ class WorkerSession(SharedCall):
             parsed = worker_output_of(output.response)
             if output.response.HasField("ticket"):
                 parsed.ticket = self.tickets.hold(output.response.ticket)
+            elif output.response.HasField("announced"):
+                parsed.announced = self.tickets.hold(output.response.announced)
             if parsed.finish is not None or parsed.ticket is not None:
                 self._drop(output.stream_id)
             sink.output(parsed)
@@ -243,6 +253,7 @@ class WorkerSession(SharedCall):
         self._submits.clear()
         self._aborts.clear()
         self._pauses.clear()
+        self._announcements.clear()
         self.tickets.clear()
         kind, how = (WorkerLeftError, "is gone") if self.planned else (WorkerLostError, "was lost")
         for stream_id in tuple(self._sinks):
@@ -255,7 +266,7 @@ class WorkerSession(SharedCall):
         return sink
 
     def _next_message(self) -> bytes | None:
-        if not (self._submits or self._aborts or self._pauses or self.tickets.due):
+        if not (self._submits or self._aborts or self._pauses or self._announcements or self.tickets.due):
             return None
         message = worker_pb2.SessionRequest()
         self.tickets.put_into(message)
@@ -267,6 +278,10 @@ class WorkerSession(SharedCall):
             message.resumes.extend(stream_id for stream_id, paused in self._pauses.items() if not paused)
             self._pauses = {}
         budget = TOKENS_A_MESSAGE
+        while self._announcements and budget > 0:
+            pages = self._announcements.popleft()
+            message.announced_handoffs.append(pages)
+            budget -= len(pages.token_ids) + pages.ticket.ByteSize() // BYTES_A_TOKEN
         while self._submits and budget > 0:
             stream_id = next(iter(self._submits))
             request, milliseconds, more = self._submits.pop(stream_id)

@@ -14,6 +14,7 @@ from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Attempts, Shared
 from sapwood_router.flow.disaggregation.decision import Decision, Part
+from sapwood_router.flow.disaggregation.early_pull import EarlyPull
 from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.stages.acquire import acquire
 from sapwood_router.flow.stages.build import build
@@ -21,7 +22,7 @@ from sapwood_router.flow.stages.dispatch import dispatch
 from sapwood_router.flow.stages.execute import Generating
 from sapwood_router.flow.stages.execution import Execution
 from sapwood_router.flow.stages.reserve import reserve
-from sapwood_router.flow.stages.select import select
+from sapwood_router.flow.stages.select import choose, select
 from sapwood_router.observe.observer import RequestWatch, Stage
 from sapwood_router.request.context import FinishReason, RequestContext
 from sapwood_router.request.field_names import to_client_field
@@ -62,6 +63,7 @@ class GenerationAttempts(Attempts):
         self._part = Part.WHOLE
         """What the worker of the latest try is asked for."""
         self._ticket: HeldTicket | None = None
+        self._early: EarlyPull | None = None
         self._parts = watch.pair_parts()
         self._timing: Timing | None = None
         """Notes what it takes; None: nobody asks."""
@@ -88,6 +90,8 @@ class GenerationAttempts(Attempts):
     def close(self) -> None:
         super().close()
         self._parts.end()
+        if self._early is not None:
+            self._early.release(self._ticket)
         if self._ticket is not None:
             self._ticket.release()
 
@@ -105,7 +109,7 @@ class GenerationAttempts(Attempts):
             if self._ticket is not None and not self._ticket.good:
                 self._ticket = None
             if self._ticket is not None:
-                return self._select(Part.DECODE)
+                return self._select_early() or self._select(Part.DECODE)
             decision = self._decide()
             if decision.estimates:
                 self._watch.weighed(pair=decision.disaggregated)
@@ -114,6 +118,15 @@ class GenerationAttempts(Attempts):
                     return self._select(Part.PREFILL)
             return self._select(Part.WHOLE, decision)
 
+    def _select_early(self) -> tuple[Worker, Choice] | None:
+        """The decode worker that has read the prompt's pages while they were computed, if there is one that can go on."""
+        early, self._early = self._early, None
+        chosen = None if early is None else early.chosen(self._demand())
+        if chosen is not None:
+            self._part = Part.DECODE
+            self._context.worker, self._context.reason = chosen[1].address, chosen[1].reason
+        return chosen
+
     def _select(self, part: Part, decision: Decision | None = None) -> tuple[Worker, Choice]:
         self._part = part
         shared = self._shared
@@ -121,11 +134,14 @@ class GenerationAttempts(Attempts):
         return select(self._context, self._prompt, shared.registry, self._policy(), self._failover.refused_by, roles)
 
     def _decide(self) -> Decision:
-        context, shared = self._context, self._shared
-        model = shared.registry.resolve(context.model)
-        demand = Demand(model, len(self._prompt.token_ids), context.fields.prompt, refused_by=self._failover.refused_by)
-        left = context.sampling.max_tokens - len(context.output_ids)
-        return shared.disaggregation.decide(demand, self._prompt, left)
+        left = self._context.sampling.max_tokens - len(self._context.output_ids)
+        return self._shared.disaggregation.decide(self._demand(), self._prompt, left)
+
+    def _demand(self) -> Demand:
+        context = self._context
+        model = self._shared.registry.resolve(context.model)
+        refused_by = self._failover.refused_by
+        return Demand(model, len(self._prompt.token_ids), context.fields.prompt, refused_by=refused_by)
 
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
         lacking = len(self._prompt.token_ids) - choice.cached_tokens
@@ -140,7 +156,15 @@ class GenerationAttempts(Attempts):
         if self._timing is not None:
             self._timing.sent(worker, self._part, lacking)
         return Generating(
-            self._context, self._stream, end_tokens, lease, permit, self._tried, self._handed_off, self._answers
+            self._context,
+            self._stream,
+            end_tokens,
+            lease,
+            permit,
+            self._tried,
+            self._announced,
+            self._handed_off,
+            self._answers,
         )
 
     def _answers(self) -> None:
@@ -166,6 +190,8 @@ class GenerationAttempts(Attempts):
             self._executing.end()
         if error is not None or self._part is Part.DECODE:
             self._parts.end()
+        if error is not None and self._early is not None:
+            self._early.release()
         worker = self._worker
         if error is not None and worker is not None and worker.model is not None:
             self._policy().failed(worker.address, worker.model.page_size, self._prompt)
@@ -186,8 +212,26 @@ class GenerationAttempts(Attempts):
         self._extend_prompt()
         return True
 
+    def _announced(self, ticket: HeldTicket) -> None:
+        """Pages of the prompt can be read: a decode worker is to begin."""
+        context, shared = self._context, self._shared
+        if self._early is None:
+            assert context.model is not None, "the request was sent"
+            policy = shared.policies.of(context.model, decode=True)
+            roles = shared.disaggregation.roles_for(Part.DECODE)
+            at = "" if context.session is None else context.session.worker
+            try:
+                chosen = choose(self._demand(), self._prompt, shared.registry, policy, roles, at)
+            except (UnavailableError, InvalidArgumentError):
+                ticket.release()  # the one that comes names all pages
+                return
+            self._early = EarlyPull(*chosen)
+        self._early.announce(ticket, self._prompt, context.caller.cache_salt)
+
     def _handed_off(self, ticket: HeldTicket) -> None:
         """The prompt is computed: a decode worker is to go on."""
+        if self._early is not None:
+            self._early.release(ticket)
         if self._closed:
             ticket.release()
             return

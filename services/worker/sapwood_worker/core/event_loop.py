@@ -22,6 +22,7 @@ from sapwood_worker.core.tiering import Tiering, device_report
 from sapwood_worker.ipc.messages import (
     CACHE_FIELDS,
     Abort,
+    AnnouncePages,
     Answered,
     CacheCommand,
     CallFailed,
@@ -186,6 +187,8 @@ class EventLoop:
                 self._command(message)
             case KeepHandoffs(renewed, released):
                 self._scheduler.keep_handoffs(renewed, released)
+            case AnnouncePages(ticket, token_ids, namespace):
+                self._scheduler.announced(ticket, array("I", token_ids), namespace)
             case operation:
                 self._mailbox.send(self._operations.run(operation))
 

@@ -15,6 +15,7 @@ from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.telemetry.logs import is_valid_request_id
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
+from sapwood_worker.ipc.messages import AnnouncePages
 from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.records.load import Load
@@ -207,11 +208,28 @@ def to_handoff(request: worker_pb2.WorkerGenerateRequest, roles: Collection[Role
         raise InvalidArgumentError(f"hand_off with {count} continuations; it must be one", field="hand_off")
     if not request.HasField("ticket"):
         return Handoff(request.hand_off)
-    given = request.ticket
+    ticket = _from_ticket(request.ticket)
+    return Handoff(request.hand_off, ticket if "decode" in roles else None)
+
+
+def to_announced(announcement: worker_pb2.HandoffAnnouncement, roles: Collection[Role]) -> AnnouncePages | None:
+    """Pages that this worker may read ahead of a request; None: it was never to take any.
+
+    Raises:
+        InvalidArgumentError: The ticket is none, or as :func:`to_namespace`.
+    """
+    if "decode" not in roles:
+        return None
+    ticket = replace(_from_ticket(announcement.ticket), first_page=announcement.ticket.first_page)
+    namespace = to_namespace(announcement.cache_salt, announcement.lora_name)
+    return AnnouncePages(ticket, array("I", announcement.token_ids).tobytes(), namespace)
+
+
+def _from_ticket(given: worker_pb2.HandoffTicket) -> HandoffTicket:
     pages = len(given.page_hashes)
     if len(given.transfer_id) != _TRANSFER_ID_BYTES or len(given.places) != pages or len(given.place_epochs) != pages:
         raise InvalidArgumentError("the ticket is not one that a worker has made", field="ticket")
-    ticket = HandoffTicket(
+    return HandoffTicket(
         given.transfer_id,
         given.source,
         given.epoch,
@@ -220,7 +238,6 @@ def to_handoff(request: worker_pb2.WorkerGenerateRequest, roles: Collection[Role
         list(zip(given.places, given.place_epochs, strict=True)),
         given.lease_ms,
     )
-    return Handoff(request.hand_off, ticket if "decode" in roles else None)
 
 
 def to_role(role: worker_pb2.WorkerRole) -> Role:
@@ -269,11 +286,14 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
         response.logprobs.extend(map(_to_token_logprobs, output.logprobs))
     if output.prompt_logprobs:
         response.prompt_logprobs.extend(map(_to_token_logprobs, output.prompt_logprobs))
-    if output.ticket is not None:
+    if output.finish_reason == "handoff":
+        assert output.ticket is not None
         response.ticket.CopyFrom(_to_ticket(output.ticket))
     elif output.finish_reason is not None:
         response.finish_reason = _FINISH[output.finish_reason]
-    if output.finish_reason is not None or output.completion_tokens == len(output.token_ids):
+    elif output.ticket is not None:
+        response.announced.CopyFrom(_to_ticket(output.ticket))
+    if output.finish_reason is not None or 0 < output.completion_tokens == len(output.token_ids):
         response.usage.prompt_tokens = output.prompt_tokens
         response.usage.completion_tokens = output.completion_tokens
         response.usage.cached_tokens = output.cached_tokens
@@ -302,6 +322,7 @@ def _to_ticket(ticket: HandoffTicket) -> worker_pb2.HandoffTicket:
         places=[page for page, _ in ticket.places],
         place_epochs=[epoch for _, epoch in ticket.places],
         lease_ms=ticket.lease_ms,
+        first_page=ticket.first_page,
     )
 
 

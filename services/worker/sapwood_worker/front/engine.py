@@ -19,6 +19,7 @@ from sapwood_worker.front.kv_event_stream import KvEventStream
 from sapwood_worker.front.observer import EngineObserver
 from sapwood_worker.ipc.messages import (
     Abort,
+    AnnouncePages,
     Answered,
     CacheCommand,
     CacheVerb,
@@ -158,6 +159,10 @@ class Engine:
     def keep_handoffs(self, renewed: Iterable[bytes], released: Iterable[bytes]) -> None:
         """Begins the leases of handed-off prompts anew and ends others', by their transfer ids."""
         self._send(KeepHandoffs(list(renewed), list(released)))
+
+    def announce(self, pages: AnnouncePages) -> None:
+        """Has pages read that another worker keeps for a request which is likely to come."""
+        self._send(pages)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whose reader gets RequestCancelledError. Returns whether there was one."""

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from sapwood_common import errors
+from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import FinishReason, RequestOutput, TokenLogprobs
 
 
 class _Continuation:
     """What the reader has not taken of one continuation yet; ``last`` is its latest output, None when all is taken."""
 
-    __slots__ = ("finished", "last", "logprobs", "prompt_logprobs", "tokens")
+    __slots__ = ("finished", "last", "logprobs", "prompt_logprobs", "ticket", "tokens")
 
     def __init__(self) -> None:
         self.finished = False
@@ -23,12 +24,16 @@ class _Continuation:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.last: RequestOutput | None = None
+        self.ticket: HandoffTicket | None = None
 
     def add(self, output: RequestOutput) -> None:
         self.tokens += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.last = output
+        if output.ticket is not None:
+            before = self.ticket if output.finish_reason is None else None
+            self.ticket = output.ticket if before is None else before.joined(output.ticket)
 
     def merged(self, index: int) -> RequestOutput:
         """What was added since the last call, as one; there must be something."""
@@ -47,7 +52,7 @@ class _Continuation:
             index=index,
             drafted_tokens=last.drafted_tokens,
             accepted_tokens=last.accepted_tokens,
-            ticket=last.ticket,
+            ticket=self.ticket,
         )
         self.drop()
         return result
@@ -146,7 +151,7 @@ class Generation:
             )
             return
         continuation.add(output)
-        if output.token_ids or output.finish_reason is not None:
+        if output.token_ids or output.ticket is not None or output.finish_reason is not None:
             self._ready[index] = None
         if not self._open:
             self._end()

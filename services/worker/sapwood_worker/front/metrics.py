@@ -238,6 +238,10 @@ class WorkerMetrics:
             ),
             "pulled_pages": ("Pages pulled from workers that had handed them off.", lambda now: now.pulled_pages),
             "pulled_bytes": ("Their content, in bytes.", lambda now: now.pulled_bytes),
+            "pulled_early_bytes": (
+                "Of these, what had come while the other worker still computed the rest of the prompt.",
+                lambda now: now.pulled_early_bytes,
+            ),
             "pull_failures": ("Reads of such pages that failed: the worker was gone.", lambda now: now.pull_failures),
             "pull_stale_pages": (
                 "Pages that the worker no longer had, or that failed their check: computed instead.",

@@ -21,7 +21,7 @@ from sapwood_common.errors import (
     UnavailableError,
 )
 from sapwood_common.status import code_number, row_of
-from sapwood_worker.front.convert import to_load_report
+from sapwood_worker.front.convert import to_announced, to_load_report
 from sapwood_worker.front.engine import Engine, SchedulerLostError
 from sapwood_worker.front.session_streams import (
     ENOUGH_BYTES,
@@ -148,6 +148,9 @@ class Session:
         self._wake.set()
 
     def _take(self, request: worker_pb2.SessionRequest) -> None:
+        for announcement in request.announced_handoffs:  # first: the request for which they are read may be here, too
+            if (pages := to_announced(announcement, self._engine.roles)) is not None:
+                self._engine.announce(pages)
         for submit in request.submits:
             self._submit(submit)
         if request.renew_handoffs or request.release_handoffs:

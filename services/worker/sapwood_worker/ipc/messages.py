@@ -50,6 +50,15 @@ class KeepHandoffs(msgspec.Struct, frozen=True, tag="keep-handoffs"):
     released: list[bytes]
 
 
+class AnnouncePages(msgspec.Struct, frozen=True, tag="announce-pages"):
+    """Pages that may be read for a request that is likely to come. ``token_ids``: its prompt, native uint32; empty if an earlier
+    message of this transfer had it."""
+
+    ticket: HandoffTicket
+    token_ids: bytes
+    namespace: bytes
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """End a request, if it has not ended; it gets no further output."""
 
@@ -130,7 +139,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | KeepHandoffs | Operation | CacheCommand | Shutdown
+ToScheduler = Submit | Abort | KeepHandoffs | AnnouncePages | Operation | CacheCommand | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

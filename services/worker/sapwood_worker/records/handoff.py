@@ -18,6 +18,7 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
         page_hashes: Of the prompt's first pages, in order.
         places: The page id of each in the source's host pool, and the epoch of that page.
         lease_ms: For how long they are kept unless the lease is renewed.
+        first_page: Of the prompt's pages, the first that this names.
     """
 
     transfer_id: bytes
@@ -27,6 +28,15 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
     page_hashes: list[bytes]
     places: list[tuple[int, int]]
     lease_ms: int
+    first_page: int = 0
+
+    def joined(self, later: HandoffTicket) -> HandoffTicket:
+        """This announcement and the next one as one; ``later`` alone if it is of another transfer."""
+        if (later.transfer_id, later.first_page) != (self.transfer_id, self.first_page + len(self.places)):
+            return later
+        return msgspec.structs.replace(
+            self, page_hashes=self.page_hashes + later.page_hashes, places=self.places + later.places
+        )
 
 
 class Handoff(NamedTuple):

@@ -41,6 +41,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         handoff_pages: Pages of the second tier that leases pin now.
         pulled_pages: Pages pulled from workers that had handed them off.
         pulled_bytes: Their content, in bytes.
+        pulled_early_bytes: Of these, what had come while the other worker still computed the rest of the prompt.
         pull_failures: Reads that failed.
         pull_stale_pages: Pages that the source no longer had, or that failed their check.
         pull_fallbacks: Requests that had to compute pages for which they had a ticket.
@@ -87,3 +88,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pull_fallbacks: int = 0
     drafts: int = 0
     drafter: str = ""
+    pulled_early_bytes: int = 0

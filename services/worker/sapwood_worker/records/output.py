@@ -50,7 +50,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         embedding: Native float32, on the output of an embedding request.
         drafted_tokens: Tokens that were drafted for it so far.
         accepted_tokens: Of these, tokens that are part of its output.
-        ticket: For its prompt's pages, if ``finish_reason`` is ``handoff``.
+        ticket: For its prompt's pages: all if ``finish_reason`` is ``handoff``, else those that are new.
     """
 
     serial: int

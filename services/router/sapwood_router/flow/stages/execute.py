@@ -25,6 +25,7 @@ class Generating(Execution):
         end_tokens: Tokens that end a generation and stand for no text.
         lease, permit, on_over: See Execution.
         on_first: Called with the first tokens.
+        on_announced: Called with pages that the worker that is to go on may read already. Releases the ticket.
         on_ticket: Called after ``on_over``, if the worker is done with the prompt and another is to go on. Releases the ticket.
     """
 
@@ -36,10 +37,12 @@ class Generating(Execution):
         lease: Lease,
         permit: Permit,
         on_over: Callable[[SapwoodError | None], None],
+        on_announced: Callable[[HeldTicket], None],
         on_ticket: Callable[[HeldTicket], None],
         on_first: Callable[[], None],
     ) -> None:
         super().__init__(lease, permit, on_over)
+        self._on_announced: Callable[[HeldTicket], None] | None = on_announced
         self._on_ticket: Callable[[HeldTicket], None] | None = on_ticket
         self._on_first: Callable[[], None] | None = on_first
         self._context = context
@@ -60,6 +63,10 @@ class Generating(Execution):
 
     def output(self, output: WorkerOutput) -> None:
         context, token_ids = self._context, output.token_ids
+        if output.announced is not None and self._on_announced is not None:
+            self._on_announced(output.announced)
+            if not token_ids:
+                return
         if token_ids:
             # A client that takes the answer whole is sent nothing at its first token: that moment is noted here.
             if context.whole and context.first_token is None:
@@ -97,7 +104,7 @@ class Generating(Execution):
         self._end(Outcome.SUCCESS, None)
 
     def _end(self, outcome: Outcome, error: SapwoodError | None) -> None:
-        self._on_ticket = self._on_first = None  # as with ``on_over``
+        self._on_announced = self._on_ticket = self._on_first = None  # as with ``on_over``
         super()._end(outcome, error)
 
     def _hold(self) -> None:

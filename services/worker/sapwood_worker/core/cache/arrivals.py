@@ -117,9 +117,21 @@ class Arrivals(Generic[A]):
         if arrival is None:
             return None
         arrival.cancelled = True
+        count = self.let_go(arrival)
+        return (count, arrival.began, arrival.ended) if count else None
+
+    def let_go(self, arrival: A) -> int:
+        """Unpins what has come so far, which may be evicted from now on; returns how many pages that were."""
+        count = len(arrival.pinned)
         self._host.unpin(arrival.pinned)
-        self._occupied -= len(arrival.pinned)
-        return (len(arrival.pinned), arrival.began, arrival.ended) if arrival.pinned else None
+        self._occupied -= count
+        arrival.pinned = []
+        return count
+
+    def move(self, serial: int, to: int) -> A:
+        """Gives what arrives for one request to another; returns it."""
+        arrival = self._arrivals[to] = self._arrivals.pop(serial)
+        return arrival
 
     def release(self, is_over: Callable[[A], bool]) -> list[int]:
         """The requests that need not wait any longer; they do not wait from now on."""

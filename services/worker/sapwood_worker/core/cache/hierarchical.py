@@ -179,6 +179,20 @@ class HierarchicalCache:
             return pulls.pull(serial, chain.pages[first:], first, ticket)
         return storage is not None and storage.prefetch(serial, chain.pages[first:])
 
+    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes, cached: int) -> None:
+        """Has pages read that another worker keeps for a request which is likely to come.
+
+        Args:
+            ticket: For some of its prompt's pages.
+            prompt: Its tokens; empty if an earlier call for the same transfer had them.
+            namespace: Within which to look.
+            cached: Pages of it that the first tier has.
+        """
+        if self.pulls is not None:
+            chain = PageChain(namespace, self._page_size)
+            chain.extend(prompt, len(prompt))
+            self.pulls.announced(ticket, chain.pages, cached)
+
     def settle(self, serial: int) -> None:
         """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
         fetched = None if self.pulls is None else self.pulls.arrivals.settle(serial)

@@ -94,7 +94,7 @@ class HostPages:
         found = entry is not None and entry.ready and not entry.doomed and entry.key.proof == key.proof
         return entry if found else None
 
-    def match(self, keys: Sequence[PageKey]) -> list[HostPage]:
+    def match(self, keys: Iterable[PageKey]) -> list[HostPage]:
         """The ready entries of the longest prefix of ``keys``; changes nothing."""
         found: list[HostPage] = []
         for key in keys:

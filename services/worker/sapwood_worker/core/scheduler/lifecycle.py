@@ -106,9 +106,15 @@ class Lifecycle:
 
     def hand_off(self, request: Request) -> None:
         """Ends a request whose prompt is computed, and keeps its pages for another worker."""
+        self.offer(request)
+        assert self._tiers is not None and self._tiers.leases is not None
+        self._tiers.leases.computed(request.serial)
+        self.end(request)
+
+    def offer(self, request: Request) -> None:
+        """Keeps the pages of a request that hands off for another worker, each from when it is in the host's memory on."""
         assert self._tiers is not None and self._tiers.leases is not None, "the front lets no such request through"
         self._tiers.leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
-        self.end(request)
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""
@@ -122,6 +128,8 @@ class Lifecycle:
 
     def end(self, request: Request) -> None:
         """Ends a request once no step in flight computes it."""
+        if request.hands_off and self._tiers is not None and self._tiers.leases is not None:
+            self._tiers.leases.withdraw(request.serial)
         if request.in_flight:
             request.over = True
         else:

@@ -72,6 +72,7 @@ def measure_load(
             load,
             pulled_pages=pulled.pages,
             pulled_bytes=pulled.pages * tiers.pulls.page_bytes,
+            pulled_early_bytes=pulled.early * tiers.pulls.page_bytes,
             pull_failures=pulled.failures,
             pull_stale_pages=pulled.stale,
             pull_fallbacks=pulled.fallbacks,

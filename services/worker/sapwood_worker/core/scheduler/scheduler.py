@@ -43,6 +43,7 @@ from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.policy import make_policy
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 from sapwood_worker.records.grammar_state import MaskFiller
+from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
@@ -164,10 +165,28 @@ class Scheduler:
         return self._lifecycle.abort(serial)
 
     def handed_off(self) -> list[RequestOutput]:
-        """Ends leases whose time is over; returns the last outputs of requests whose pages are kept for another worker now."""
-        if self._tiers is None or self._tiers.leases is None:
+        """Ends leases whose time is over; returns outputs of requests whose pages are kept for another worker now: of a request
+        that is computed still with some of them, else its last."""
+        if self._tiers is None:
             return []
-        return [RequestOutput(serial, [], "handoff", ticket=ticket) for serial, ticket in self._tiers.leases.poll()]
+        if self._tiers.pulls is not None:
+            self._tiers.pulls.lapse()
+        given = [] if self._tiers.leases is None else self._tiers.leases.poll()
+        return [
+            RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket)
+            for serial, ticket, complete in given
+        ]
+
+    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
+        """Has pages read for a request that is likely to come, as far as they are not here.
+
+        Args:
+            ticket: For some of its prompt's pages.
+            prompt: Empty if an earlier call for the same transfer had it.
+            namespace: The request's.
+        """
+        if self._tiers is not None and self._tiers.pulls is not None:
+            self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
 
     def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
         """Begins the leases of tickets anew, and ends others'; what is not leased is passed over."""

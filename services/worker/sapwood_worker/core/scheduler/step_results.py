@@ -70,7 +70,7 @@ class StepResults:
                 outputs.append(end_output(request, "error", error))
             request.in_flight = 0
             request.shared = False
-            self._lifecycle.finish(request)
+            self._lifecycle.end(request)
         return outputs
 
     def _take_chunk(
@@ -101,6 +101,8 @@ class StepResults:
             self._lifecycle.end(request)
         elif taken is not None and request.hands_off:
             self._lifecycle.hand_off(request)
+        elif request.hands_off:  # more of the prompt is to come
+            self._lifecycle.offer(request)
         if request.state is RequestState.RUNNING:
             self._running.commit(request)  # other requests find the prompt from now on
         return taken

@@ -17,7 +17,7 @@ from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
+from sapwood_worker.core.cache.handoff.pulls import NEWS_SECONDS, PATIENCE_SECONDS, Pulls
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.record import header_of, namespace_of
@@ -78,6 +78,8 @@ class Handoffs(RuleBasedStateMachine):
         self.pulls = Pulls(self.host, self.pool, FINGERPRINT, self, FakeExecutor(self.chance), 0.7, self.clock)
         self.serials = 0
         self.offered: dict[int, list[int]] = {}
+        self.computing: dict[int, PageChain] = {}
+        self.early: dict[bytes, list[int]] = {}
         self.ended: set[bytes] = set()
         self.tickets: dict[bytes, tuple[HandoffTicket, list[int]]] = {}
         self.renewed: dict[bytes, float] = {}
@@ -98,7 +100,7 @@ class Handoffs(RuleBasedStateMachine):
             buffer[:3] = b"???"
             return False
         assert ticket.epoch == self.epoch and ticket.transfer_id not in self.ended
-        record = source.pool.record(ticket.places[index][0])
+        record = source.pool.record(lease.ticket.places[index][0])
         fault = self.chance.choice(FAULTS) if self.chance.random() < self.faults else ""
         if fault == "overwritten":  # while the page is being read its memory goes to somebody else
             leases._unpin(lease)
@@ -134,15 +136,44 @@ class Handoffs(RuleBasedStateMachine):
     @rule(document=st.sampled_from(DOCUMENTS), length=st.sampled_from([1, 5, 9, 16, 16]), copied=st.booleans())
     def hand_off(self, document: list[int], length: int, copied: bool) -> None:
         """The source has computed a prompt; its pages are copied to the host now, or later."""
+        self.begin(document, length, length, copied)
+        self.compute_rest(self.serials, copied)
+
+    @rule(document=st.sampled_from(DOCUMENTS), pages=st.integers(0, 8), copied=st.booleans())
+    def compute_first_chunk(self, document: list[int], pages: int, copied: bool) -> None:
+        self.begin(document, len(document), pages * SIZE, copied)
+
+    def begin(self, document: list[int], length: int, computed: int, copied: bool) -> None:
         tokens = array("I", document[:length])
         chain = PageChain(b"", SIZE)
         chain.extend(tokens, length)
-        self.source.store(chain.pages)
+        self.source.store(chain.pages[: computed // SIZE])
         self.serials += 1
         self.source.leases.offer(self.serials, tokens, b"")
         self.offered[self.serials] = document
+        self.computing[self.serials] = chain
         if copied:
             self.copies_end()
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data(), copied=st.booleans())
+    def compute_last_chunk(self, data: st.DataObject, copied: bool) -> None:
+        self.compute_rest(data.draw(st.sampled_from(sorted(self.computing))), copied)
+
+    def compute_rest(self, serial: int, copied: bool) -> None:
+        self.source.store(self.computing.pop(serial).pages)
+        self.source.leases.computed(serial)
+        if copied:
+            self.copies_end()
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data())
+    def end_before_it_is_computed(self, data: st.DataObject) -> None:
+        serial = data.draw(st.sampled_from(sorted(self.computing)))
+        before = set(self.source.leases._leases)
+        self.source.leases.withdraw(serial)
+        self.ended |= before - set(self.source.leases._leases)
+        del self.offered[serial], self.computing[serial]
 
     @rule()
     def copies_end(self) -> None:
@@ -153,15 +184,26 @@ class Handoffs(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_offer(self, data: st.DataObject) -> None:
         serial = data.draw(st.sampled_from(sorted(self.offered)))
+        before = set(self.source.leases._leases)
         assert self.source.leases.cancel(serial)
+        self.ended |= before - set(self.source.leases._leases)
         del self.offered[serial]
+        self.computing.pop(serial, None)
 
     @rule()
     def grant(self) -> None:
         """The source's loop turns."""
-        for serial, ticket in self.source.leases.poll():
-            self.tickets[ticket.transfer_id] = ticket, self.offered.pop(serial)
+        for serial, ticket, complete in self.source.leases.poll():
+            assert complete is (serial not in self.computing)
             self.renewed[ticket.transfer_id] = self.clock()
+            if complete:
+                assert not ticket.first_page
+                self.tickets[ticket.transfer_id] = ticket, self.offered.pop(serial)
+            elif self.chance.random() >= self.faults:  # else it is lost on its way
+                document = self.early.setdefault(ticket.transfer_id, self.offered[serial])
+                chain = PageChain(b"", SIZE)
+                chain.extend(array("I", document), 0 if ticket.first_page else len(document))
+                self.pulls.announced(ticket, chain.pages, self.chance.choice([0, 0, 2]))
         for each, at in self.renewed.items():
             there = self.source.leases.find(each, self.epoch) is not None
             assert there == (self.clock() - at < LEASE and each not in self.ended), (
@@ -202,6 +244,7 @@ class Handoffs(RuleBasedStateMachine):
     def poll(self, turns: int) -> None:
         """The puller's loop turns."""
         for _ in range(turns):
+            self.pulls.lapse()
             for serial in self.pulls.poll():
                 del self.waiting[serial]
                 self.started.add(serial)
@@ -239,6 +282,7 @@ class Handoffs(RuleBasedStateMachine):
         self.epoch += 1
         self.source = Source(self.epoch, self.clock)
         self.offered.clear()
+        self.computing.clear()
         self.ended.update(self.renewed)
         self.renewed.clear()
 
@@ -271,7 +315,11 @@ class Handoffs(RuleBasedStateMachine):
             self.pulls.arrivals.settle(serial)
         for _ in range(200):
             self.pulls.poll()
+        self.clock.now += NEWS_SECONDS
+        self.pulls.lapse()
         assert not self.pulls.busy and not self.pulls.arrivals.pins()
+        for serial in self.computing:
+            self.source.leases.withdraw(serial)
         self.source.stored()
         self.source.leases.poll()
         self.clock.now += 2 * LEASE

@@ -30,11 +30,19 @@ MUTATIONS = [
         "        del self._leases[lease.ticket.transfer_id], self._by_serial[lease.serial]\n",
     ),
     # Leases pin their share at most.
-    Mutation(LEASES, "found[: max(0, self._limit - pinned)]", "found"),
+    Mutation(LEASES, "return max(0, self._limit - pinned)", "return wanted"),
     # What a ticket names is kept.
     Mutation(LEASES, "        self._host.pin(kept)\n", ""),
     # Pins that were taken for another lease are not given back twice.
     Mutation(LEASES, "        lease.pinned = []\n", ""),
+    # What was announced of a prompt is given back if it is not computed.
+    Mutation(LEASES, "offer.until is None:\n            self.cancel(serial)", "offer.until is None:\n            pass"),
+    # Pages are announced once.
+    Mutation(LEASES, "islice(offer.keys, known, None)", "offer.keys"),
+    # What was read ahead is the request's when it comes.
+    Mutation(PULLS, "if announced is None:\n            pull", "if True:\n            pull"),
+    # If it does not come, that is given back.
+    Mutation(PULLS, "                self.arrivals.let_go(pull)\n", "                pass\n"),
     # Every byte that came is checked.
     Mutation(PULLS, "there and verify(record, entry.key, namespace)", "there"),
     # Pages that did not come are given back.
@@ -59,8 +67,8 @@ MUTATIONS = [
     # A prompt that is handed off ends with its first token.
     Mutation(
         "core/scheduler/lifecycle.py",
-        "request.token_ids[: request.prompt_length], request.namespace)\n        self.end(request)\n",
-        "request.token_ids[: request.prompt_length], request.namespace)\n",
+        "leases.computed(request.serial)\n        self.end(request)\n",
+        "leases.computed(request.serial)\n",
     ),
     # Requests whose pages are there go on.
     Mutation("core/scheduler/scheduler.py", "            self._requests[serial].held = False\n", "            pass\n"),

@@ -48,7 +48,8 @@ class Kept:
             self.pool.record(entry.page)[HEADER_BYTES:] = bytes([number]) * BYTES
         self.host.written(entries)
         self.leases.offer(1, prompt, b"")
-        [(_, self.ticket)] = self.leases.poll()
+        self.leases.computed(1)
+        [(_, self.ticket, _)] = self.leases.poll()
         self.server.serve(self.leases, self.pool, FINGERPRINT)
 
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:

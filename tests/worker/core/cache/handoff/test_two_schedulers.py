@@ -50,6 +50,7 @@ class Client:
     expected: Iterator[int]
     received: list[int] = field(default_factory=list)
     ticket: HandoffTicket | None = None
+    announced: HandoffTicket | None = None
     at: Worker | None = None
 
 
@@ -89,7 +90,7 @@ class Worker:
             num_pages=pages,
             context_length=limit,
             max_running=chance.choice([2, 6]),
-            max_step_tokens=chance.choice([8, 64]),
+            max_step_tokens=chance.choice([3, 8, 64]),
             conservativeness=0.0,
         )
         self.scheduler = Scheduler(config, self.tiers, clock)
@@ -139,14 +140,14 @@ class Simulation:
         self.limit = chance.randint(20, 40)
         self.pages = int(self.limit * chance.uniform(1, 2.5) / self.page_size) + 1
         self.host_pages = max(4, int(self.pages * chance.choice([0.5, 1, 2, 4])))
-        self.share = chance.choice([0.05, 0.1, 0.5])
+        self.share = chance.choice([0.1, 0.3, 0.5])
         self.clock = Clock()
         self.faults = chance.choice([0.0, 0.2, 0.5])
         self.loss = chance.choice([0.0, 0.1, 0.4])
         self.abort_rate = chance.choice([0.0, 0.02, 0.1])
         self.restart_rate = chance.choice([0.0, 0.002, 0.01])
         self.retry_rate = chance.choice([0.0, 0.05, 0.2])
-        self.arrival_rate = chance.choice([0.1, 0.3])
+        self.arrival_rate = chance.choice([0.1, 0.4])
         self.epoch = 0
         self.prefill, self.decode = Worker(self, "prefill", 0), Worker(self, "decode", 0)
         self.documents = [self.tokens(chance.randint(4, self.limit - 6)) for _ in range(chance.randint(2, 4))]
@@ -154,6 +155,7 @@ class Simulation:
         self.tickets: dict[bytes, float] = {}
         """When the lease of each ends."""
         self.messages: list[tuple[float, str, bytes]] = []
+        self.news: list[tuple[float, HandoffTicket, array[int], bytes]] = []
         self.waiting: dict[int, float] = {}
         self.contents: dict[bytes, bytes] = {}
         self.serials = 0
@@ -171,7 +173,7 @@ class Simulation:
     def arrive(self) -> None:
         chance = self.chance
         document = chance.choice(self.documents)
-        prompt = document[: chance.randint(1, len(document))] + self.tokens(chance.randint(0, 3))
+        prompt = document[: chance.randint(1, len(document))] + self.tokens(chance.choice([0, 1, 2, 3, 12]))
         prompt = prompt[: self.limit - 8]
         sampling = SamplingParams(seed=chance.getrandbits(60), max_tokens=chance.choice([2, 3, 8]), ignore_eos=True)
         self.place(Client(prompt, sampling, chance.choice(NAMESPACES), continuation(prompt, sampling, VOCAB)))
@@ -180,6 +182,7 @@ class Simulation:
         """To the decode worker with a ticket, if there is one; else to the prefill worker, or where there should be none."""
         if client.ticket is not None and client.ticket.epoch != self.epoch:
             client.ticket = None
+        client.announced = None
         self.serials += 1
         serial, known = self.serials, len(client.received)
         left = client.sampling.max_tokens - known
@@ -214,6 +217,10 @@ class Simulation:
     def over(self, client: Client) -> None:
         if client.ticket is not None:
             self.say("release", client.ticket.transfer_id)
+        elif client.announced is not None:  # the source has ended it, since the request has ended there
+            assert self.prefill.leases is not None
+            assert self.prefill.leases.find(client.announced.transfer_id, self.epoch) is None
+            self.tickets.pop(client.announced.transfer_id, None)
 
     def try_again(self) -> None:
         """A request begins again at a decode worker that has forgotten everything; its ticket may be an old one."""
@@ -254,9 +261,15 @@ class Simulation:
             for token in output.token_ids:
                 assert token == next(client.expected), "a wrong token"
                 client.received.append(token)
-            if output.finish_reason == "handoff":
+            if output.ticket is not None and output.finish_reason is None:
+                self.announce(client, output.ticket)
+            elif output.finish_reason == "handoff":
                 assert output.ticket is not None
-                if self.chance.random() < self.abort_rate:  # its client has left, which the worker hears after all
+                before = client.announced
+                if before is not None and before.transfer_id == output.ticket.transfer_id:
+                    count = len(before.places)
+                    assert output.ticket.places[:count] == before.places and not output.ticket.first_page
+                if self.chance.random() < 2 * self.abort_rate:  # its client has left, which the worker hears after all
                     assert not worker.scheduler.abort(output.serial)
                     assert worker.leases is not None
                     assert worker.leases.find(output.ticket.transfer_id, self.epoch) is None
@@ -274,6 +287,24 @@ class Simulation:
                 del self.clients[output.serial]
                 self.over(client)
                 self.counts["finished"] += 1
+
+    def announce(self, client: Client, ticket: HandoffTicket) -> None:
+        """Pages can be read while the prompt is computed: the other side is told, late, out of order or not at all."""
+        known = client.announced if client.announced is not None else ticket
+        again = known.transfer_id == ticket.transfer_id and known is not ticket
+        client.announced = known.joined(ticket) if again else ticket
+        assert client.announced is not ticket or not ticket.first_page
+        self.counts["announced"] += 1
+        prompt = array("I", [] if again else client.prompt + client.received)
+        if self.chance.random() >= self.loss:
+            self.news.append((self.clock() + self.chance.uniform(0, 0.06), ticket, prompt, client.namespace))
+
+    def tell(self) -> None:
+        """The decode worker hears of pages."""
+        due = [news for news in self.news if news[0] <= self.clock()]
+        self.news = [news for news in self.news if news[0] > self.clock()]
+        for _, ticket, prompt, namespace in due:
+            self.decode.scheduler.announced(ticket, prompt, namespace)
 
     # What is between them
 
@@ -314,7 +345,7 @@ class Simulation:
         lease = source.leases.find(ticket.transfer_id, ticket.epoch)
         if lease is None or not source.leases.readable(lease, index):
             return False
-        record = source.pool.record(ticket.places[index][0])
+        record = source.pool.record(lease.ticket.places[index][0])
         if chance.random() < self.faults:
             self.source_goes_on(ticket)
         sent = bytearray(header_of(record, lease.keys[index], FINGERPRINT.hex()) + record[HEADER_BYTES:])
@@ -399,9 +430,10 @@ class Simulation:
             self.lose(chance.choice([self.prefill, self.decode]))
         if chance.random() < 0.2:
             for client in self.clients.values():
-                if client.ticket is not None:
-                    self.say("renew", client.ticket.transfer_id)
+                if (held := client.ticket or client.announced) is not None:
+                    self.say("renew", held.transfer_id)
         self.deliver()
+        self.tell()
         for worker in (self.prefill, self.decode):
             if chance.random() < 0.9:
                 self.take(worker, self.turn_of(worker))
@@ -434,6 +466,7 @@ class Simulation:
             "expired": leases.counters.expired,
             "unpinned": leases.counters.unpinned,
             "pulled": pulls.counters.pages,
+            "pulled early": pulls.counters.early,
             "not good": pulls.counters.stale,
             "failed reads": pulls.counters.failures,
             "fallbacks": pulls.counters.fallbacks,

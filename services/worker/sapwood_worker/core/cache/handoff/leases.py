@@ -2,12 +2,16 @@
 
 States of a transfer::
 
-    OFFERED --all pages in host memory--> LEASED --all were read--> READ
-       |                                    |  ^renewed^              |  ^renewed^
-       '--aborted--> (gone)                 '--released, late, or-----'----> (gone)
-                                                 aborted
+    OFFERED --a page in host memory--> ANNOUNCED --computed, and all pages there--> LEASED --all were read--> READ
+       |                                 |  ^more pages, renewed^                     |  ^renewed^              |  ^renewed^
+       '--aborted--> (gone)              '--aborted, late--> (gone)                   '--released, late, or-----'----> (gone)
+                                                                                           aborted
 
-A lease pins its pages, so that nothing evicts them. Pins are bounded: where a new lease finds no room, those that were read give
+A prompt is offered with its first chunk, and its pages are announced as they come, so that they are read while the rest is
+computed; a prompt of one chunk goes from OFFERED to LEASED. An announced lease that nobody renews ends as any other, and what is
+computed next begins a new one.
+
+A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases of which all was read give
 theirs back, oldest first; their pages then stay readable until somebody else needs the room, which a page's epoch tells.
 
 A lease is renewed by whoever passed its ticket on, while the request may still need it; else it ends ``lease_seconds`` later. All
@@ -22,6 +26,9 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
+
+from msgspec.structs import replace
 
 from sapwood_worker.core.cache.arrivals import count_pins
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
@@ -53,12 +60,12 @@ class LeaseCounters:
     unpinned: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Offer:
-    """A prompt whose pages are on their way to the host's memory."""
+    """A prompt whose pages are being computed or copied to the host; ``until``: when copies are given up, once it is computed."""
 
     keys: list[PageKey]
-    until: float
+    until: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +74,7 @@ class Lease:
 
     Attributes:
         serial: The request.
-        ticket: The ticket.
+        ticket: The ticket, of all pages so far.
         keys: Of its pages.
         until: When it ends, unless it is renewed.
         pinned: Its pages, as far as they are pinned.
@@ -126,8 +133,8 @@ class HandoffLeases:
 
     @property
     def offering(self) -> bool:
-        """Whether an offer waits for its pages."""
-        return bool(self._offers)
+        """Whether an offer that has been computed waits for its pages."""
+        return any(offer.until is not None for offer in self._offers.values())
 
     @property
     def num_pinned(self) -> int:
@@ -140,16 +147,26 @@ class HandoffLeases:
         return len(self._leases)
 
     def offer(self, serial: int, prompt: array[int], namespace: bytes) -> None:
-        """Offers the whole pages of a prompt that has been computed; :meth:`poll` answers with the ticket.
+        """Offers the whole pages of a prompt that is being computed; :meth:`poll` tells of them as they come. May be repeated.
 
         Args:
             serial: The request.
             prompt: Its tokens.
-            namespace: That it was computed in.
+            namespace: That it is computed in.
         """
-        chain = PageChain(namespace, self._page_size)
-        chain.extend(prompt, len(prompt))
-        self._offers[serial] = _Offer(chain.keys, self._clock() + _OFFER_SECONDS)
+        if serial not in self._offers:
+            chain = PageChain(namespace, self._page_size)
+            chain.extend(prompt, len(prompt))
+            self._offers[serial] = _Offer(chain.keys)
+
+    def computed(self, serial: int) -> None:
+        """All of an offered prompt has been computed; :meth:`poll` answers with the ticket."""
+        self._offers[serial].until = self._clock() + _OFFER_SECONDS
+
+    def withdraw(self, serial: int) -> None:
+        """Takes an offer back if it has not been computed, since its request has ended."""
+        if (offer := self._offers.get(serial)) is not None and offer.until is None:
+            self.cancel(serial)
 
     def cancel(self, serial: int) -> bool:
         """Takes an offer back, since its request was aborted; returns whether it had no ticket yet.
@@ -160,20 +177,30 @@ class HandoffLeases:
             self._end(lease)
         return self._offers.pop(serial, None) is not None
 
-    def poll(self) -> list[tuple[int, HandoffTicket]]:
-        """Ends the leases whose time is over; returns the tickets of the requests whose pages are there, or will not come."""
+    def poll(self) -> list[tuple[int, HandoffTicket, bool]]:
+        """Ends the leases whose time is over.
+
+        Returns:
+            Requests, tickets, and whether each is complete: it names all pages that there are, and no other follows. Else it
+            names those that have come since the last one.
+        """
         now = self._clock()
         for lease in [each for each in self._leases.values() if each.until <= now]:
             self.counters.expired += 1
             self._end(lease)
         given = []
         for serial, offer in tuple(self._offers.items()):
-            found = self._host.match(offer.keys)
-            coming = len(found) < len(offer.keys) and self._host.has(offer.keys[len(found)])
-            if coming and now < offer.until:
-                continue
-            del self._offers[serial]
-            given.append((serial, self._grant(serial, found, now)))
+            known = len(self._by_serial[serial].keys) if serial in self._by_serial else 0
+            found = self._host.match(islice(offer.keys, known, None))
+            end = known + len(found)
+            if offer.until is None:
+                kept = found[: self._room(len(found))] if found else []
+                if kept:
+                    given.append((serial, _since(self._extend(serial, kept, now).ticket, known), False))
+            elif end == len(offer.keys) or not self._host.has(offer.keys[end]) or now >= offer.until:
+                del self._offers[serial]
+                self.counters.tickets += 1
+                given.append((serial, self._extend(serial, found[: self._room(len(found))], now).ticket, True))
         return given
 
     def renew(self, transfer_ids: Iterable[bytes]) -> None:
@@ -208,33 +235,36 @@ class HandoffLeases:
         """How often each host page is pinned. For tests."""
         return count_pins(lease.pinned for lease in self._leases.values())
 
-    def _grant(self, serial: int, found: list[HostPage], now: float) -> HandoffTicket:
+    def _room(self, wanted: int) -> int:
+        """How many more pages may be pinned; leases of which all was read make room for as many as are wanted."""
         pinned = self.num_pinned
         for lease in self._leases.values():  # the oldest first
-            if pinned + len(found) <= self._limit:
+            if pinned + wanted <= self._limit:
                 break
             if lease.pinned and not lease.unread:
                 pinned -= len(lease.pinned)
                 self._unpin(lease)
                 self.counters.unpinned += 1
-        kept = found[: max(0, self._limit - pinned)]
-        ticket = HandoffTicket(
-            transfer_id=secrets.token_bytes(16),
-            source=self._source,
-            epoch=self.epoch,
-            fingerprint=self._fingerprint,
-            page_hashes=[entry.key.hash for entry in kept],
-            places=[(entry.page, self._host.epoch_of(entry.page)) for entry in kept],
-            lease_ms=round(self._seconds * 1000),
-        )
+        return max(0, self._limit - pinned)
+
+    def _extend(self, serial: int, kept: list[HostPage], now: float) -> Lease:
+        """Adds a prompt's next pages to its lease, which begins anew."""
+        lease = self._by_serial.get(serial)
+        if lease is None:
+            transfer_id = secrets.token_bytes(16)
+            milliseconds = round(self._seconds * 1000)
+            ticket = HandoffTicket(transfer_id, self._source, self.epoch, self._fingerprint, [], [], milliseconds)
+            lease = self._leases[transfer_id] = self._by_serial[serial] = Lease(serial, ticket, [], now, [])
+        lease.until = now + self._seconds
         self._host.touch(kept)
         self._host.pin(kept)
-        keys = [entry.key for entry in kept]
-        lease = Lease(serial, ticket, keys, now + self._seconds, kept, set(range(len(kept))))
-        self._leases[ticket.transfer_id] = self._by_serial[serial] = lease
-        self.counters.tickets += 1
+        lease.pinned += kept
+        lease.unread.update(range(len(lease.keys), len(lease.keys) + len(kept)))
+        lease.ticket.page_hashes.extend(entry.key.hash for entry in kept)
+        lease.ticket.places.extend((entry.page, self._host.epoch_of(entry.page)) for entry in kept)
+        lease.keys += [entry.key for entry in kept]  # last: other threads read what it reaches
         self.counters.pages += len(kept)
-        return ticket
+        return lease
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.ticket.transfer_id], self._by_serial[lease.serial]
@@ -243,3 +273,8 @@ class HandoffLeases:
     def _unpin(self, lease: Lease) -> None:
         self._host.unpin(lease.pinned)
         lease.pinned = []
+
+
+def _since(ticket: HandoffTicket, first: int) -> HandoffTicket:
+    """What a ticket says of the pages from ``first`` on."""
+    return replace(ticket, page_hashes=ticket.page_hashes[first:], places=ticket.places[first:], first_page=first)

@@ -1,4 +1,5 @@
-"""The other side of hand-offs: the pages of a ticket that this worker lacks are read into host pages while their request waits.
+"""The other side of hand-offs: the pages of a ticket that this worker lacks are read into host pages while their request waits,
+and those that are announced before, while the source computes the rest.
 
 States of a request with a ticket::
 
@@ -6,12 +7,16 @@ States of a request with a ticket::
        |                               |-----its patience is over--------^
        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 
+Announced pages are pinned until the request comes, which goes on with what was read for it, or until nothing was heard of them
+for ``NEWS_SECONDS``; they are cached then as any others.
+
 What a read brought is checked byte by byte (``storage/record.py``): it becomes a page of the second tier (``arrivals.py``), or is
 thrown away. Nothing here blocks: reads run in other threads.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +37,11 @@ READS = 8
 PATIENCE_SECONDS = 5.0
 """How long a request waits for its pages. A source that is gone is noticed sooner, by the mover."""
 
+NEWS_SECONDS = 1.5
+"""How long announced pages are pinned after the last announcement: as long as a lease that nobody renews."""
+_MEMORY_SECONDS = 30.0
+"""How long after it a prompt is remembered, of which only the first announcement tells: a chunk may take long to compute."""
+
 
 @dataclass(slots=True)
 class PullCounters:
@@ -39,6 +49,7 @@ class PullCounters:
 
     Attributes:
         pages: Pages pulled that passed their check.
+        early: Of these, pages that had come before the request that needed them: while the source computed the rest.
         stale: Pages that the source no longer had, or that failed their check.
         failures: Reads that failed: the source was gone or silent.
         fallbacks: Requests with a ticket that had to compute what the ticket was for, in whole or in part.
@@ -46,10 +57,27 @@ class PullCounters:
     """
 
     pages: int = 0
+    early: int = 0
     stale: int = 0
     failures: int = 0
     fallbacks: int = 0
     seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pull(Arrival):
+    """What a request lacks; ``early``: it is not here yet."""
+
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One of which pages are announced: its place in the ledger, all of its pages, how many of them the first tier had."""
+
+    serial: int
+    pages: list[PageName]
+    cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +115,9 @@ class Pulls:
         clock: Callable[[], float],
     ) -> None:
         self.counters = PullCounters()
-        self.arrivals: Arrivals[Arrival] = Arrivals(host, share, clock)
+        self.arrivals: Arrivals[_Pull] = Arrivals(host, share, clock)
+        self._announced: dict[bytes, _Prompt] = {}
+        self._serials = itertools.count(-1, -1)  # below those of requests
         self.page_bytes = pool.object_bytes
         self._host = host
         self._pool = pool
@@ -110,27 +140,67 @@ class Pulls:
             first: Where in its prompt that begins, in pages.
             ticket: Its ticket.
         """
-        fits = ticket.fingerprint == self._fingerprint
-        hashes = ticket.page_hashes[first:]
-        count, most = 0, min(len(wanted), len(hashes)) if fits else 0
+        now, announced = self._clock(), self._announced.pop(ticket.transfer_id, None)
+        if announced is None:
+            pull = _Pull([], now, now)
+            self.arrivals.add(serial, pull)
+        else:
+            pull = self.arrivals.move(announced.serial, serial)
+        pull.early, pull.deadline = False, now + PATIENCE_SECONDS
+        if not self._begin(pull, wanted, first, ticket) and not self.arrivals.is_reading(pull):
+            fits = ticket.fingerprint == self._fingerprint
+            self.counters.fallbacks += bool(wanted) and not (fits and 0 < len(ticket.page_hashes) <= first)
+            return False
+        self.arrivals.held.add(serial)
+        return True
+
+    def announced(self, ticket: HandoffTicket, pages: list[PageName], cached: int) -> None:
+        """Reads pages that are lacking for a request which is likely to come.
+
+        Args:
+            ticket: For some of its prompt's pages.
+            pages: All of the prompt's; empty if an earlier call for the same transfer had them.
+            cached: How many of them the first tier has, as far as it was asked.
+        """
+        prompt, now = self._announced.get(ticket.transfer_id), self._clock()
+        if prompt is None and pages:
+            prompt = self._announced[ticket.transfer_id] = _Prompt(next(self._serials), pages, cached)
+            self.arrivals.add(prompt.serial, _Pull([], now, now, early=True))
+        if prompt is not None:
+            pull = self.arrivals[prompt.serial]
+            pull.deadline = now + NEWS_SECONDS
+            first = max(prompt.cached, ticket.first_page)
+            self._begin(pull, prompt.pages[first:], first, ticket)
+
+    def lapse(self) -> None:
+        """Lets go of announced pages of which nothing was heard for long."""
+        now = self._clock()
+        for transfer_id, prompt in tuple(self._announced.items()):
+            pull = self.arrivals[prompt.serial]
+            if now >= pull.deadline:
+                self.arrivals.let_go(pull)
+            if now >= pull.deadline + _MEMORY_SECONDS:
+                del self._announced[transfer_id]
+                self.arrivals.settle(prompt.serial)
+
+    def _begin(self, pull: _Pull, wanted: list[PageName], first: int, ticket: HandoffTicket) -> int:
+        """Begins to read those of ``wanted``, the prompt's pages from the ``first`` on, that a ticket names; returns how many
+        that are."""
+        hashes = ticket.page_hashes[first - ticket.first_page :]
+        count, most = 0, min(len(wanted), len(hashes)) if ticket.fingerprint == self._fingerprint else 0
         while count < most and wanted[count].key.hash == hashes[count]:
             count += 1
-        now = self._clock()
-        pull = Arrival(wanted[:count], now, now + PATIENCE_SECONDS)
-        self.arrivals.add(serial, pull)
+        wanted = wanted[:count]
+        pull.wanted += wanted
         # Pages that another request is having read are waited for, not read again.
-        entries = self.arrivals.reserve(pull.wanted)
-        index_of = {name.key.hash: first + index for index, name in enumerate(pull.wanted)}
+        entries = self.arrivals.reserve(wanted)
+        index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
         for start in range(0, len(entries), BATCH):
             batch = entries[start : start + BATCH]
             indices = [index_of[entry.key.hash] for entry in batch]
             done = partial(self._took, pull, batch)
             self._executor.submit(partial(self._read, pull, ticket, indices, batch), done, urgent=True)
-        if not pull.wanted:
-            self.counters.fallbacks += bool(wanted) and not (fits and 0 < len(ticket.page_hashes) <= first)
-            return False
-        self.arrivals.held.add(serial)
-        return True
+        return count
 
     def poll(self) -> list[int]:
         """Takes the ends of reads; returns the requests that need not wait any longer."""
@@ -146,7 +216,7 @@ class Pulls:
         """Returns when a read has ended, or after so many seconds."""
         self._executor.wait(seconds)
 
-    def _read(self, pull: Arrival, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]) -> _Read | None:
+    def _read(self, pull: _Pull, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]) -> _Read | None:
         """Reads and checks pages, in a thread of the executor."""
         if pull.cancelled:
             return None
@@ -163,11 +233,12 @@ class Pulls:
                 self._pool.unpack(entry.page)
         return _Read(good, self._clock() - began)
 
-    def _took(self, pull: Arrival, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
+    def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
         good = read.good if read is not None else [False] * len(batch)
         arrived = self.arrivals.came(pull, batch, good)
         counters = self.counters
         counters.pages += arrived
+        counters.early += arrived if pull.early else 0
         counters.failures += error is not None
         if read is not None:
             counters.stale += len(batch) - arrived

@@ -12,7 +12,8 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
+from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.place import ALONE, Place
 from sapwood_worker.records.step import CompletedStep, LaunchedStep, ModelOutput, Step
@@ -71,7 +72,9 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
         gigabytes=config.host_cache_gb,
         ratio=config.tier_ratio,
     )
-    host_pool = HostPool(host_pages, config.page_size * 8) if host_pages else None
+    size = config.page_size * 8
+    memory = SharedMemory.create(pool_bytes(host_pages, size)) if host_pages and config.shares_host_cache else None
+    host_pool = HostPool(host_pages, size, memory) if host_pages else None
     runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
     if config.stall_token is not None:
         return StallingRunner(runner, config.stall_token, config.stall_seconds, computes=config.stall_computes)

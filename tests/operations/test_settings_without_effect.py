@@ -59,6 +59,7 @@ REFUSED = [
     (WORKER, "--tls-cert c --tls-key k --role decode", "--role", None),
     (WORKER, "--handoff-port 1", "--handoff-port", "--role prefill"),
     (WORKER, "--handoff-share 0.9", "--handoff-share", "--role decode"),
+    (WORKER, "--handoff-mover shm", "--handoff-mover", "--role decode"),
     (WORKER, "--role decode --handoff-port 1", "--handoff-port", None),
     (WORKER, "--role prefill --host-write-policy write_back", "--host-write-policy", None),
     (WORKER, "--storage file:///x", "--storage", "--host-cache-ratio 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ from pydantic_settings import SettingsConfigDict
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.config import ServiceConfig
-from sapwood_worker.settings.names import QuantizationName, Role, SpeculateChoice
+from sapwood_worker.settings.names import HandoffMover, QuantizationName, Role, SpeculateChoice
 from sapwood_worker.settings.needs import NEEDS
 
 
@@ -242,6 +243,11 @@ class WorkerConfig(ServiceConfig):
         le=65535,
         description="TCP port at which decode workers read the pages that a prefill worker keeps; 0 takes a free one.",
     )
+    handoff_mover: HandoffMover = Field(
+        "auto",
+        description="What carries pages from a prefill to a decode worker: tcp, shm (memory that both share, on one host and as "
+        "one user), or auto, which takes shm where it can.",
+    )
     handoff_share: float = Field(
         0.5,
         gt=0,
@@ -332,6 +338,11 @@ class WorkerConfig(ServiceConfig):
     def ranks(self) -> int:
         """Processes that run the model together."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def shares_host_cache(self) -> bool:
+        """Whether decode workers of this host may read the second tier in place."""
+        return self.role == "prefill" and self.handoff_mover != "tcp" and hasattr(os, "memfd_create")
 
     @property
     def tier_ratio(self) -> float:

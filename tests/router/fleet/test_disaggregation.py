@@ -140,7 +140,8 @@ async def test_prefill_transfer_and_decode_are_spans_of_one_request(workers: dic
 
 
 @pytest.mark.slow
-async def test_pages_pass_over_tls_where_workers_have_certificates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mover", ["tcp", "shm"])
+async def test_pages_pass_over_tls_where_workers_have_certificates(mover: str, tmp_path: Path) -> None:
     authority = trustme.CA()
     ca, cert, key = (tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem"))
     authority.cert_pem.write_to_path(str(ca))
@@ -148,7 +149,7 @@ async def test_pages_pass_over_tls_where_workers_have_certificates(tmp_path: Pat
     issued.private_key_pem.write_to_path(str(key))
     issued.cert_chain_pems[0].write_to_path(str(cert))
     flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca))
-    prefill, decode = Worker("prefill", *flags), Worker("decode", *flags)
+    prefill, decode = Worker("prefill", *flags), Worker("decode", "--handoff-mover", mover, *flags)
     credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), cert.read_bytes())
     async with (
         started(prefill, decode),

@@ -13,8 +13,12 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
-from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
+from sapwood_worker.core.cache.handoff.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.server import PageServer
+from sapwood_worker.core.cache.handoff.shm import SharedMemoryMover
+from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
@@ -29,10 +33,15 @@ from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
 from sapwood_worker.records.tier_report import TierReport
-from sapwood_worker.settings.names import Role
+from sapwood_worker.settings.names import HandoffMover, Role
 
 logger = logging.getLogger(__name__)
 
+_MOVERS: dict[HandoffMover, Callable[[PageTls | None], PageMover]] = {
+    "auto": QuickestMover,
+    "tcp": TcpMover,
+    "shm": SharedMemoryMover,
+}
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 
@@ -205,7 +214,7 @@ def _build_pulls(config: WorkerConfig, runner: TieredRunner, host: HostPages, po
         host,
         pool,
         fingerprint,
-        TcpMover(_page_tls(config)),
+        _MOVERS[config.handoff_mover](_page_tls(config)),
         ThreadExecutor(READS),
         config.handoff_share,
         time.monotonic,

@@ -9,6 +9,7 @@ from pydantic import AfterValidator
 from sapwood_common.plugins import part_names
 
 Role = Literal["both", "prefill", "decode"]
+HandoffMover = Literal["auto", "tcp", "shm"]
 
 LINEAR_METHODS = "sapwood.linear_methods"
 """The group of entry points by which packages bring formats of weights."""

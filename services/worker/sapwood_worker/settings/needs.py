@@ -31,7 +31,7 @@ NEEDS = (
         lambda config: config.tls_cert is None or config.tls_client_ca is not None,
         "with {tls_cert} and without {tls_client_ca}, of which workers show each other certificates",
     ),
-    Needs(("handoff_port", "handoff_share"), lambda config: config.role != "both", "without {role}"),
+    Needs(("handoff_port", "handoff_mover", "handoff_share"), lambda config: config.role != "both", "without {role}"),
     Needs(("handoff_port",), lambda config: config.role != "decode", "with {role} decode, which hands nothing off"),
     Needs(
         ("host_write_policy",),

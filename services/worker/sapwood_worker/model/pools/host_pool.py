@@ -44,6 +44,7 @@ class HostPool:
     Attributes:
         num_pages, page_bytes: The arguments.
         object_bytes: Bytes of the content of a page's object.
+        shared: The memory, if other processes of this host find the objects in it, each in its page's record; None: they do not.
         part_bytes: Bytes of this rank's part of a page's content.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
             cache: whoever opens a store tests and measures it with them. With an order BATCH_PAGES more follow, for objects.
@@ -65,6 +66,7 @@ class HostPool:
         self._part = slice(0, page_bytes) if part is None else part
         self.part_bytes = self._part.stop - self._part.start
         self._memory = memory
+        self.shared = memory if order is None else None
         shape = num_records(num_pages, order), record_bytes(page_bytes)
         self.records = np.empty(shape, np.uint8) if memory is None else memory.array().reshape(shape)
 
@@ -114,6 +116,11 @@ def record_bytes(page_bytes: int) -> int:
 def num_records(num_pages: int, order: PageOrder | None) -> int:
     """Records of a pool."""
     return num_pages + SCRATCH_PAGES + (0 if order is None else BATCH_PAGES)
+
+
+def pool_bytes(num_pages: int, page_bytes: int, order: PageOrder | None = None) -> int:
+    """Bytes of a pool."""
+    return num_records(num_pages, order) * record_bytes(page_bytes)
 
 
 def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float, ratio: float) -> int:

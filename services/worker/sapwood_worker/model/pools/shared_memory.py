@@ -20,11 +20,14 @@ class SharedMemory:
 
     Attributes:
         path: By which other processes of this user open it while this object lives.
+        identity: The file's device and inode: of all that is open on this machine only this memory has them.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        found = os.fstat(descriptor)
+        self.identity = found.st_dev, found.st_ino
         weakref.finalize(self, os.close, descriptor)
 
     @staticmethod
@@ -35,7 +38,7 @@ class SharedMemory:
             ConfigError: The system has no such memory.
         """
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("--host-cache-gb / --host-cache-ratio: ranks share the host cache on Linux only")
+            raise ConfigError("--host-cache-gb / --host-cache-ratio: processes share the host cache on Linux only")
         memory = SharedMemory(os.memfd_create("sapwood-host-cache", os.MFD_CLOEXEC))
         os.truncate(memory._descriptor, size)
         return memory

@@ -150,6 +150,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         structured_output=config.structured_output and place.rank == 0,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
         host_cache_ratio=config.tier_ratio if config.prefix_cache else 0.0,
+        share_host_cache=config.shares_host_cache,
     )
     if encodes:
         return EncoderRunner(options)

@@ -45,6 +45,7 @@ class RunnerOptions:
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
+        share_host_cache: Whether that tier lies in memory that other processes of this host can read.
         one_table: Whether all layers' pages are in one page table, windows or not.
         parallel: The groups of ranks that this process runs the model with.
         nodes: Hosts that they are on, equally many on each.
@@ -74,6 +75,7 @@ class RunnerOptions:
     structured_output: bool = False
     host_cache_gb: float = 0.0
     host_cache_ratio: float = 0.0
+    share_host_cache: bool = False
     one_table: bool = False
     parallel: Parallel = field(default_factory=Parallel)
     nodes: int = 1

@@ -1,4 +1,7 @@
-"""What moves pages from the worker that keeps them into this one's host pages."""
+"""What moves pages from the worker that keeps them into this one's host pages.
+
+Ways differ in what carries the bytes. Whatever does, the source is asked before and after, and pages are addressed by ticket.
+"""
 
 from __future__ import annotations
 

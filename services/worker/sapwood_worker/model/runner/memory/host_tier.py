@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, num_records, record_bytes
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
 from sapwood_worker.model.pools.page_order import PageOrder, RankPart
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -46,7 +46,8 @@ def build_host_pool(
             ratio=options.host_cache_ratio,
         )
     if parallel.tp.size == parallel.pp.size == 1:
-        return HostPool(pages, size)
+        shared = SharedMemory.create(pool_bytes(pages, size)) if options.share_host_cache else None
+        return HostPool(pages, size, shared)
     pages = parallel.exchange(pages)[0]
     order = None
     if options.nodes == 1:
@@ -57,7 +58,7 @@ def build_host_pool(
             if other is not None
         ]
         order = PageOrder(whole, own_parts)
-    memory = SharedMemory.create(num_records(pages, order) * record_bytes(size)) if leads else None
+    memory = SharedMemory.create(pool_bytes(pages, size, order)) if leads else None
     path = parallel.exchange("" if memory is None else memory.path)[first]
     memory = memory or SharedMemory.open(path)
     parallel.exchange("")  # all have opened it

@@ -1,13 +1,16 @@
-"""Pages over a real socket: what arrives is what was kept, and whatever else happens ends as an error or as a page not had."""
+"""Whichever way pages go from one worker to another, what arrives is what was kept, and whatever else happens ends as an error or
+as a page not had."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import trustme
@@ -15,29 +18,39 @@ from msgspec.structs import replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_testing.clock import Clock
-from sapwood_worker.core.cache.handoff import tcp
+from sapwood_worker.core.cache.handoff import server, shm, source, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
+from sapwood_worker.core.cache.handoff.mover import MoverError, PageMover
+from sapwood_worker.core.cache.handoff.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.server import PageServer
+from sapwood_worker.core.cache.handoff.shm import NotSharedError, SharedMemoryMover
+from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, pool_bytes
+from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.records.handoff import HandoffTicket
 
 FINGERPRINT = bytes.fromhex(namespace_of("model"))
 PAGES, BYTES = 8, 200_000
+MOVERS: dict[str, Callable[[PageTls | None], PageMover]] = {
+    "tcp": TcpMover,
+    "shm": SharedMemoryMover,
+    "auto": QuickestMover,
+}
 
 
 class Kept:
     """A worker that keeps a prompt's pages and serves them."""
 
-    def __init__(self, tls: PageTls | None = None) -> None:
-        self.tls: PageTls | None = tls
-        """Of whoever reads."""
+    def __init__(self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True) -> None:
+        self.mover = MOVERS[mover](tls)
+        """Whoever reads."""
         self.clock = Clock()
-        self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
+        memory = SharedMemory.create(pool_bytes(PAGES, BYTES)) if shared else None
+        self.pool, self.host = HostPool(PAGES, BYTES, memory), HostPages(PAGES)
         self.server = PageServer("127.0.0.1", 0, tls)
         self.leases = HandoffLeases(self.host, 4, FINGERPRINT, 5, f"127.0.0.1:{self.server.port}", 1.0, self.clock)
         prompt = array("I", range(4 * (PAGES - 2)))
@@ -55,7 +68,7 @@ class Kept:
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
         records = [memoryview(bytearray(HEADER_BYTES + BYTES)) for _ in indices]
-        read = TcpMover(self.tls).read(ticket or self.ticket, indices, records)
+        read = self.mover.read(ticket or self.ticket, indices, records)
         checked = []
         for index, there, record in zip(indices, read, records, strict=True):
             if there:
@@ -65,9 +78,9 @@ class Kept:
         return checked
 
 
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
+@pytest.fixture(params=MOVERS)
+def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
+    made = Kept(mover=request.param)
     yield made
     made.server.close()
 
@@ -87,7 +100,7 @@ def test_a_lease_that_has_ended_another_process_and_an_unknown_ticket_give_nothi
 def test_a_page_that_is_given_to_another_while_it_is_sent_is_not_had(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sealed = tcp.header_of
+    sealed = source.header_of  # type: ignore[attr-defined]
 
     def sealed_too_late(record: memoryview, *rest: object) -> bytes:
         """Between the first look at the epoch and the seal all memory goes to somebody else."""
@@ -99,16 +112,17 @@ def test_a_page_that_is_given_to_another_while_it_is_sent_is_not_had(
                 kept.pool.record(entry.page)[HEADER_BYTES:] = b"\xff" * BYTES
         return sealed(record, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tcp, "header_of", sealed_too_late)
+    monkeypatch.setattr(source, "header_of", sealed_too_late)
     came = kept.read([0, 1, 2, 3])
-    assert [record is not None for record in came] == [True, True, False, False]
+    sent = isinstance(kept.mover, TcpMover)  # page by page; in shared memory all are read at last
+    assert [record is not None for record in came] == [sent, sent, False, False]
 
 
 def test_nobody_there_is_an_error_and_so_is_a_source_that_is_no_address(kept: Kept) -> None:
     kept.server.close()
-    for source in (kept.ticket.source, "nowhere", "127.0.0.1:99999"):
+    for address in (kept.ticket.source, "nowhere", "127.0.0.1:99999"):
         with pytest.raises(MoverError):
-            kept.read([0], replace(kept.ticket, source=source))
+            kept.read([0], replace(kept.ticket, source=address))
 
 
 def _is_hung_up_on(connection: socket.socket) -> bool:
@@ -132,7 +146,7 @@ def _halfway(connection: socket.socket) -> None:
 def test_a_source_that_stops_answering_is_an_error(
     kept: Kept, behave: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         held: list[socket.socket] = []
 
@@ -152,8 +166,8 @@ def test_a_source_that_stops_answering_is_an_error(
     "said",
     [
         b"GET / HTTP/1.1\r\nHost: pages\r\n\r\nand so on and so on",
-        tcp._ASK.pack(b"SAPWHO01", bytes(16), 5, 2**32 - 1),
-        tcp._ASK.pack(b"SAPWHO01", bytes(16), 5, 0),
+        wire._ASK.pack(b"SAPWHO01", bytes(16), 5, 2**32 - 1),
+        wire._ASK.pack(b"SAPWHO01", bytes(16), 5, 0),
     ],
     ids=["http", "too many pages", "no page"],
 )
@@ -165,8 +179,8 @@ def test_whoever_asks_for_something_else_is_hung_up_on(kept: Kept, said: bytes) 
 
 
 def test_strangers_who_say_nothing_are_bounded_in_number_and_time(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_SILENCE_SECONDS", 0.5)
-    strangers = [socket.create_connection(("127.0.0.1", kept.server.port), 30) for _ in range(tcp._MOST_READS + 3)]
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.5)
+    strangers = [socket.create_connection(("127.0.0.1", kept.server.port), 30) for _ in range(server._MOST_READS + 3)]
     assert all(map(_is_hung_up_on, strangers))
     for stranger in strangers:
         stranger.close()
@@ -187,13 +201,16 @@ def tls_of(authority: trustme.CA, folder: Path, trusted: trustme.CA | None = Non
     return files
 
 
-def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_nowhere_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mover", MOVERS)
+def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_nowhere_else(
+    mover: str, tmp_path: Path
+) -> None:
     ours, others = trustme.CA(), trustme.CA()
-    kept = Kept(tls_of(ours, tmp_path / "source"))
+    kept = Kept(tls_of(ours, tmp_path / "source"), mover)
     try:
-        kept.tls = tls_of(ours, tmp_path / "reader")
+        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "reader"))
         assert None not in kept.read([4, 0, 5])
-        kept.tls = None
+        kept.mover = MOVERS[mover](None)
         with contextlib.suppress(MoverError):  # or the first byte of TLS's complaint, which is no yes
             assert kept.read([0]) == [None]
         for stranger in (
@@ -201,11 +218,52 @@ def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_no
             tls_of(others, tmp_path / "knows-us", trusted=ours),
             tls_of(ours, tmp_path / "does-not", trusted=others),
         ):
-            kept.tls = stranger
+            kept.mover = MOVERS[mover](stranger)
             with pytest.raises(MoverError):
                 kept.read([0])
-        kept.tls = tls_of(ours, tmp_path / "again")
+        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "again"))
         assert None not in kept.read([0])
+    finally:
+        kept.server.close()
+
+
+def test_within_a_host_no_page_goes_through_a_socket(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = 0
+    fill = wire.Wire.fill
+
+    def counted(self: wire.Wire, buffer: memoryview) -> None:
+        nonlocal received
+        received += len(buffer)
+        fill(self, buffer)
+
+    monkeypatch.setattr(wire.Wire, "fill", counted)
+    assert None not in kept.read([3, 1])
+    assert (received < BYTES) is not isinstance(kept.mover, TcpMover)
+
+
+class Elsewhere(NamedTuple):
+    """What a source on another machine, in another container or of another user says of its memory."""
+
+    path: str
+    identity: tuple[int, int]
+
+
+@pytest.mark.parametrize("how", ["no file", "another file", "another boot", "nothing shared"])
+def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(mover="auto", shared=how != "nothing shared")
+    try:
+        memory: Any = kept.pool.shared
+        if how == "no file":
+            kept.pool.shared = Elsewhere("/proc/1/fd/99999", (1, 2))  # type: ignore[assignment]
+        elif how == "another file":
+            kept.pool.shared = Elsewhere(memory.path, (1, 2))  # type: ignore[assignment]
+        elif how == "another boot":
+            boots = itertools.count()
+            monkeypatch.setattr(shm, "_boot", lambda: bytes([next(boots)]) * 16)
+        assert None not in kept.read([4, 0, 5])
+        kept.mover = SharedMemoryMover()
+        with pytest.raises(NotSharedError):
+            kept.read([4])
     finally:
         kept.server.close()
 

@@ -1,0 +1,40 @@
+"""What a source of pages answers from: its ledger and its host pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases, Lease
+from sapwood_worker.core.cache.storage.record import header_of
+from sapwood_worker.model.pools.host_pool import HostPool
+
+
+class PageSource(NamedTuple):
+    """Its parts. All is called from threads of their own.
+
+    Attributes:
+        leases: Which pages may be read.
+        pool: Their memory.
+        namespace: What their headers call the model.
+    """
+
+    leases: HandoffLeases
+    pool: HostPool
+    namespace: str
+
+    def find(self, lease: Lease | None, index: int) -> memoryview | None:
+        """The record of a ticket's page; None: it is not had, or not any more."""
+        if lease is None or index >= len(lease.keys) or not self.leases.readable(lease, index):
+            return None
+        return self.pool.packed(lease.ticket.places[index][0])
+
+    def header(self, record: memoryview, lease: Lease, index: int) -> bytes:
+        """What seals a record's content as it is now."""
+        return header_of(record, lease.keys[index], self.namespace)
+
+    def ends(self, lease: Lease, index: int) -> bool:
+        """A page was read: whether it still is what the ticket says."""
+        still = self.leases.readable(lease, index)
+        if still:
+            self.leases.was_read(lease, index)
+        return still

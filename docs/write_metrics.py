@@ -24,7 +24,7 @@ from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.ipc.vitals import Vitals
-from sapwood_worker.records.expert_load import ExpertLoad
+from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
 
 TARGET = Path(__file__).resolve().parent / "metrics.md"

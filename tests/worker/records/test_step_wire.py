@@ -30,7 +30,7 @@ from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy
 from sapwood_worker.records.step import Entry, Step
 from sapwood_worker.records.step_wire import encode, encode_masks, read, read_masks

@@ -40,7 +40,7 @@ from sapwood_worker.ipc.messages import (
     Unpin,
 )
 from sapwood_worker.ipc.vitals import Vitals
-from sapwood_worker.records.expert_load import ExpertLoad
+from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.handoff import NO_HANDOFF, Handoff
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.terms import USUAL, Terms

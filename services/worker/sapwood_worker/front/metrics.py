@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
-from sapwood_worker.records.expert_load import ExpertLoad
+from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.step_time import StepTime
 

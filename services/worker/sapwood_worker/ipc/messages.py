@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.records.expert_load import ExpertLoad
+from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING, Copies, CopyReport
 

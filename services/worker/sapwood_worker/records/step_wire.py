@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 from sapwood_worker.records.page_copies import Copies
 from sapwood_worker.records.step import Entry, IntArray, LateMasks, Masks, Step
 

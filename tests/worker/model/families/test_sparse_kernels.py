@@ -25,7 +25,7 @@ from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantization.registry import LinearMethods
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 
 pytest.importorskip("triton", reason="Triton is not installed")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")

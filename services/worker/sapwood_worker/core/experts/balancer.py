@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sapwood_worker.core.experts.placement import Change, Loads, Places, balance, next_change, rank_loads
-from sapwood_worker.records.expert_move import ExpertMove, home_slots, moved
+from sapwood_worker.records.experts import ExpertMove, home_slots, moved
 
 _TOKENS = 64
 """Tokens that an expert has on average before the load is judged: of fewer, chance makes the differences."""

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from sapwood_worker.core.experts.balancer import ExpertBalancer
-from sapwood_worker.records.expert_load import ExpertLoad, ExpertPlaces, expert_load
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertLoad, ExpertMove, ExpertPlaces, expert_load
 
 _EVERY = 1.0
 """Seconds between two looks while there is work; a GPU is waited for."""

@@ -23,7 +23,7 @@ from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.layers.taps import Taps
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 
 Angles = tuple[Tensor, Tensor]
 

@@ -27,7 +27,7 @@ from sapwood_worker.model.runner.pooling import pool_chunk
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens, TokenSampler
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.page_copies import NOTHING, CopyReport

@@ -13,7 +13,7 @@ from sapwood_worker.model.layers.sparse.matrices import expert_matrices
 from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import WeightSlots, whole
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 
 
 class Experts(Layer):

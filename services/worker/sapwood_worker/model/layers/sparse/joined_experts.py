@@ -17,7 +17,7 @@ from sapwood_worker.model.layers.sparse.matrices import stack_of
 from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 
 _GROUP = 32
 """Numbers that share a scale in MXFP4."""

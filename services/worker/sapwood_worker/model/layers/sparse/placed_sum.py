@@ -13,7 +13,7 @@ from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
-from sapwood_worker.records.expert_move import ExpertMove
+from sapwood_worker.records.experts import ExpertMove
 
 
 class PlacedSum:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.weight_slot import Span
-from sapwood_worker.records.expert_move import ExpertMove, home_slots, moved
+from sapwood_worker.records.experts import ExpertMove, home_slots, moved
 
 
 class ExpertPlaces:

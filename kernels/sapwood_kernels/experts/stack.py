@@ -96,17 +96,22 @@ class StoredStack:
     """Matrices in few bits, held in two tensors for a kernel that widens them as it multiplies.
 
     Attributes:
-        codes: float8_e4m3fn [E, N, K], or 4-bit floats (E2M1), uint8 [E, N, K / 2] with the first of two in the low half.
-        scales: [E, N, G], one for each ``group`` numbers of a row: float32, or of 4-bit floats uint8 exponents of 2 with a bias
-            of 127.
+        codes: float8_e4m3fn [E, N, K]; or 4-bit floats (E2M1), uint8 [E, N, K / 2] with the first of two in the low half; or
+            integers of 4 bits, held alike, or of 8, uint8 [E, N, K].
+        scales: [E, N, G], one for each ``group`` numbers of a row: of any floating type, or of 4-bit floats uint8 exponents of 2
+            with a bias of 127.
         group: Numbers that share a scale; the last group of a row may have fewer.
         bias: [E, N], or None.
+        zeros: uint8 [E, N, G], what each integer has less; None: codes are floats.
+        integers: Bits of the codes where they are integers.
     """
 
     codes: Tensor
     scales: Tensor
     group: int
     bias: Tensor | None = None
+    zeros: Tensor | None = None
+    integers: Literal[4, 8] | None = None
 
     @property
     def experts(self) -> int:
@@ -118,12 +123,12 @@ class StoredStack:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return [self.codes, self.scales] if self.bias is None else [self.codes, self.scales, self.bias]
+        return [each for each in (self.codes, self.scales, self.bias, self.zeros) if each is not None]
 
     @property
     def bits(self) -> Literal[4, 8]:
         """Bits of a number."""
-        return 4 if self.codes.dtype == torch.uint8 else 8
+        return self.integers or (4 if self.codes.dtype == torch.uint8 else 8)
 
     @property
     def columns(self) -> int:
@@ -132,6 +137,9 @@ class StoredStack:
 
     def weights(self) -> list[GroupedWeight]:
         """Each expert's; views of the codes."""
+        if self.zeros is not None:
+            parts = zip(self.codes, self.scales, self.zeros, strict=True)
+            return [GroupedWeight(*each[:2], self.group, self.columns, self.bits, zeros=each[2]) for each in parts]
         scales = (
             self.scales if self.bits == 8 else (self.scales.short() << 7).view(torch.bfloat16)
         )  # the exponent alone

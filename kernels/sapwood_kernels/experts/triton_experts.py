@@ -31,8 +31,8 @@ def _power(exponent):
 
 @triton.jit
 def _widened(
-    codes, scales, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    codes, scales, zeros, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, float32."""
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -43,32 +43,42 @@ def _widened(
             codes + row[:, None] * (K // 2) + at[None, :], mask=inside[:, None] & (at < K // 2)[None, :], other=0
         )
         code = tl.reshape(tl.join(pair & 15, pair >> 4), (BLOCK_N, BLOCK_K)).to(tl.int32)
-        # In quarters every number is whole: the exponent's 0 means that there is no leading 1.
-        exponent, half = (code >> 1) & 3, code & 1
-        quarters = tl.where(exponent == 0, 2 * half, (2 + half) << exponent).to(tl.float32)
-        values = tl.where(code > 7, -0.25, 0.25) * quarters
+        if INTEGERS:
+            values = code.to(tl.float32)
+        else:
+            # In quarters every number is whole: the exponent's 0 means that there is no leading 1.
+            exponent, half = (code >> 1) & 3, code & 1
+            quarters = tl.where(exponent == 0, 2 * half, (2 + half) << exponent).to(tl.float32)
+            values = tl.where(code > 7, -0.25, 0.25) * quarters
     else:
         at = start + tl.arange(0, BLOCK_K)
         values = tl.load(
             codes + row[:, None] * K + at[None, :], mask=inside[:, None] & (at < K)[None, :], other=0.0
         ).to(tl.float32)
     if GROUP >= BLOCK_K:
-        held = tl.load(scales + row * groups + start // GROUP, mask=inside, other=0)
-        values *= (held if BITS == 8 else _power(held))[:, None]
+        place = row * groups + start // GROUP
+        held = tl.load(scales + place, mask=inside, other=0)
+        if INTEGERS:
+            values -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)[:, None]
+        values *= (_power(held) if BITS == 4 and not INTEGERS else held.to(tl.float32))[:, None]
     else:
         group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
         there = inside[:, None] & (group < groups)[None, :]
-        held = tl.load(scales + row[:, None] * groups + group[None, :], mask=there, other=0)
+        place = row[:, None] * groups + group[None, :]
+        held = tl.load(scales + place, mask=there, other=0)
         apart = tl.reshape(values, (BLOCK_N, BLOCK_K // GROUP, GROUP))
-        values = tl.reshape(apart * (held if BITS == 8 else _power(held))[:, :, None], (BLOCK_N, BLOCK_K))
+        if INTEGERS:
+            apart -= tl.load(zeros + place, mask=there, other=0).to(tl.float32)[:, :, None]
+        held = _power(held) if BITS == 4 and not INTEGERS else held.to(tl.float32)
+        values = tl.reshape(apart * held[:, :, None], (BLOCK_N, BLOCK_K))
     return values
 
 
 @triton.jit
 def _product_kernel(
-    x, weight, scales, bias, out, places, experts, COUNT, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, weight, scales, zeros, bias, out, places, experts, COUNT, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(experts + tile)
@@ -86,7 +96,9 @@ def _product_kernel(
             deep = at < K
             taken = tl.load(row[:, None] + at[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
             if GROUP > 0:
-                wide = _widened(weight, scales, expert, columns, inside, start, N, K, GROUP, BITS, BLOCK_N, BLOCK_K)
+                wide = _widened(
+                    weight, scales, zeros, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+                )  # fmt: skip
                 part = tl.trans(wide.to(taken.dtype))
             else:
                 part = tl.load(matrix[None, :] + at[:, None], mask=inside[None, :] & deep[:, None], other=0.0)
@@ -116,15 +128,16 @@ def product(
 ) -> Tensor:
     """``x[pair // share] @ weight.T + bias`` by each pair's expert: [*, K] -> [pairs, N], in x's dtype; undefined without one."""
     if isinstance(stack, DenseStack):
-        weight, scales, group, bits = stack.weight, stack.weight, 0, 0
+        weight, scales, zeros, group, bits = stack.weight, stack.weight, None, 0, 0
     else:
-        weight, scales, group, bits = stack.codes, stack.scales, stack.group, stack.bits
+        weight, scales, zeros, group, bits = stack.codes, stack.scales, stack.zeros, stack.group, stack.bits
     experts, outputs = weight.shape[:2]
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     _product_kernel[(len(tiles.experts), triton.cdiv(outputs, shape.width))](
-        x, weight, scales, weight if stack.bias is None else stack.bias, out, tiles.places, tiles.experts, pairs, outputs,
-        experts, SHARE=share, K=x.shape[1], HAS_BIAS=stack.bias is not None, GROUP=group, BITS=bits,
-        BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
+        x, weight, scales, weight if zeros is None else zeros, weight if stack.bias is None else stack.bias, out,
+        tiles.places, tiles.experts, pairs, outputs, experts, SHARE=share, K=x.shape[1], HAS_BIAS=stack.bias is not None,
+        GROUP=group, BITS=bits, INTEGERS=zeros is not None, BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 

@@ -133,8 +133,9 @@ class CudaOps(DeviceOps):
         if not seconds:
             return TileTable(experts)
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
+        kind = f"int{gate_up.integers}" if isinstance(gate_up, StoredStack) and gate_up.integers else held.dtype
         parts = (
-            torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", held.dtype,
+            torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
             f"triton{version('triton')}",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))

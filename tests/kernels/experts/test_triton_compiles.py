@@ -35,17 +35,21 @@ def compiled(kernel, kinds, constants, **options):
     return made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")
 
 
-kinds = dict(x="*bf16", bias="*bf16", out="*bf16", places="*i32", experts="*i32", COUNT="i32", N="i32", EXPERTS="i32")
+kinds = dict(x="*bf16", zeros="*u8", bias="*bf16", out="*bf16", places="*i32", experts="*i32")
+kinds |= dict(COUNT="i32", N="i32", EXPERTS="i32")
 formats = {
     "bf16": (dict(weight="*bf16", scales="*bf16"), 0, 0),
     "fp8": (dict(weight="*fp8e4nv", scales="*fp32"), 128, 8),
     "mxfp4": (dict(weight="*u8", scales="*u8"), 32, 4),
+    "int4": (dict(weight="*u8", scales="*fp16"), 128, 4),
+    "int8": (dict(weight="*u8", scales="*bf16"), 2048, 8),
 }
 for name, (stored, group, bits) in formats.items():
     for height in (16, 64, 128) if name == "bf16" else (16, 128):
         shape = tiles.tile_shape(height)
         constants = dict(
-            SHARE=8, K=2048, HAS_BIAS=True, GROUP=group, BITS=bits, BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth
+            SHARE=8, K=2048, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
+            BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         print(name, height, *compiled(triton_experts._product_kernel, kinds | stored, constants, **options))
@@ -68,7 +72,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr[-3000:]
     rows = map(str.split, done.stdout.splitlines())
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
-    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "sum", "align", "route"}
+    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "int4", "int8", "sum", "align", "route"}
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
-    assert len(tall) == 3 and all(tall), "tall tiles use the tensor cores of Hopper"
+    assert len(tall) == 5 and all(tall), "tall tiles use the tensor cores of Hopper"

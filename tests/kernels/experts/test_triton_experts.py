@@ -115,6 +115,23 @@ def test_matrices_in_few_bits_are_widened_as_they_are_multiplied(bits, tokens):
     near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 160), (8, 64), (8, 160)])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_integers_are_widened_as_they_are_multiplied(bits, group, tokens):
+    generator = torch.Generator().manual_seed(bits)
+
+    def stack(rows, columns):
+        groups = -(-columns // group)
+        codes = torch.randint(0, 256, (EXPERTS, rows, columns * bits // 8), generator=generator, dtype=torch.uint8)
+        zeros = torch.randint(0, 1 << bits, (EXPERTS, rows, groups), generator=generator, dtype=torch.uint8)
+        scales = torch.rand(EXPERTS, rows, groups, generator=generator) / (1 << bits) / columns**0.5
+        return StoredStack(codes.to(DEVICE), scales.half().to(DEVICE), group, None, zeros.to(DEVICE), bits)
+
+    x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
+    parts = x, ids, weights, stack(192, 160), stack(160, 96)
+    near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
+
+
 @pytest.mark.parametrize(
     ("routing", "corrected"),
     [

@@ -71,11 +71,15 @@ class GroupedMethod(LinearMethod):
     def finish(self) -> None:
         if not self._adds_bias:
             self._bias = None
-        weights = joined([part.weight() for part in self._parts])
-        self._parts = []  # what was read is freed
+        weights = self.weights()
         self._products = [self._ops.grouped(weight) for weight in weights]
         if len(weights) == 1:
             self._one_row = self._ops.grouped_row(weights[0], self._bias)
+
+    def weights(self) -> list[GroupedWeight]:
+        """What the slots were filled with, which it gives away: all rows, in one weight if they are laid out alike."""
+        parts, self._parts = self._parts, []
+        return joined([part.weight() for part in parts])
 
     def fuses(self, rows: int) -> Fuses:
         return ONE_ROW if rows == 1 and self._one_row is not None else Fuses()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 import torch
@@ -84,6 +84,7 @@ class LinearMethods:
         self._name, self._quantise = quantization, wanted
         formats = {name: each for name, each in formats.items() if not (widen and each.widens)}
         self._keep = [(name, each.keep) for name, each in formats.items() if each.keep is not None]
+        self._widens = {name for name, each in formats.items() if each.widens}
         self._keep_table = [(name, each.keep_table) for name, each in formats.items() if each.keep_table is not None]
         self._dtype = dtype
         self._ops = ops
@@ -118,10 +119,20 @@ class LinearMethods:
         self._assure_wide(shape)
         return DenseMethod(shape, self._dtype, self._ops)
 
-    def _kept(self, shape: LinearShape) -> LinearMethod | None:
+    def stored_expert(self, shape: LinearShape) -> LinearMethod | None:
+        """The method of an expert's projections in a format whose numbers can be read in no other way; None: there is none.
+
+        Raises:
+            ConfigError: They are in such a format, and cannot be read; names a tensor.
+        """
+        return self._kept(shape, but=self._widens)
+
+    def _kept(self, shape: LinearShape, but: Container[str] = ()) -> LinearMethod | None:
         if self._stored is None:
             return None
         for name, keep in self._keep:
+            if name in but:
+                continue
             kept = keep(shape, self._dtype, self._ops, self._stored)
             if kept is not None:
                 self.used.add(name + AS_STORED)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
+from sapwood_worker.model.layers.sparse.stored_matrices import StoredMatrices, expert_shape
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
 
 _BLOCK = 128
@@ -96,12 +97,14 @@ class Float8Matrices(ExpertMatrices):
 
 def expert_matrices(
     parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
-) -> ExpertMatrices:
+) -> ExpertMatrices | StoredMatrices:
     """The matrices in the format that the checkpoint stores those of the first expert in.
 
     Raises:
         ConfigError: It cannot be read, or experts are to be quantised.
     """
+    if context.linear.stored_expert(expert_shape(0, parts, replace(rows, size=0), columns, context)) is not None:
+        return StoredMatrices(parts, places, rows, columns, context)
     names = [f"{context.prefix}.{index}.{part}" for index in range(places.own.total) for part in parts]
     whole_blocks = rows.start % _BLOCK == columns.start % _BLOCK == 0
     context.linear.check_experts(names)

@@ -1,0 +1,191 @@
+"""Experts in the formats that linear layers are stored in: transformers' logits with the numbers that these stand for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+if not torch.cuda.is_available():
+    # Read when a kernel's module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sapwood_common.errors import ConfigError
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.models import quantised_layers as layouts
+from sapwood_testing.worker.split_models import logits_of
+from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.loader import load_model
+
+TOKENS = [3 + i * 7 % 90 for i in range(23)]
+SIZES = {"hidden_size": 128}
+GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+CHANNELS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+def compressed(weights, activations=None):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+
+
+def by_importance(weight):
+    return layouts.gptq(weight, group=32, order=layouts.shuffled(weight.shape[1], 32))
+
+
+# How a layer is stored, quantization_config, the format's name.
+FORMATS = {
+    "gptq": (layouts.gptq, GPTQ, "gptq"),
+    "gptq desc_act": (by_importance, GPTQ | {"desc_act": True}, "gptq"),
+    "awq": (layouts.awq, AWQ, "awq"),
+    "W4A16": (layouts.pack_quantized, compressed(GROUPS), "compressed-tensors"),
+    "W8A16": (layouts.int8, compressed(CHANNELS), "compressed-tensors"),
+    "W8A8": (layouts.int8, compressed(CHANNELS, CHANNELS | {"dynamic": True}), "compressed-tensors"),
+    "NF4": (layouts.nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    "MXFP4": (layouts.mxfp4, compressed({"num_bits": 4, "type": "float"}), "fp4"),
+}
+FAMILIES = {
+    "qwen3-moe": {**SIZES, "moe_intermediate_size": 64, "num_hidden_layers": 2},
+    "mixtral": {**SIZES, "intermediate_size": 64, "num_hidden_layers": 2},
+}
+slow = pytest.mark.slow
+
+
+def load(path, ops=None, **options):
+    return load_model(
+        path, "auto", torch.float32, ops or device_ops("cpu"), context_length=None, threads=1, seed=0, **options
+    )
+
+
+def edit(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.fixture
+def stored(tiny_model, tmp_path):
+    """Stores a tiny model's experts in a format; returns the path, and transformers' logits with what they stand for."""
+
+    def make(family, name):
+        from transformers import AutoModelForCausalLM
+
+        layout, quantization, _ = FORMATS[name]
+        tiny = tiny_model(family, **FAMILIES[family])
+        path, wide = (shutil.copytree(tiny.path, tmp_path / kind) for kind in ("stored", "wide"))
+        made = {}
+
+        def widen(tensors):
+            for each in [each for each in tensors if ".experts." in each]:
+                made[each], tensors[each] = layout(tensors[each])
+
+        def store(tensors):
+            for each, parts in made.items():
+                del tensors[each]
+                stem = each.removesuffix(".weight")
+                tensors.update({f"{stem}.{kind}": part.contiguous() for kind, part in parts.items()})
+
+        edit(wide, widen)
+        edit(path, store)
+        config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
+        (path / "config.json").write_text(json.dumps(config))
+        assert made
+        oracle = AutoModelForCausalLM.from_pretrained(wide, attn_implementation="eager", dtype=torch.float32).eval()
+        with torch.inference_mode():
+            return path, oracle(torch.tensor([TOKENS])).logits[0]
+
+    return make
+
+
+def assert_near(ours, theirs):
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3-moe", "gptq"),
+        ("mixtral", "awq"),
+        ("qwen3-moe", "W4A16"),
+        ("mixtral", "W8A16"),
+        *(pytest.param(*each, marks=slow) for each in (("mixtral", "gptq"), ("qwen3-moe", "gptq desc_act"))),
+        *(pytest.param(*each, marks=slow) for each in (("mixtral", "NF4"), ("qwen3-moe", "MXFP4"))),
+    ],
+)
+def test_logits_are_those_of_transformers_with_the_same_numbers(stored, family, name):
+    path, theirs = stored(family, name)
+    loaded = load(path)
+    assert f"{FORMATS[name][2]} as stored" in loaded.quantization
+    assert_near(logits_of(loaded, TOKENS), theirs)
+
+
+@slow
+def test_activations_that_are_rounded_change_the_logits_little(stored):
+    path, theirs = stored("qwen3-moe", "W8A8")
+    far = (logits_of(load(path), TOKENS) - theirs).abs().amax(1) / theirs.abs().max()
+    assert 1e-4 < far.median() < 0.05, "but for tokens that then go to another expert"
+
+
+@pytest.mark.parametrize(("name", "whole"), [("gptq", False), ("W4A16", True)])
+def test_ranks_have_their_part(stored, name, whole):
+    path, theirs = stored("qwen3-moe", name)
+
+    def work(group):
+        parallel = Parallel(tp=group, ep=group if whole else Group())
+        return logits_of(load(path, parallel=parallel), TOKENS, parallel)
+
+    for logits in run_ranks(2, work):
+        assert_near(logits, theirs)
+
+
+def test_a_missing_tensor_is_named(stored):
+    path, _ = stored("qwen3-moe", "gptq")
+    name = "model.layers.1.mlp.experts.3.up_proj.scales"
+    edit(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=rf"tensor {name} \(missing, gptq\)"):
+        load(path)
+
+
+def test_an_expert_in_another_format_is_named(stored):
+    path, _ = stored("qwen3-moe", "gptq")
+    stem = "model.layers.1.mlp.experts.3.down_proj"
+
+    def widen(tensors):
+        for kind in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[f"{stem}.{kind}"]
+        tensors[f"{stem}.weight"] = torch.zeros(128, 64)
+
+    edit(path, widen)
+    with pytest.raises(ConfigError, match=rf"{stem}: stored in another format than the layer's first expert"):
+        load(path)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("awq", 4), pytest.param("W4A16", 4, marks=slow), ("W8A16", 8)])
+def test_layers_by_a_gpu_s_kernels_equal_transformers(stored, name, bits):
+    cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
+    path, theirs = stored("qwen3-moe", name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load(path, cuda.CudaOps(device))
+    stacks = [
+        layer.mlp.experts._sum._sum.keywords["gate_up"]
+        for layer in loaded.model.layers
+        if hasattr(layer.mlp, "experts")
+    ]
+    assert stacks and all(stack.bits == stack.integers == bits for stack in stacks)
+    assert_near(logits_of(loaded, TOKENS[:5]).cpu(), theirs[:5])
+
+
+def test_a_gpu_refuses_what_its_kernels_do_not_take(stored):
+    cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
+    path, _ = stored("qwen3-moe", "gptq desc_act")
+    with pytest.raises(ConfigError, match=r"experts.0.gate_proj: on a GPU experts are read in"):
+        load(path, cuda.CudaOps(torch.device("cpu")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -102,14 +102,50 @@ def drive(scheduler: Scheduler, runner: Runner, overlap: bool) -> Iterator[Reque
         scheduler.check()
 
 
-def run(scheduler: Scheduler, runner: Runner, overlap: bool, asked: list[Request]) -> Answers:
-    """What each request got."""
+def run(
+    scheduler: Scheduler,
+    runner: Runner,
+    overlap: bool,
+    asked: list[Request],
+    stops: Mapping[int, bytes] | None = None,
+) -> Answers:
+    """What each request got. Some are aborted, as a router does it, once their text has their stop string of ``stops``."""
     answers: Answers = {request.serial: [] for request in asked}
     for request in asked:
         scheduler.add(request)
     for output in drive(scheduler, runner, overlap):
         answers[output.serial].append(output)
+        if (
+            stops
+            and output.finish_reason is None
+            and stops.get(output.serial, b"\0") in text_of(answers[output.serial])
+        ):
+            scheduler.abort(output.serial)
     return answers
+
+
+def text_of(outputs: list[RequestOutput]) -> bytes:
+    """The text of an answer."""
+    return b"".join(VOCABULARY.tokens[token] for token in tokens_of(outputs))
+
+
+STOPPED = (1, 2, 5, 13)
+"""Requests of the twenty that have a stop string in some tests."""
+
+
+def stop_strings(expected: Answers) -> dict[int, bytes]:
+    """Stop strings from the midst of some answers."""
+    return {serial: text_of(expected[serial])[9:12] for serial in STOPPED if serial in expected}
+
+
+def assert_stopped(found: Answers, expected: Answers, stops: Mapping[int, bytes]) -> None:
+    """Asserts that texts go up to their stop strings, and that some end before all tokens came; takes them from ``found``."""
+    shorter = 0
+    for serial, stop in stops.items():
+        outputs, text = found.pop(serial), text_of(expected[serial])
+        assert text_of(outputs)[: text.index(stop) + len(stop)] == text[: text.index(stop) + len(stop)], f"r{serial}"
+        shorter += len(text_of(outputs)) < len(text)
+    assert shorter
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[int]:
@@ -117,9 +153,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def assert_alike(found: Answers, expected: Answers) -> None:
+def assert_alike(found: Answers, expected: Answers, stopped: Collection[int] = ()) -> None:
     """Asserts that tokens, ends and log probabilities are the same, the last within a float's tolerance."""
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() - stopped
     for serial, outputs in found.items():
         others = expected[serial]
         assert tokens_of(outputs) == tokens_of(others), f"r{serial}"

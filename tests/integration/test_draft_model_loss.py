@@ -1,4 +1,5 @@
-"""A worker with a draft model killed in mid-stream, real processes on a tiny model: every answer is the undisturbed one."""
+"""A worker with a draft model or a head killed in mid-stream, real processes on a tiny model: every answer is the undisturbed
+one."""
 
 from __future__ import annotations
 
@@ -53,22 +54,56 @@ def body(number: int, stream: bool) -> dict[str, Any]:
     }
 
 
+def write_head(model: Path, folder: Path) -> None:
+    """A head of EAGLE-3 for a model that knows nothing: its weights are random."""
+    import torch
+    from safetensors.torch import save_file
+
+    raw = json.loads((model / "config.json").read_text())
+    width, inner, heads, keys = (
+        raw[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    dim = raw.get("head_dim") or width // heads
+    shapes = {
+        "fc": (width, 3 * width),
+        "midlayer.self_attn.q_proj": (heads * dim, 2 * width),
+        "midlayer.self_attn.k_proj": (keys * dim, 2 * width),
+        "midlayer.self_attn.v_proj": (keys * dim, 2 * width),
+        "midlayer.self_attn.o_proj": (width, heads * dim),
+        "midlayer.mlp.gate_proj": (inner, width),
+        "midlayer.mlp.up_proj": (inner, width),
+        "midlayer.mlp.down_proj": (width, inner),
+        "lm_head": (raw["vocab_size"], width),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    norms = ("norm", *(f"midlayer.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+    folder.mkdir()
+    save_file(tensors | {f"{name}.weight": torch.ones(width) for name in norms}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1}))
+
+
 @pytest.mark.slow
-def test_answers_go_on_when_a_worker_with_a_draft_model_is_killed(
-    start_cluster_of: Any, deep_model: Path, tmp_path: Path
+@pytest.mark.parametrize("kind", ["draft", "eagle"])
+def test_answers_go_on_when_a_worker_that_drafts_is_killed(
+    start_cluster_of: Any, deep_model: Path, tmp_path: Path, kind: str
 ) -> None:
-    make_drafter(deep_model, tmp_path / "draft", layers=1, noise=0.0)
+    if kind == "draft":
+        make_drafter(deep_model, tmp_path / "drafter", layers=1, noise=0.0)
+    else:
+        write_head(deep_model, tmp_path / "drafter")
     flags = ["--model", deep_model, "--served-model-name", "deep", "--workers", 2, "--threads", 1]
-    flags += ["--worker-num-pages", 1024, "--worker-speculate", f"draft:{tmp_path / 'draft'}"]
+    flags += ["--worker-num-pages", 1024, "--worker-speculate", f"{kind}:{tmp_path / 'drafter'}"]
     with start_cluster_of(*map(str, flags)) as cluster, httpx.Client(timeout=300) as client:
         url = f"http://{cluster.http}/v1/completions"
-        expected, accepted = [], 0
+        expected, accepted, rejected = [], 0, 0
         for number in range(len(PROMPTS)):
             answer = client.post(url, json=body(number, stream=False)).raise_for_status().json()
             expected.append(answer["choices"][0]["text"])
             details = answer["usage"].get("completion_tokens_details") or {}
             accepted += details.get("accepted_prediction_tokens") or 0
-        assert accepted > 0
+            rejected += details.get("rejected_prediction_tokens") or 0
+        assert rejected + accepted > 0
+        assert accepted > 0 or kind == "eagle"
         found = [""] * len(PROMPTS)
         begun = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import urllib.request
@@ -189,3 +190,37 @@ def test_what_is_not_sampled_is_not_sent(start_services, connect, receiver: Rece
     post(f"http://{cluster.http}/v1/completions", body, traceparent=f"00-{'5c' * 16}-{'c7' * 8}-01")
     spans = receiver.wait_for(lambda spans: {(name, span.name) for name, span in spans} >= WANTED)
     assert {span.trace_id.hex() for _, span in spans} == {"5c" * 16}
+
+
+def test_drafted_tokens_are_the_same_in_usage_traces_and_metrics(start_services, connect, receiver: Receiver) -> None:
+    flags = ("--trace-endpoint", f"127.0.0.1:{receiver.port}")
+    cluster = start_services(*flags, worker=("--speculate", "prefix"))
+    cluster.wait_ready()
+    body = {"model": "fake", "prompt": [5] * 20, "max_tokens": 60, "ignore_eos": True, "seed": 7}
+    for _ in range(2):  # the second time the cache knows what comes
+        answer = json.loads(post(f"http://{cluster.http}/v1/completions", json.dumps(body).encode()))
+    told = answer["usage"]["completion_tokens_details"]
+    last = connect(cluster.grpc).generate(token_ids=[5] * 20, max_tokens=60, ignore_eos=True, seed=7).answer()
+    assert last.text == answer["choices"][0]["text"]
+    usage = last.usage
+    assert told["accepted_prediction_tokens"] > 20 < usage.accepted_prediction_tokens
+    spans = receiver.wait_for(
+        lambda spans: sum(span.name.startswith(("worker generate", "text_completion")) for _, span in spans) >= 6
+    )
+    wanted = {
+        (one["accepted_prediction_tokens"], one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"])
+        for one in (
+            told,
+            {name: getattr(usage, name) for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")},
+        )
+    }
+    for name in ("worker generate", "text_completion fake"):
+        found = [{item.key: item.value.int_value for item in span.attributes} for _, span in spans if span.name == name]
+        assert {(each["sapwood.accepted_tokens"], each["sapwood.drafted_tokens"]) for each in found} >= wanted, name
+    counted = {
+        sample.labels["outcome"]: sample.value
+        for family in text_string_to_metric_families(cluster.metrics("worker"))
+        for sample in family.samples
+        if sample.name == "sapwood_worker_drafted_tokens_total" and sample.labels["drafter"] == "prefix"
+    }
+    assert counted["accepted"] >= told["accepted_prediction_tokens"] + usage.accepted_prediction_tokens

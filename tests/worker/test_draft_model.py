@@ -10,7 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from sapwood_common.errors import ConfigError
-from sapwood_testing.drafts.answers import VOCAB, VOCABULARY, Answers, assert_alike, requests, run, tokens_of
+from sapwood_testing.drafts.answers import (
+    VOCAB,
+    VOCABULARY,
+    Answers,
+    assert_alike,
+    assert_stopped,
+    requests,
+    run,
+    stop_strings,
+    tokens_of,
+)
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.config import WorkerConfig
@@ -119,7 +129,10 @@ def test_tokens_are_those_without_a_draft_model(
     own = options(tiny_model(name).path, page_size=page_size, num_pages=num_pages, max_running=max_running)
     runner = build_drafted_runner(own, options(drafter(name, noise=0.02), page_size=page_size))
     scheduler = scheduler_of(runner, max_step_tokens=64)
-    assert_alike(run(scheduler, runner, overlap, asked), expected)
+    stops = stop_strings(expected)
+    found = run(scheduler, runner, overlap, asked, stops)
+    assert_stopped(found, expected, stops)
+    assert_alike(found, expected, stops)
     load = scheduler.load()
     assert load.drafted_tokens - load.accepted_tokens > 5
     assert load.accepted_tokens > 20

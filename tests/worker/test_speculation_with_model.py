@@ -14,7 +14,18 @@ import pytest
 from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.drafts.answers import VOCAB, VOCABULARY, Answers, assert_alike, prompts, requests, run, tokens_of
+from sapwood_testing.drafts.answers import (
+    VOCAB,
+    VOCABULARY,
+    Answers,
+    assert_alike,
+    assert_stopped,
+    prompts,
+    requests,
+    run,
+    stop_strings,
+    tokens_of,
+)
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
@@ -76,6 +87,7 @@ def scripted(answers: Answers, right: float) -> ScriptedDrafter:
         pytest.param("llama", 16, 128, 1, False, marks=pytest.mark.slow),
         pytest.param("llama", 1, 2048, 4, False, marks=pytest.mark.slow),
         ("llama", 16, 128, 16, True),
+        pytest.param("llama", 1, 2048, 32, True, marks=pytest.mark.slow),
         ("llama", 4, 30, 8, True),
         pytest.param("gemma3", 1, 200, 4, False, marks=pytest.mark.slow),
         ("gemma3", 1, 2048, 12, True),
@@ -101,7 +113,10 @@ def test_tokens_are_those_without_drafts(
         max_step_tokens=64,
         speculate="prefix",
     )
-    assert_alike(run(scheduler, runner, overlap, requests(store)), expected)
+    stops = stop_strings(expected)
+    found = run(scheduler, runner, overlap, requests(store), stops)
+    assert_stopped(found, expected, stops)
+    assert_alike(found, expected, stops)
     load = scheduler.load()
     assert load.drafted_tokens - load.accepted_tokens > 10
     assert load.accepted_tokens > 60

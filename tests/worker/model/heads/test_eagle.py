@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
-from sapwood_testing.drafts.answers import VOCAB, VOCABULARY, assert_alike, requests, run, tokens_of
+from sapwood_testing.drafts.answers import (
+    VOCAB,
+    VOCABULARY,
+    assert_alike,
+    assert_stopped,
+    requests,
+    run,
+    stop_strings,
+    tokens_of,
+)
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -54,8 +64,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PROMPTS = [[3 + at, *range(40, 40 + at)] for at in range(8)]
 
 
-def greedy_ones() -> list[Request]:
-    return [Request(serial, f"g{serial}", prompt, GREEDY) for serial, prompt in enumerate(PROMPTS)]
+def greedy_ones(first: int = 0) -> list[Request]:
+    return [Request(first + at, f"g{at}", prompt, GREEDY) for at, prompt in enumerate(PROMPTS)]
 
 
 def random_tensors() -> dict[str, Tensor]:
@@ -273,6 +283,55 @@ def test_tokens_are_those_without_a_head_and_some_of_what_it_says_is_right(
     for _ in range(2):  # the second time on the prefix cache
         assert_alike(run(scheduler, drafted, True, [requests(store)[at] for at in chosen]), expected)
     assert scheduler.load().drafted_tokens > load.drafted_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "max_running", "overlap"), [(1, 2048, 32, True), (16, 128, 32, False), (4, 30, 8, True)]
+)
+def test_twenty_requests_of_every_kind_are_those_without_a_head(
+    tiny_model: Any,
+    trained: Path,
+    store: GrammarStore,
+    page_size: int,
+    num_pages: int,
+    max_running: int,
+    overlap: bool,
+) -> None:
+    path = tiny_model("llama").path
+    plain = build_runner(options(path))
+    expected = run(scheduler_of(plain), plain, False, requests(store))
+    sized = options(path, page_size=page_size, num_pages=num_pages, max_running=max_running)
+    drafted = build_headed_runner(sized, trained)
+    scheduler, stops = scheduler_of(drafted), stop_strings(expected)
+    found = run(scheduler, drafted, overlap, [*requests(store), *greedy_ones(100)], stops)
+    for number in range(len(PROMPTS)):  # what it was fitted to: some of it is right
+        found.pop(100 + number)
+    assert_stopped(found, expected, stops)
+    assert_alike(found, expected, stops)
+    load = scheduler.load()
+    assert load.drafted_tokens > load.accepted_tokens > 0
+    assert (scheduler.num_retractions > 0) == (num_pages == 30)
+
+
+def test_a_request_that_goes_on_at_a_worker_with_another_head_stays_the_same(
+    tiny_model: Any, trained: Path, tmp_path: Path
+) -> None:
+    path = tiny_model("llama").path
+    first = build_headed_runner(options(path), trained)
+    expected = run(scheduler_of(first), first, True, greedy_ones())
+    second = build_headed_runner(options(path, page_size=1, num_pages=1024), write(tmp_path / "head", random_tensors()))
+    scheduler = scheduler_of(second)
+    resumed = []
+    for request in greedy_ones():
+        done = tokens_of(expected[request.serial])[: 3 + request.serial]
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(done))
+        prompt = [*request.token_ids, *done]
+        resumed.append(Request(request.serial, "again", prompt, sampling, output_tokens=len(done)))
+    found = run(scheduler, second, True, resumed)
+    for serial, outputs in found.items():
+        assert tokens_of(expected[serial])[: 3 + serial] + tokens_of(outputs) == tokens_of(expected[serial])
+    assert scheduler.load().drafted_tokens > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import re
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -29,6 +30,8 @@ ROLES = {
     worker_pb2.WORKER_ROLE_DECODE: "decode",
 }
 _prompts = itertools.count()
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Saves each HTTP client 50 ms in which it would read the system's certificates: longer than what is timed by their counters."""
 
 
 def new_prompt() -> list[int]:
@@ -48,7 +51,7 @@ class Worker(WorkerProcess):
         return (await self.counts(name))[0]
 
     async def counts(self, *names: str) -> list[float]:
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=60, verify=_NO_TLS) as http:
             text = (await http.get(f"http://127.0.0.1:{self.metrics}/metrics")).text
         found = [re.search(rf"^sapwood_worker_{name}(?:_total)? (\S+)$", text, re.MULTILINE) for name in names]
         return [float(each[1]) for each in found if each is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from floods.flood import KEY, Flood
 from floods.wire import GENERATE, GREETING, call, call_block, call_headers, streams
@@ -16,9 +17,11 @@ from sapwood_common.http2.wire import frames
 _MOST = 16 * 1024 * 1024 - 1024
 
 
-def _bodies(body: bytes) -> Callable[[int], Iterator[bytes]]:
+def _bodies(make: Callable[[], bytes]) -> Callable[[int], Iterator[bytes]]:
+    """The same body again and again, of a request each; made only once it is sent, since all together take seconds."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
-    return lambda _: itertools.repeat(head % (KEY, len(body)) + body)
+    kept = cache(make)
+    return lambda _: itertools.repeat(head % (KEY, len(kept())) + kept())
 
 
 def _of_prompt(value: bytes) -> bytes:
@@ -33,12 +36,14 @@ def _keys() -> bytes:
     return b'{"model": "mock", "prompt": "a", %b}' % b", ".join(b'"k%d": 1' % number for number in range(1_000_000))
 
 
-def _calls(request: bytes) -> Callable[[int], Iterator[bytes]]:
+def _calls(make: Callable[[], bytes]) -> Callable[[int], Iterator[bytes]]:
     """One message, compressed, of each call."""
     block = call_block(GENERATE, ("authorization", f"Bearer {KEY.decode()}"), ("grpc-encoding", "gzip"))
 
+    kept = cache(lambda: gzip.compress(make()))
+
     def chunks(_: int) -> Iterator[bytes]:
-        packed = gzip.compress(request)
+        packed = kept()
         body = b"\1" + len(packed).to_bytes(4, "big") + packed
         pieces = [body[at : at + frames.USUAL_FRAME] for at in range(0, len(body), frames.USUAL_FRAME)]
         yield GREETING
@@ -65,51 +70,57 @@ def _with_stops() -> bytes:
 
 
 KEYED_FLOODS = (
-    Flood("nested JSON", "http", _bodies(_of_prompt(b"[" * 100_000 + b"]" * 100_000)), keyed=True),
-    Flood("JSON of a million keys", "http", _bodies(_keys()), keyed=True),
+    Flood("nested JSON", "http", _bodies(lambda: _of_prompt(b"[" * 100_000 + b"]" * 100_000)), keyed=True),
+    Flood("JSON of a million keys", "http", _bodies(_keys), keyed=True),
     Flood(
         "JSON of a million stops",
         "http",
-        _bodies(_of_prompt(b'"a", "stop": [%b]' % b",".join([b'"a"'] * 1_000_000))),
+        _bodies(lambda: _of_prompt(b'"a", "stop": [%b]' % b",".join([b'"a"'] * 1_000_000))),
         keyed=True,
     ),
     Flood(
         "JSON of five million objects",
         "http",
-        _bodies(_of_prompt(b"[%b]" % b",".join([b"{}"] * 5_000_000))),
+        _bodies(lambda: _of_prompt(b"[%b]" % b",".join([b"{}"] * 5_000_000))),
         keyed=True,
     ),
     Flood(
-        "JSON numbers of a megabyte", "http", _bodies(_of_prompt(b'"a", "seed": %b' % (b"9" * 1_000_000))), keyed=True
+        "JSON numbers of a megabyte",
+        "http",
+        _bodies(lambda: _of_prompt(b'"a", "seed": %b' % (b"9" * 1_000_000))),
+        keyed=True,
     ),
-    Flood("prompts of 8 MB", "http", _bodies(_of_prompt(b'"%b"' % (b"a " * 4_000_000))), keyed=True),
+    Flood("prompts of 8 MB", "http", _bodies(lambda: _of_prompt(b'"%b"' % (b"a " * 4_000_000))), keyed=True),
     Flood(
-        "prompts of too many numbers", "http", _bodies(_of_prompt(b"[%b]" % b",".join([b"7"] * 1_200_000))), keyed=True
+        "prompts of too many numbers",
+        "http",
+        _bodies(lambda: _of_prompt(b"[%b]" % b",".join([b"7"] * 1_200_000))),
+        keyed=True,
     ),
-    Flood("prompts of 15 MB", "http", _bodies(_of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
+    Flood("prompts of 15 MB", "http", _bodies(lambda: _of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
     Flood(
         "200 000 tokens continued 128 times",
         "http",
-        _bodies(_continued(b"[%b]" % b",".join([b"7"] * 200_000))),
+        _bodies(lambda: _continued(b"[%b]" % b",".join([b"7"] * 200_000))),
         keyed=True,
     ),
-    Flood("100 KB continued 128 times", "http", _bodies(_continued(b'"%b"' % (b"a " * 50_000))), keyed=True),
+    Flood("100 KB continued 128 times", "http", _bodies(lambda: _continued(b'"%b"' % (b"a " * 50_000))), keyed=True),
     Flood(
         "long answers unread",
         "http",
-        _bodies(_of_prompt(b'"%b", "echo": true' % (b"a " * 1_500_000))),
+        _bodies(lambda: _of_prompt(b'"%b", "echo": true' % (b"a " * 1_500_000))),
         keyed=True,
         reads=False,
     ),
     Flood(
         "streams unread",
         "http",
-        _bodies(b'{"model": "mock", "max_tokens": 2000, "stream": true, "prompt": "a"}'),
+        _bodies(lambda: b'{"model": "mock", "max_tokens": 2000, "stream": true, "prompt": "a"}'),
         keyed=True,
         reads=False,
         times=30,
     ),
     Flood("streams over windows of zero", "grpc", _unread_streams, keyed=True),
-    Flood("gzip bombs with a key", "grpc", _calls(bytes(_MOST)), keyed=True),
-    Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops()), keyed=True),
+    Flood("gzip bombs with a key", "grpc", _calls(lambda: bytes(_MOST)), keyed=True),
+    Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops), keyed=True),
 )

@@ -17,7 +17,7 @@ class TextPair(NamedTuple):
     second: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
     """What a client wants embedded.
 
@@ -39,11 +39,11 @@ class EmbedRequest:
     inputs: Sequence[str | list[int] | TextPair]
     names: Sequence[str]
     model: str | None
-    pooling: str | None
-    normalize: bool | None
-    dimensions: int | None
-    max_tokens: int | None
     deadline: float
+    max_tokens: int | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
     caller: Caller = NOBODY
     classifies: bool = False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
@@ -61,36 +62,29 @@ class WorkerMetrics:
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Adds the metrics that read the load at each scrape."""
-        gauges: dict[str, tuple[str, Callable[[Load], float]]] = {
-            "running_requests": ("Requests in the batch.", lambda now: now.running_requests),
-            "waiting_requests": ("Requests in the queue.", lambda now: now.waiting_requests),
-            "queued_tokens": ("Prompt tokens still to compute, of all requests.", lambda now: now.queued_tokens),
-            "pages": ("Pages of the KV cache.", lambda now: now.num_pages),
-            "used_pages": ("Of these, held by requests or the prefix cache.", lambda now: now.used_pages),
-            "evictable_pages": ("Of these, held by the prefix cache only.", lambda now: now.evictable_pages),
-            "window_pages": ("Pages of layers that see a window only.", lambda now: now.window_pages),
-            "used_window_pages": ("Of these, held by requests or the prefix cache.", lambda now: now.used_window_pages),
+        requests = {
+            "running_requests": "Requests in the batch.",
+            "waiting_requests": "Requests in the queue.",
+            "queued_tokens": "Prompt tokens still to compute, of all requests.",
         }
-        for name, (text, read) in gauges.items():
-            self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reader(load, read))
+        pages = {
+            "used_pages": "Of these, held by requests or the prefix cache.",
+            "evictable_pages": "Of these, held by the prefix cache only.",
+            "window_pages": "Pages of layers that see a window only.",
+            "used_window_pages": "Of these, held by requests or the prefix cache.",
+        }
+        counters = {
+            "prompt_tokens": "Prompt tokens of requests that have run.",
+            "passed_window_pages": "Pages that have slid out of the windows of running requests: freed, or left to the prefix "
+            "cache.",
+            "forced_tokens": "Tokens of output that a grammar forced and that were not sampled.",
+        }
+        self._follow("gauge", load, requests)
         self._metrics.polled(
-            "counter",
-            "sapwood_worker_prompt_tokens_total",
-            "Prompt tokens of requests that have run.",
-            _reader(load, lambda now: now.prompt_tokens),
+            "gauge", "sapwood_worker_pages", "Pages of the KV cache.", _reading(lambda: load().num_pages)
         )
-        self._metrics.polled(
-            "counter",
-            "sapwood_worker_passed_window_pages_total",
-            "Pages that have slid out of the windows of running requests: freed, or left to the prefix cache.",
-            _reader(load, lambda now: now.passed_window_pages),
-        )
-        self._metrics.polled(
-            "counter",
-            "sapwood_worker_forced_tokens_total",
-            "Tokens of output that a grammar forced and that were not sampled.",
-            _reader(load, lambda now: now.forced_tokens),
-        )
+        self._follow("gauge", load, pages)
+        self._follow("counter", load, counters)
         self._metrics.polled(
             "counter",
             "sapwood_worker_drafted_tokens_total",
@@ -218,58 +212,38 @@ class WorkerMetrics:
             ],
             error=OneOf("call", "rejected", "dropped"),
         )
-        self._metrics.polled(
-            "counter",
-            "sapwood_worker_store_timeouts_total",
-            "Requests that stopped waiting for the store before all was there.",
-            _reader(load, lambda now: now.store_timeouts),
+        self._follow(
+            "counter", load, {"store_timeouts": "Requests that stopped waiting for the store before all was there."}
         )
 
     def _watch_handoffs(self, load: Callable[[], Load]) -> None:
-        counters: dict[str, tuple[str, Callable[[Load], float]]] = {
-            "handoff_tickets": ("Prompts handed off to other workers.", lambda now: now.handoff_tickets),
-            "handoff_renewals": (
-                "Leases of handed-off prompts that were begun anew.",
-                lambda now: now.handoff_renewals,
-            ),
-            "handoff_expired": (
-                "Leases of handed-off prompts that ended because nobody renewed them.",
-                lambda now: now.handoff_expired,
-            ),
-            "pulled_pages": ("Pages pulled from workers that had handed them off.", lambda now: now.pulled_pages),
-            "pulled_bytes": ("Their content, in bytes.", lambda now: now.pulled_bytes),
-            "pulled_early_bytes": (
-                "Of these, what had come while the other worker still computed the rest of the prompt.",
-                lambda now: now.pulled_early_bytes,
-            ),
-            "pull_failures": ("Reads of such pages that failed: the worker was gone.", lambda now: now.pull_failures),
-            "pull_stale_pages": (
-                "Pages that the worker no longer had, or that failed their check: computed instead.",
-                lambda now: now.pull_stale_pages,
-            ),
-            "pull_fallbacks": (
-                "Requests that had to compute pages for which they had a ticket.",
-                lambda now: now.pull_fallbacks,
-            ),
+        counters = {
+            "handoff_tickets": "Prompts handed off to other workers.",
+            "handoff_renewals": "Leases of handed-off prompts that were begun anew.",
+            "handoff_expired": "Leases of handed-off prompts that ended because nobody renewed them.",
+            "pulled_pages": "Pages pulled from workers that had handed them off.",
+            "pulled_bytes": "Their content, in bytes.",
+            "pulled_early_bytes": "Of these, what had come while the other worker still computed the rest of the prompt.",
+            "pull_failures": "Reads of such pages that failed: the worker was gone.",
+            "pull_stale_pages": "Pages that the worker no longer had, or that failed their check: computed instead.",
+            "pull_fallbacks": "Requests that had to compute pages for which they had a ticket.",
         }
-        for name, (text, read) in counters.items():
-            self._metrics.polled("counter", f"sapwood_worker_{name}_total", text, _reader(load, read))
-        self._metrics.polled(
-            "gauge",
-            "sapwood_worker_handoff_pages",
-            "Pages of the host's memory that are kept for other workers.",
-            _reader(load, lambda now: now.handoff_pages),
-        )
+        self._follow("counter", load, counters)
+        self._follow("gauge", load, {"handoff_pages": "Pages of the host's memory that are kept for other workers."})
+
+    def _follow(self, kind: str, load: Callable[[], Load], described: Mapping[str, str]) -> None:
+        """Adds metrics that each show a field of the load: the field's name, and what the metric says."""
+        for field, text in described.items():
+            name = f"sapwood_worker_{field}" + ("_total" if kind == "counter" else "")
+            self._metrics.polled(kind, name, text, _reading(partial(_field, load, field)))
 
 
 def _reading(read: Callable[[], float]) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
     return lambda: [((), read())]
 
 
-def _reader(
-    load: Callable[[], Load], read: Callable[[Load], float]
-) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
-    return _reading(lambda: read(load()))
+def _field(load: Callable[[], Load], name: str) -> float:
+    return float(getattr(load(), name))
 
 
 def _drafter(load: Load) -> str:

@@ -119,7 +119,7 @@ async def test_a_megabyte_of_anything_is_encoded_as_the_library_does(
     encoder = Encoder(loaded.tokenizer, EncoderOptions(4 * MIB, exact_cache_bytes=4 * MIB, prefix_cache_bytes=4 * MIB))
     every_kind = "\n".join(text for texts in KINDS.values() for text in texts)
     texts = [(every_kind * 60)[:MIB]]
-    if loaded is request.getfixturevalue("mistral"):
+    if request.node.callspec.params["loaded"] == "mistral":
         texts += ["x" * MIB, " " * MIB]
     assert len(texts[0]) == MIB
     for text, one in zip(texts, await encoder.encode(texts, BARE), strict=True):

@@ -107,6 +107,7 @@ def plain(tiny_model: Any, store: GrammarStore) -> Callable[..., Answers]:
         pytest.param("llama", 4, 30, 8, False, marks=pytest.mark.slow),
         pytest.param("llama", 16, 128, 12, True, marks=pytest.mark.slow),
         pytest.param("gemma3", 1, 300, 8, True, marks=pytest.mark.slow),
+        pytest.param("mistral-window", 4, 300, 8, True, marks=pytest.mark.slow),
         pytest.param("llama", 16, 128, 1, False, marks=pytest.mark.slow),
         pytest.param("llama", 1, 2048, 32, True, marks=pytest.mark.slow),
         pytest.param("gemma3", 16, 128, 32, False, marks=pytest.mark.slow),

@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("gemma3", False)])
+@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("gemma3", False), ("mistral-window", True)])
 @pytest.mark.parametrize(
     ("page_size", "max_step_tokens", "pool_tokens"),
     [(1, 512, 2048), (4, 16, 160), (16, 32, 160), (16, 5, 2048), (64, 512, 512)],
@@ -84,6 +84,25 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
     assert (scheduler.load().cached_tokens > 0) == (page_size <= 16), "prompts are shorter than a large page"
     for serial, prompt in enumerate(prompts()):
         check_greedy(tiny, prompt, received[serial], TOKENS, 1e-4)
+
+
+def test_windows_over_all_layers_hold_few_pages_however_long_a_text_is(tiny_model: Any, make_runner: Any) -> None:
+    tiny = tiny_model("mistral-window")  # of 11 tokens
+    runner = make_runner(tiny.path, page_size=4, num_pages=128, max_running=2, max_step_tokens=16)
+    [window] = runner.info.windows
+    assert window.num_pages == 2 * (3 + 4) + 2 * 4 and runner.info.num_pages == 128
+    config = SchedulerConfig(
+        windows=runner.info.windows, page_size=4, num_pages=128, context_length=runner.info.context_length, max_running=2,
+        max_step_tokens=16,
+    )  # fmt: skip
+    scheduler = Scheduler(config)
+    asked = [
+        prompt + prompts()[-4] * 2 for prompt in prompts()[:2]
+    ]  # with their outputs more than the windows' pages hold
+    compare(tiny, asked, 60, scheduler, runner, overlap=True)
+    assert scheduler.num_retractions == 0
+    assert 4 * window.num_pages < sum(len(prompt) + 60 for prompt in asked)
+    assert scheduler.load().passed_window_pages > window.num_pages
 
 
 def many() -> list[list[int]]:

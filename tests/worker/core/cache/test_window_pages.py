@@ -33,6 +33,16 @@ GEMMA3_4B = KVLayout(
 )
 
 
+# Mistral 7B v0.1: all layers see 4096 tokens.
+MISTRAL_7B = KVLayout(
+    (
+        KVComponent((), 2, 8, 128, "bfloat16"),
+        KVComponent(tuple(range(32)), 2, 8, 128, "bfloat16", needed=4096),
+    ),
+    page_size=16,
+)
+
+
 def computed(cache: PrefixCache, table: PageTable, tokens: list[int]) -> int:
     """Runs a sequence through the cache page by page; returns how many of its tokens were found there."""
     slot, known = table.open(), array("I", tokens)
@@ -71,9 +81,9 @@ def test_what_is_usable_is_the_longest_prefix_whose_last_tokens_are_there(lost: 
     )
 
 
-def running_at_once(counts: tuple[int, ...], length: int) -> int:
+def running_at_once(counts: tuple[int, ...], length: int, reach: int = 1023) -> int:
     """How many requests of so many tokens run at once, all of their tokens in the cache."""
-    windows = tuple(WindowGroup(1023, count) for count in counts[1:])
+    windows = tuple(WindowGroup(reach, count) for count in counts[1:])
     scheduler = Scheduler(
         SchedulerConfig(
             page_size=16, num_pages=counts[0], context_length=1 << 17, max_running=64, max_step_tokens=8192,
@@ -105,6 +115,15 @@ def test_gemma_3_takes_four_times_the_requests_of_32k_in_the_same_memory() -> No
     assert counts[0] * GEMMA3_4B.group_bytes(0) + counts[1] * GEMMA3_4B.group_bytes(1) <= memory
     before, now = running_at_once(even, 32_000), running_at_once(counts, 32_000)
     assert before >= 5 and now >= 4 * before, f"{now} and {before}"
+
+
+def test_a_model_whose_layers_all_have_windows_takes_four_times_the_requests_of_32k() -> None:
+    memory = 32 << 30
+    counts = plan_pages(MISTRAL_7B, None, memory, 64, 8192)
+    assert counts[1] == memory // MISTRAL_7B.page_bytes and counts[0] == 16 * counts[1]
+    before, now = running_at_once(counts[1:], 32_000), running_at_once(counts, 32_000, 4095)
+    assert before >= 5 and now >= 4 * before, f"{now} and {before}"
+    assert plan_pages(MISTRAL_7B, None, memory, 64, 8192, alone=False) == (counts[1], counts[1])
 
 
 def test_memory_for_all_windows_is_set_aside_where_it_leaves_enough() -> None:

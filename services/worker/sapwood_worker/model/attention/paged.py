@@ -73,10 +73,12 @@ class GroupedAttention:
     def __init__(self, pool: DevicePool, groups: Sequence[StepAttention]) -> None:
         self._pool = pool
         self._groups = groups
+        self._used = frozenset(pool.group.values())  # others are of layers in another stage of a pipeline, or of none
 
     def plan(self, batch: AttentionBatch) -> None:
-        for attention, each in zip(self._groups, batch.tables, strict=True):
-            attention.plan(each)
+        for group, (attention, each) in enumerate(zip(self._groups, batch.tables, strict=True)):
+            if group in self._used:
+                attention.plan(each)
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         return self._groups[self._pool.group[layer.index]].attend(layer, query, out)

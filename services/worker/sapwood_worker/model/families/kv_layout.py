@@ -9,7 +9,8 @@ from sapwood_worker.records.kv_layout import KVComponent, KVLayout, Needed
 def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayout:
     """Every layer keeps keys and values, or the one vector of latent attention, which each rank has whole.
 
-    What layers of one window keep is a component of its own.
+    What layers of one window keep is a component of its own. Where all layers have windows, the first table of pages is one that
+    no layer keeps anything in: it tells the prefix cache which tokens there were.
 
     Args:
         config: The model's configuration.
@@ -21,7 +22,7 @@ def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayou
         needed: Needed = "all" if window is None or window >= config.max_position else window
         layers.setdefault(needed, []).append(index)
     return KVLayout(
-        tuple(_component(config, tuple(each), dtype, needed) for needed, each in layers.items() if each),
+        tuple(_component(config, tuple(each), dtype, needed) for needed, each in layers.items()),
         page_size,
     )
 

@@ -184,8 +184,11 @@ class _Builder:
         """
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
-        num_pages = pool.num_pages - _SCRATCH_PAGES
-        host_pool = build_host_pool(options, pool.layout, self._whole_layout, num_pages, self._parallel)
+        whole = self._whole_layout
+        # Pages that no layer keeps anything in are many.
+        windows = pool.counts[1:] if not whole.group_bytes(0) else ()
+        num_pages = max(windows, default=pool.num_pages) - _SCRATCH_PAGES
+        host_pool = build_host_pool(options, pool.layout, whole, num_pages, self._parallel)
         if (head := self._head) is not None:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -344,7 +347,14 @@ class _Builder:
         if num_pages is None and memory is None:
             memory = measure_pool_bytes(self._device, self._options.memory_fraction, self._try_largest_step)
         share = self.page_bytes / (self.page_bytes + beside)
-        own = plan_pages(self._layout, num_pages, int((memory or 0) * share), sizes.max_running, sizes.max_step_tokens)
+        own = plan_pages(
+            self._layout,
+            num_pages,
+            int((memory or 0) * share),
+            sizes.max_running,
+            sizes.max_step_tokens,
+            alone=not beside,
+        )
         return tuple(map(min, zip(*self._parallel.exchange(own), strict=True)))
 
     @torch.inference_mode()

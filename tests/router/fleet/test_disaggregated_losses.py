@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from sapwood_testing.router.handoff_fleet import (
+    PAGE,
     Front,
     Worker,
     expected,
@@ -73,6 +74,22 @@ async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_ke
         for worker in fleet[:2]:
             await worker.reaches("handoff_pages", lambda held: held == 0)
         print(f"{lose.__name__}: {load.done} answers, {load.resumed} resumed, none wrong")
+
+
+@pytest.mark.slow
+async def test_what_was_pulled_of_a_prompt_is_kept_when_its_prefill_worker_is_lost_in_the_middle() -> None:
+    prefill, decode = Worker("prefill", "--max-step-tokens", "16", "--step-ms", "100"), Worker("decode")
+    prompt = [3 + (place * (place + 5)) % 120 for place in range(480)]  # 30 steps
+    async with started(prefill, decode), front([prefill, decode]) as router:
+        answer = asyncio.ensure_future(router.answer(prompt))
+        await decode.reaches("pulled_early_bytes", lambda count: count > 0)
+        await prefill.kill()
+        assert tokens_of(await answer) == expected(prompt)
+        pulled, computed = await decode.counts("pulled_pages", "prompt_tokens")
+        assert router.count("handoffs") == 0 and 0 < pulled < len(prompt) // PAGE
+        assert computed == len(prompt)
+        [hits] = await decode.counts(r'cache_hit_tokens_total\{tier="host"\}')
+        assert hits == pulled * PAGE
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.attention.latent import LatentHeads
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.attention import shared_prefix
 from sapwood_worker.model.attention.shared_prefix import SharedPrefixes, find_runs
@@ -220,3 +221,40 @@ def test_on_a_gpu_sharing_gives_the_same_with_graphs_and_without(tmp_path, group
     assert float((got_last - wanted_last).norm() / wanted_last.norm()) < 0.03
     for row, (token,) in enumerate(tokens):  # by a graph
         assert float(wanted_last[row].max() - wanted_last[row, token]) < 0.1 * float(wanted_last[row].std())
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_latent_keys_that_prompts_share_are_made_once(float8, tiny_model, make_runner, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    tiny, rng = tiny_model("deepseek-v3"), np.random.default_rng(3)
+    expanded: list[int] = []
+    expand = LatentHeads.expand
+    monkeypatch.setattr(LatentHeads, "expand", lambda own, x, *more: expanded.append(len(x)) or expand(own, x, *more))
+    common, more = (rng.integers(3, 50, count).tolist() for count in (160, 40))
+    prompts = [common + more, rng.integers(3, 50, 9).tolist(), common, common + more]
+    table = np.zeros((4, 60), np.int32)
+    table[:, :40] = np.arange(40)
+    table[[0, 3], 40:50] = np.arange(40, 50)
+    table[[0, 3], 50:60] = np.arange(60, 80).reshape(2, 10)
+    table[2, 40:50], table[1, :10] = np.arange(80, 90), np.arange(90, 100)
+    tails = rng.integers(3, 50, (4, 5)).tolist()
+    answers = []
+    for share in (False, True):
+        runner = make_runner(
+            tiny.path, num_pages=128, page_size=4, max_running=8, attention_backend="prefill=triton,decode=torch",
+            shared_prefix_attention=share, kv_cache_dtype="fp8_e4m3" if float8 else "auto", dtype="float32", device=DEVICE,
+        )  # fmt: skip
+        runner.execute(step_for(runner.info, 0, table, [Part(0, prompts[0], 0, 0, GREEDY)]))
+        expanded.clear()
+        parts = [
+            Part(i, prompt + tail if i == 1 else tail, 0 if i == 1 else len(prompt), 1, GREEDY)
+            for i, (prompt, tail) in enumerate(zip(prompts, tails, strict=True))
+        ]
+        step = step_for(runner.info, 1, table, parts)
+        answers.append((runner.logits(step).cpu(), sum(expanded), runner.execute(step)))
+    (wanted, all_keys, plain), (got, made, shared) = answers
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert shared.token_ids == plain.token_ids
+    assert plain.spared_tokens == 0 and shared.spared_tokens == 2 * (160 + 200)  # twice, for the logits too
+    layers = json.loads((tiny.path / "config.json").read_text())["num_hidden_layers"]
+    assert all_keys - made == layers * (160 + 200)

@@ -57,6 +57,19 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """Requests in an order in which those that have their first keys in common are neighbours.
+
+    Attributes:
+        order: The requests.
+        common: How many first keys each has in common with the one before it, in that order.
+    """
+
+    order: list[int]
+    common: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Which tokens of a step belong to which request, and where the cache keeps their keys and values. On the host.
 
@@ -69,6 +82,7 @@ class AttentionBatch:
         keys: The pages as kernels read them, on the device; None unless a backend ``reads_keys``.
         windows: The same step in the page table of each further group of the cache's layout.
         runs: What the first requests, of each of which one token is computed, share, if it is to be read once.
+        prompts: The order of requests whose common keys are to be made once; only for a backend that ``orders_prompts``.
     """
 
     query_starts: npt.NDArray[np.int64]
@@ -78,6 +92,7 @@ class AttentionBatch:
     keys: PagedKeys | None = None
     windows: tuple[AttentionBatch, ...] = ()
     runs: SharedRuns | None = None
+    prompts: PromptOrder | None = None
 
     @property
     def tables(self) -> tuple[AttentionBatch, ...]:
@@ -259,6 +274,7 @@ class AttentionBackend:
             request reads its keys by itself.
         reads_keys: Whether it reads ``AttentionBatch.keys``.
         latent: The halves that it computes of latent attention, too.
+        orders_prompts: Whether its prefill makes latent keys that neighbours of ``AttentionBatch.prompts`` share once.
     """
 
     abilities: Abilities
@@ -268,6 +284,7 @@ class AttentionBackend:
     shared: Callable[[AttentionParts], Callable[[int | None], StepAttention] | None] | None = None
     reads_keys: bool = True
     latent: frozenset[Half] = frozenset()
+    orders_prompts: bool = False
 
 
 def _name(dtype: torch.dtype) -> str:

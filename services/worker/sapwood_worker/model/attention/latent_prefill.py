@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.attention.latent import LatentHeads
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
+from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, PromptOrder
 from sapwood_worker.model.pools.device_pool import DevicePool
 
 _EXPANDED = 1 << 27
 """Numbers of keys and values that are expanded at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A request of T tokens that sees M keys.
+
+    Attributes:
+        tokens: The step's rows of its tokens.
+        rows: int64 [M - common] on the device: the pool's rows of the keys after those in common.
+        common: How many first keys it has in common with the one before.
+    """
+
+    tokens: slice
+    rows: Tensor
+    common: int
+
+
 class LatentPrefill:
-    """Implements ``StepAttention``, one request after the other: a prompt's work outweighs its launches.
+    """Implements ``StepAttention``, one request after the other: a prompt's work outweighs its launches. Keys and values that
+    neighbours of ``batch.prompts`` have in common are made once and stay in place for the next.
 
     Args:
         pool: The vectors.
@@ -26,47 +44,63 @@ class LatentPrefill:
     def __init__(self, pool: DevicePool, ops: DeviceOps) -> None:
         self._pool, self._ops = pool, ops
         self._batch: AttentionBatch
-        # Each request's tokens, and the rows of the pool that they see.
-        self._requests: list[tuple[slice, Tensor]] = []
+        self._groups: list[list[_Prompt]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._batch, self._requests = batch, []
+        self._batch, self._groups = batch, []
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         assert layer.latent is not None
         result = layer.empty_result(query) if out is None else out
-        if not self._requests:  # all latent layers keep alike
-            self._requests = self._find(layer.index)
-        for tokens, rows in self._requests:
-            stored, _ = self._pool.gather(layer.index, rows, query.dtype)
-            _attend(layer.latent, layer.scale, query[tokens], stored, result[tokens])
+        if not self._groups:  # all latent layers keep alike
+            self._groups = self._find(layer.index)
+        for group in self._groups:
+            stored = [self._pool.gather(layer.index, each.rows, query.dtype)[0] for each in group]
+            _attend(layer.latent, layer.scale, query, group, stored, result)
         return result
 
-    def _find(self, layer: int) -> list[tuple[slice, Tensor]]:
-        starts, size = self._batch.query_starts.tolist(), self._pool.page_size
-        found = []
-        for index, length in enumerate(self._batch.seq_lens.tolist()):
-            at = np.arange(length)
-            slots = self._batch.page_table[index, at // size].astype(np.int64) * size + at % size
-            rows = self._pool.rows(layer, slots[None]).ravel()
-            found.append((slice(starts[index], starts[index + 1]), self._ops.to_device(np.ascontiguousarray(rows))))
-        return found
+    def _find(self, layer: int) -> list[list[_Prompt]]:
+        batch, size = self._batch, self._pool.page_size
+        starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
+        order = batch.prompts or PromptOrder(list(range(len(lengths))), [0] * len(lengths))
+        groups: list[list[_Prompt]] = []
+        for index, common in zip(order.order, order.common, strict=True):
+            at = np.arange(common, lengths[index])
+            slots = batch.page_table[index, at // size].astype(np.int64) * size + at % size
+            rows = self._ops.to_device(np.ascontiguousarray(self._pool.rows(layer, slots[None]).ravel()))
+            if not common:
+                groups.append([])
+            groups[-1].append(_Prompt(slice(starts[index], starts[index + 1]), rows, common))
+        return groups
 
 
-def _attend(latent: LatentHeads, scale: float, query: Tensor, stored: Tensor, out: Tensor) -> None:
-    """The last T of M positions, [T, H, D], over their vectors [M, R + E]; fills ``out`` [T, H, V]."""
+def _attend(
+    latent: LatentHeads, scale: float, query: Tensor, group: list[_Prompt], stored: list[Tensor], out: Tensor
+) -> None:
+    """The last tokens of each request of a group, among [T, H, D], over its vectors, of which ``stored`` are those after what it
+    has in common with the one before; fills their rows of ``out`` [T, H, V]."""
     from torch.nn.attention.bias import (
         causal_lower_right,
     )  # this brings torch's compiler, which other workers never need
 
     heads, dim = query.shape[1:]
-    mask = causal_lower_right(len(query), len(stored))
-    each = max(1, _EXPANDED // (len(stored) * (dim + latent.value_dim)))
-    for start in range(0, heads, each):
-        some = slice(start, min(start + each, heads))
-        key, value = latent.expand(stored, some)
-        # Flash attention wants heads of one size.
-        values = F.pad(value, (0, dim - latent.value_dim))
-        q, k, v = (part.transpose(0, 1)[None] for part in (query[:, some], key, values))
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out[:, some] = result[0].transpose(0, 1)[..., : latent.value_dim]
+    most = max(each.common + len(own) for each, own in zip(group, stored, strict=True))
+    count = max(1, _EXPANDED // (most * (dim + latent.value_dim)))
+    for start in range(0, heads, count):
+        some = slice(start, min(start + count, heads))
+        made: tuple[Tensor, Tensor] | None = None
+        for each, own in zip(group, stored, strict=True):
+            key, value = latent.expand(own, some)
+            # Flash attention wants heads of one size.
+            value = F.pad(value, (0, dim - latent.value_dim))
+            if len(group) > 1:
+                made = made or (key.new_empty(most, *key.shape[1:]), key.new_empty(most, *key.shape[1:]))
+                length = each.common + len(own)
+                for whole, part in zip(made, (key, value), strict=True):
+                    whole[each.common : length] = part
+                key, value = made[0][:length], made[1][:length]
+            asked = query[each.tokens, some]
+            mask = causal_lower_right(len(asked), len(key))
+            q, k, v = (part.transpose(0, 1)[None] for part in (asked, key, value))
+            result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            out[each.tokens, some] = result[0].transpose(0, 1)[..., : latent.value_dim]

@@ -179,6 +179,7 @@ class PagedAttention:
         makes = [decode.shared(parts) for parts in self._parts] if share and decode.shared is not None else []
         self._make_shared = [make for make in makes if make is not None]
         self._shared = self._joined([make(None) for make in self._make_shared]) if self._make_shared else None
+        self._orders = share and needs.latent and prefill.orders_prompts
         self._planned = ops.fence()
 
     @property
@@ -254,11 +255,13 @@ class PagedAttention:
         every = decodes == len(batch.seq_lens)
         if every:
             decode.plan(batch)
-        elif decodes == 0:
-            self._prefill.plan(batch)
         else:
-            first, rest = batch.split(decodes)
-            decode.plan(first)
+            rest = batch
+            if decodes:
+                first, rest = batch.split(decodes)
+                decode.plan(first)
+            if self._orders and len(rest.seq_lens) > 1:
+                rest = replace(rest, prompts=self._prefixes.order(rest.page_table, rest.seq_lens))
             self._prefill.plan(rest)
         self.end_plan()
         slots = [each.cache_slots for each in batch.tables]

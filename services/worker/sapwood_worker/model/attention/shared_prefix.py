@@ -4,12 +4,14 @@ that uses it. So the ranks of a group find the same, and a step carries nothing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_kernels.attention.planned import IntArray, SharedRuns
+from sapwood_worker.model.attention.backend import PromptOrder
 
 Runs = tuple[SharedRuns | None, ...]
 """What requests share in each page table."""
@@ -82,6 +84,28 @@ class SharedPrefixes:
             return None
         self._spared += first.spared
         return first, *(self._find(i, table, lengths) for i, table in enumerate(tables[1:], 1))
+
+    def order(self, table: npt.NDArray[np.int32], lengths: IntArray) -> PromptOrder | None:
+        """An order of prompts of which some begin with the same keys; None if none do. O(pages).
+
+        Args:
+            table: int32 [B, P], as :class:`AttentionBatch` has it.
+            lengths: int64 [B]: keys of each request.
+        """
+        whole = lengths // self._page_size
+        begins = table[whole > 0, 0]
+        if len(np.unique(begins)) == len(begins):
+            return None
+        pages = [row[:count] for row, count in zip(table, whole.tolist(), strict=True)]
+        order = sorted(range(len(pages)), key=lambda i: pages[i].tolist())
+        common = [0]
+        for before, after in itertools.pairwise(order):
+            alike = min(len(pages[before]), len(pages[after]))
+            other = np.flatnonzero(pages[before][:alike] != pages[after][:alike])
+            count = (int(other[0]) if len(other) else alike) * self._page_size
+            common.append(count if count >= _LEAST_RUN else 0)
+        self._spared += sum(common)
+        return PromptOrder(order, common) if any(common) else None
 
     def take(self) -> int:
         """Keys that each layer did not read since the last call, as another request of the same step did."""

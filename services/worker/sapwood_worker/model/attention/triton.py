@@ -82,4 +82,5 @@ TRITON = AttentionBackend(
     graphs=_decodes,
     shared=shared_decodes,
     latent=frozenset({"prefill", "decode"}),
+    orders_prompts=True,
 )

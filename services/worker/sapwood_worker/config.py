@@ -79,7 +79,8 @@ class WorkerConfig(ServiceConfig):
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto",
         description="Whether decodes whose prompts have their first pages in common read these once for all of them: auto does "
-        "where it spares the reading of 8192 tokens or more in a step; off never does.",
+        "where it spares the reading of 8192 tokens or more in a step, and prompts of latent attention by triton make keys "
+        "that they have in common once; off never does.",
     )
     tensor_parallel: int = Field(
         1,

@@ -55,12 +55,12 @@ class Plan:
         where: The server.
         source: What it is asked.
         levels: The loads, one after the other. Each has prompts of its own, so that none finds those of another cached.
-        sampling: Of all requests.
+        sampling: How all requests are sampled.
         requests: After so many a load sends no more; None for no limit.
         seconds: The same by time.
         arrivals: How requests of a rate are spread.
         warm_up: Requests before the first load that are not measured.
-        seed: Of all that is drawn.
+        seed: The seed of all that is drawn.
         slo: What good requests keep.
     """
 

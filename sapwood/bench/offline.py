@@ -17,7 +17,7 @@ class EngineTarget:
 
     Args:
         generate: ``generate`` of a :class:`sapwood.AsyncEngine`.
-        sampling: Of all requests.
+        sampling: How all requests are sampled.
     """
 
     def __init__(self, generate: Callable[..., Awaitable[Answer]], sampling: Sampling) -> None:

@@ -88,7 +88,7 @@ def fetch_model(model: str, revision: str | None = None, *, weights: bool = True
 
     Args:
         model: What ``--model`` may name.
-        revision: Of a model of the hub.
+        revision: Branch, tag or commit of a model of the hub.
         weights: Whether more is wanted of a model from elsewhere than a tokenizer needs.
 
     Raises:

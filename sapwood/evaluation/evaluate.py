@@ -23,7 +23,7 @@ class Scored:
         item: The item.
         answer: What the model answered, or the choice that is likeliest.
         right: Whether it is right.
-        right_by_length: Of choices: whether the one is right that is likeliest for each byte of its length; else as ``right``.
+        right_by_length: Whether the choice that is likeliest for each byte of its length is right; without choices, ``right``.
         error: Why there is no answer; empty if there is one.
     """
 

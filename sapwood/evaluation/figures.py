@@ -16,7 +16,7 @@ class Accuracy:
     Attributes:
         items: Items that were answered.
         accuracy: The share of them that is right; None of none.
-        standard_error: Of that share, for items drawn from many: sqrt(p (1 - p) / (n - 1)); None of fewer than two.
+        standard_error: That share's, for items drawn from many: sqrt(p (1 - p) / (n - 1)); None for fewer than two.
         accuracy_by_length: The same where the likeliest choice for each byte of its length counts; None without choices.
         failed: Items without an answer; they count in none of the above.
         error: Why the first of these failed.

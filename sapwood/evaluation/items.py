@@ -80,7 +80,7 @@ def read_items(path: Path, max_tokens: int) -> list[Item]:
 
     Args:
         path: The file; its name is that of items that name no task.
-        max_tokens: Of items that do not say it.
+        max_tokens: For items that do not say it.
 
     Raises:
         DataError: The file is of no use.

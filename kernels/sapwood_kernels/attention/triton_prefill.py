@@ -103,7 +103,7 @@ def tile_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
     Args:
         group: Query heads that share a key/value head.
         dim: Elements of a head.
-        dtype: Of the queries.
+        dtype: The queries' dtype.
     """
     row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
     rows = min(max(_TILE_BYTES // row_bytes, _LEAST_ROWS), 128)

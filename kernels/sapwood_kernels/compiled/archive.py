@@ -37,7 +37,7 @@ def machine_facts(capability: tuple[int, int], cuda: str) -> Facts:
     """What kernels that are compiled here depend on.
 
     Args:
-        capability: Of the GPU.
+        capability: The GPU's compute capability.
         cuda: The version of CUDA that torch is built for.
     """
     facts = {"compute capability": f"{capability[0]}.{capability[1]}", "CUDA": cuda, "machine": platform.machine()}
@@ -55,7 +55,7 @@ def pack(archive: Path, facts: Facts, triton: Path, flashinfer: Path) -> Content
 
     Args:
         archive: The new file.
-        facts: Of this machine.
+        facts: What this machine is.
         triton: Triton's cache.
         flashinfer: The folder where FlashInfer has built, with a folder for each library.
 

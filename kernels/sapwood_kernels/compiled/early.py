@@ -65,7 +65,7 @@ def begin_flashinfer(
     Args:
         kinds: The kinds of layers.
         head_dim: Elements of a head.
-        dtype: Of queries, keys and values.
+        dtype: The dtype of queries, keys and values.
         prefill: Whether FlashInfer computes prompts.
         decode: Whether it computes decodes over a cache of ``dtype``.
     """

@@ -23,7 +23,7 @@ class GroupedWeight:
         scales: [N, G], of any floating type.
         group: Numbers that share a scale; the last group of a row may have fewer.
         columns: K.
-        bits: Of a code.
+        bits: Bits of a code.
         zeros: uint8 [N, G]; None: 0.
         table: float32 [16]: the values of 4-bit codes; None: a code is its own value.
         factors: float32 [N, 1]; None: 1.

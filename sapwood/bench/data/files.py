@@ -22,7 +22,7 @@ def read_prompts(path: Path, max_tokens: int) -> tuple[Conversation, ...]:
     Args:
         path: Each line has ``prompt`` (a text) or ``messages`` (as in OpenAI's API); it may have ``max_tokens`` and
             ``json_schema`` (an object).
-        max_tokens: Of lines that do not say it.
+        max_tokens: For lines that do not say it.
 
     Raises:
         DataError: The file is of no use.

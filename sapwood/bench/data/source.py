@@ -28,10 +28,10 @@ class Source:
         dataset: One of :data:`DATASETS`.
         inputs: Tokens of a prompt, or of each turn.
         outputs: The most tokens of an answer.
-        groups: Of ``shared-prefix``: how many beginnings there are.
+        groups: How many beginnings ``shared-prefix`` has.
         prefix: The same: tokens of a beginning.
-        turns: Of ``multi-turn`` and ``sharegpt``: turns of a conversation.
-        schema: Of ``json-schema``; what answers match.
+        turns: Turns of a conversation of ``multi-turn`` and ``sharegpt``.
+        schema: What answers of ``json-schema`` match.
         path: The file of ``sharegpt`` and ``file``.
         trace: Rows of a trace, whose lengths are then taken in place of a dataset.
         block_tokens: Tokens of a trace's blocks.

@@ -42,7 +42,7 @@ def shared_prefix(
         prefix: Tokens of a beginning.
         inputs: Tokens that a prompt has beside it.
         outputs: The most tokens of an answer.
-        seed: Of all that is drawn.
+        seed: The seed of all that is drawn.
     """
     draw = random.Random(f"shared prefix {seed}")
     prefixes = [maker.make(draw, prefix.draw(draw)) for _ in range(groups)]

@@ -68,7 +68,7 @@ def trace_prompts(rows: list[TraceRow], maker: PromptMaker, block_tokens: int, s
         rows: The trace.
         maker: Makes the texts.
         block_tokens: Tokens of each block that ``hash_ids`` name; the last of a prompt may be shorter.
-        seed: Of the texts.
+        seed: The texts' seed.
     """
     blocks: dict[int, str | list[int]] = {}
     for number, row in enumerate(rows):

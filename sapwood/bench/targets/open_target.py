@@ -16,7 +16,7 @@ class Where:
     """A server's address.
 
     Attributes:
-        url: Of an OpenAI-compatible server; None for gRPC.
+        url: Where an OpenAI-compatible server is; None for gRPC.
         grpc: ``host:port`` of a Sapwood router; used where there is no URL.
         api: Which of the two APIs; None: as the URL says, else completions.
         model: Its name; None: the first that the server lists.

@@ -48,7 +48,7 @@ class OpenAITarget:
     Args:
         base: Such as ``http://127.0.0.1:8000/v1``.
         api: Which path is asked.
-        sampling: Of all requests.
+        sampling: How all requests are sampled.
         model: None takes the first that the server lists.
         api_key: Sent as ``Authorization: Bearer``.
         ca: PEM file of the authority that signed the server's certificate; the system's are taken if it is None.

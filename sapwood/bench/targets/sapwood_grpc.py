@@ -29,7 +29,7 @@ class GrpcTarget:
     Args:
         address: ``host:port``.
         api: Whether a text is a prompt to go on with or a user's message.
-        sampling: Of all requests; ``extra`` is refused.
+        sampling: How all requests are sampled; ``extra`` is refused.
         model: None asks for the only one there is.
         api_key: Sent as metadata.
         ca: The certificate, as PEM, of the authority that signed the server's; None connects without TLS.

@@ -22,7 +22,7 @@ def settings_alone(arguments: argparse.Namespace, folder: Path) -> dict[str, dic
     """Settings of router, tokenizer and worker, by field.
 
     Args:
-        arguments: Of `sapwood up`.
+        arguments: Those of `sapwood up`.
         folder: For the sockets.
 
     Raises:

@@ -73,7 +73,7 @@ def pin_model(
     Args:
         model: ``demo``, a ``.gguf`` file, a Hugging Face directory, a name on the hub (``owner/name`` or
             ``owner/name:file.gguf``), or the URL of a file or directory that fsspec reads.
-        revision: Of a model of the hub: its branch, tag or commit.
+        revision: Branch, tag or commit of a model of the hub.
         weights: Whether more is wanted of a model from elsewhere than a tokenizer needs.
         may_fetch: Whether what is not on this machine may be fetched.
         progress: Told how far fetching is.

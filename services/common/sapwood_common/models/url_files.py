@@ -64,7 +64,7 @@ class UrlModels:
         """The folder, or the ``.gguf`` file, with what lies at a URL; what of it is missing here is fetched.
 
         Args:
-            url: Of a folder in Hugging Face's format, or of a ``.gguf`` file.
+            url: Where a folder in Hugging Face's format is, or a ``.gguf`` file.
             weights: Whether the safetensors of a folder are wanted too.
             may_fetch: Whether anything may be asked of the network; if not, it is the state that was fetched last.
             progress: Told how far it is.

@@ -62,8 +62,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     ``time_share.Worker``.
 
     Args:
-        protocol: Of the content. It hears nothing before the handshake is over, and of one that fails nothing at all.
-        encryption: Of the listener.
+        protocol: What gets the content. It hears nothing before the handshake is over, and of one that fails nothing at all.
+        encryption: The listener's.
         share: Shares the event loop's time among the listener's connections.
         handshakes: The same until the handshake is over.
         memory: What is read goes there first, whoever sent it.

@@ -20,7 +20,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     Attributes:
         model: Its name.
-        tokens: Of its longest sequence; 0 if that is cut to what a worker takes.
+        tokens: Length of its longest sequence; 0 if that is cut to what a worker takes.
         field: How the client calls that sequence.
         embeds: Whether it wants embeddings, or labels.
         classifies: Whether it wants labels.

@@ -31,7 +31,7 @@ class WorkerPins:
             address: The worker's.
             name: The pin's.
             token_ids: The prefix.
-            cache_salt: Of the requests that are to find it.
+            cache_salt: The salt of the requests that are to find it.
             seconds: After which the worker lets go by itself.
 
         Raises:

@@ -14,7 +14,7 @@ async def encode_pairs(client: TokenizerClient, pairs: Sequence[TextPair], reque
 
     Args:
         client: The model's tokenizer.
-        pairs: Of the request.
+        pairs: The request's.
         request: Whose they are.
 
     Raises:

@@ -22,7 +22,7 @@ class RetrySettings:
 
     Attributes:
         attempts: Most tries of a request, the first included.
-        base, cap: Of the backoff.
+        base, cap: Seconds of the first and of the longest backoff.
         ratio: Retries per request that the budget allows.
         reserve: Retries that it allows on top, so that a quiet router may retry at all.
         window: Seconds that the budget looks back.

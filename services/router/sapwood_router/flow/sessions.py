@@ -74,7 +74,7 @@ class Session:
         expires: When that is, on the event loop's clock.
         tokens: Prompts and answers so far.
         model: The model that has answered; empty: none has.
-        cache_salt: Of its last request.
+        cache_salt: The salt of its last request.
         worker: The address of the worker that answered last; empty: none has.
         pinned: Tokens pinned there.
         turns, prompt_tokens, cached_tokens: Requests that were answered, their prompts' tokens, and how many were cached.

@@ -112,7 +112,7 @@ class RequestWatch:
     """One request under observation.
 
     Attributes:
-        traceparent: Of the request's span: what its stages, in whichever task they run, have as their parent.
+        traceparent: Names the request's span, which its stages, in whichever task they run, have as their parent.
     """
 
     def __init__(self, observer: RequestObserver, context: RequestContext) -> None:

@@ -25,7 +25,7 @@ class WorkerState:
         draining: Whether it is given nothing new, up or not.
         problem: Why it is down.
         breaker: "closed", "open" or "half_open".
-        epoch: Of its scheduler; 0 while that is not known.
+        epoch: Its scheduler's epoch; 0 while that is not known.
         in_flight: This router's requests on it.
         load: Its last report.
         proposed_role: What it had better do by the load; empty: what it does.

@@ -27,7 +27,7 @@ class SessionTurn(Protocol):
             prompt_tokens, cached_tokens: How many of them were the prompt, and how many of these were cached.
             model: The model.
             worker: The address of the worker that finished it.
-            cache_salt: Of the request.
+            cache_salt: The request's salt.
         """
         ...
 

@@ -61,7 +61,7 @@ class TokenizerInfo:
         vocab_size: Every token id is below it.
         tool_parser, reasoning_parser: Its names of the parsers that fit the model; "" where none does.
         pair: How it joins two texts; None: it does not say.
-        max_text_bytes: Of the longest text, or conversation, that it encodes; 0: it does not say.
+        max_text_bytes: Bytes of the longest text or conversation that it encodes; 0: it does not say.
     """
 
     vocab_size: int

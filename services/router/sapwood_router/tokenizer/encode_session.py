@@ -62,7 +62,7 @@ class EncodeSession(SharedCall):
         """What the tokenizer answers to an item, whose id and time are filled in here; call it only while ``up``.
 
         Args:
-            item: Of at most :attr:`MOST_BYTES`.
+            item: It has at most :attr:`MOST_BYTES`.
             deadline: On the loop's clock.
 
         Raises:

@@ -37,7 +37,7 @@ class KvEventPublisher:
         host: Address to listen on.
         port: Port of the PUB socket; 0 takes a free one.
         replay_port: Port of the ROUTER socket; 0 takes a free one; None: no replay.
-        topic: Of every message.
+        topic: The topic of every message.
         keep: Batches kept for replay.
         block_size: Tokens in a block.
 

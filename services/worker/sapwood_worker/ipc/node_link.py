@@ -33,7 +33,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         node: Its ``--node-rank``.
-        version: Of Sapwood there.
+        version: Sapwood's version there.
         settings: What all nodes must have alike.
     """
 

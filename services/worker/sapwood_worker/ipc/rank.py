@@ -28,8 +28,8 @@ def rank_command(module: str, folder: Path, config: WorkerConfig, runner: str, *
     """The command of a process that runs the model or a part of it.
 
     Args:
-        module: Of ``sapwood_worker.core``.
-        folder: Of its files.
+        module: The module of ``sapwood_worker.core`` that it runs.
+        folder: Where its files are.
         config: The worker's configuration.
         runner: ``module:function`` that makes its runner.
         *flags: Its own flags.
@@ -50,7 +50,7 @@ class Rank:
     """The scheduler process (rank 0), or one that follows it.
 
     Args:
-        folder: Of the sockets; the process's progress and its last words are files there.
+        folder: Where the sockets are; the process's progress and its last words are files there.
         number: The rank.
         size: Ranks in all.
 

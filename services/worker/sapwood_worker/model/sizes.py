@@ -33,7 +33,7 @@ class DeviceFacts:
     Attributes:
         kind: ``cuda`` or ``cpu``.
         total: Bytes of its memory; of a CPU, what the container may have of it.
-        used: Of a GPU's, bytes that are taken once the weights are loaded, by these and by others.
+        used: Bytes of a GPU that are taken once the weights are loaded, by these and by others.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -46,7 +46,7 @@ class ModelFacts:
     """What of the model takes memory, on one rank.
 
     Attributes:
-        token_bytes: Of the KV cache, for each token.
+        token_bytes: Bytes of the KV cache that a token takes.
         hidden_size: Width of the residual stream.
         intermediate_size: The rank's width inside the MLP.
         context_length: Most tokens of a request.

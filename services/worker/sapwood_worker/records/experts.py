@@ -66,7 +66,7 @@ def home_slots(experts: int, ranks: int, redundant: int) -> list[int]:
     """Which expert is in each slot at the start; -1: none.
 
     Args:
-        experts: Of a layer; a multiple of ``ranks``.
+        experts: A layer's experts; a multiple of ``ranks``.
         ranks: How many there are.
         redundant: Slots beyond one for each expert; a multiple of ``ranks``.
     """

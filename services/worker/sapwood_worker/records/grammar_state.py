@@ -62,7 +62,7 @@ class MaskFiller(Protocol):
 
         Args:
             states: The states.
-            drafts: Of each state tokens that it would accept: it gets a row after each of them too, and is then as before.
+            drafts: Tokens that each state would accept: it gets a row after each of them too, and is then as before.
                 Empty: none has any.
 
         Returns:

@@ -13,9 +13,9 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         transfer_id: 16 random bytes, which the reader has to know.
         source: ``host:port`` at which the pages are read.
-        epoch: Of the process that keeps them.
+        epoch: The epoch of the process that keeps them.
         fingerprint: Equal only where pages hold the same: model, dtype, layout and page size.
-        page_hashes: Of the prompt's first pages, in order.
+        page_hashes: The hashes of the prompt's first pages, in order.
         places: The page id of each in the source's host pool, and the epoch of that page.
         lease_ms: For how long they are kept unless the lease is renewed.
         first_page: Of the prompt's pages, the first that this names.

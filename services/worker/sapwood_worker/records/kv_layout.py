@@ -33,7 +33,7 @@ class KVComponent:
         parts: Vectors that each head keeps of a token: keys and values are 2, the last part is what attention sums up.
         heads: Heads of a layer.
         dim: Numbers in a vector.
-        dtype: Of the numbers, by torch's name.
+        dtype: The numbers' dtype, by torch's name.
         sharding: Whether the ranks of a tensor-parallel group keep a range of the heads each, or all of them all.
         needed: For how long: ``all`` while the request lasts; a number, by the query of that token and as many after it as
             make the number full (a window); ``state``: a page keeps one vector a head, and only the last page is needed.
@@ -75,7 +75,7 @@ class KVLayout:
     Attributes:
         components: What is kept; no layer is in two of them.
         page_size: Tokens in a page.
-        order: Of a page's dimensions: HND has a head's tokens side by side, so that a range of heads is one piece; NHD a
+        order: Order of a page's dimensions: HND has a head's tokens side by side, so that a range of heads is one piece; NHD a
             token's heads.
 
     Raises:

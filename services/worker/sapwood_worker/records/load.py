@@ -14,20 +14,20 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         queued_tokens: Tokens still to prefill over all of them.
         running_tokens: Tokens of the running requests that are computed, the steps in flight included.
         used_pages: Pages held by requests or by the prefix cache.
-        evictable_pages: Of these, pages that only the prefix cache holds.
+        evictable_pages: How many of these only the prefix cache holds.
         num_pages: Pages in the pool.
         window_pages: Pages of layers that see a window of tokens only.
-        used_window_pages: Of these, pages held by requests or by the prefix cache.
+        used_window_pages: How many of these requests or the prefix cache hold.
         passed_window_pages: Pages that have slid out of the windows of running requests so far.
         prompt_tokens: Prompt tokens of all requests that have run so far.
-        cached_tokens: Of these, tokens found in the prefix cache.
+        cached_tokens: How many of these were found in the prefix cache.
         device_hit_tokens: Tokens found in its first tier at each start of a request; a retracted request starts again.
         host_hit_tokens: Tokens found in its second tier and not in the first.
         storage_hit_tokens: Tokens fetched from its third tier into the second.
         host_used_pages: Pages of the second tier that hold something.
         forced_tokens: Tokens of output that a grammar forced and no step sampled.
         drafted_tokens: Tokens that were drafted and checked in a step.
-        accepted_tokens: Of these, tokens that the model chose too.
+        accepted_tokens: How many of these the model chose too.
         host_num_pages: Pages of the second tier; 0: there is none.
         store_read_bytes: Bytes read from the third tier that passed their check.
         store_written_bytes: Bytes written to it, or found there already.

@@ -13,7 +13,7 @@ class Labels(msgspec.Struct, frozen=True):
     """What the head of a model that classifies tells.
 
     Attributes:
-        names: Of the labels, in the order of the head's logits.
+        names: The labels' names, in the order of the head's logits.
         activation: What makes scores of the logits, as the model's files say; ``none``: they are scores.
     """
 
@@ -26,7 +26,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         architecture: For example ``gemma3``, ``llama``, ``qwen3``.
-        dtype: Of weights and activations, for example ``float32``.
+        dtype: The dtype of weights and activations, for example ``float32``.
         context_length: Most tokens of prompt and output together: the model's own limit or what the pool can hold,
             whichever is less.
         vocab_size: Every token id is below it.

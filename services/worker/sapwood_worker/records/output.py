@@ -49,7 +49,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         index: Which of its generation's continuations it belongs to; the gRPC front sets it.
         embedding: Native float32, on the output of an embedding request.
         drafted_tokens: Tokens that were drafted for it so far.
-        accepted_tokens: Of these, tokens that are part of its output.
+        accepted_tokens: How many of these became part of its output.
         ticket: For its prompt's pages: all if ``finish_reason`` is ``handoff``, else those that are new.
     """
 

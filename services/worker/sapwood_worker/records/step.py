@@ -122,7 +122,7 @@ class ModelOutput:
         token_ids: For each part the tokens that it sampled, up to the first that is not the one computed after it: what one
             step after another would have sampled. The last is -1 if the model's logits were not finite numbers there.
         copied: Stores that have ended since the last report, whatever step they went with.
-        logprobs: Of ``token_ids`` but for -1, by the part's index, where asked for.
+        logprobs: The log probabilities of ``token_ids`` (of -1 none), by the part's index, where they were asked for.
         failures: Why a part's token is -1, by its index, where a logit processor failed.
         spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
@@ -152,7 +152,7 @@ class CompletedStep:
     """A :class:`LaunchedStep` that was over at once.
 
     Args:
-        answer: Of the step.
+        answer: The step's answer.
     """
 
     def __init__(self, answer: ModelOutput) -> None:

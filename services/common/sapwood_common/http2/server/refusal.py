@@ -23,7 +23,7 @@ def find_problem(handler: Any, fields: dict[bytes, bytes]) -> bytes | None:
     """Why a request is no call that can be answered, as the block to answer it with; None if it is one.
 
     Args:
-        handler: Of its path; None if there is none.
+        handler: The handler of its path; None if there is none.
         fields: Its header fields by name, which are well formed.
     """
     if fields[b":method"] != b"POST":

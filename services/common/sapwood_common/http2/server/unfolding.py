@@ -41,7 +41,7 @@ class Unfoldings:
 
         Args:
             caller: Whose it is.
-            unfolder: Of the message, which has begun.
+            unfolder: Decompresses the message, which has begun.
             keep: Told how many bytes there are by now.
 
         Raises:

@@ -55,7 +55,7 @@ class Exchange:
         dialect: How its errors are told.
 
     Attributes:
-        extra_headers: Of the response, whatever it is.
+        extra_headers: Headers of the response, whatever it is.
         writable: Says whether :attr:`write_events` may be called.
         write_events: Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one
             was.
@@ -118,7 +118,7 @@ class Exchange:
         Args:
             limit: The most bytes.
             heavy: A large one is looked at in its turns.
-            longest_context: Of all models, in tokens: how many a large one may hold goes by it.
+            longest_context: The longest of all models, in tokens: how many a large body may hold goes by it.
 
         Raises:
             SapwoodError: It does not come as it should, or has far too many values.

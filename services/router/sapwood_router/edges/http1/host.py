@@ -20,7 +20,7 @@ class ConnectionLimits:
     """What a client may take; times in seconds.
 
     Attributes:
-        head_bytes: Of a request's line and headers, and what waits while a request is answered.
+        head_bytes: Most bytes of a request's line and headers, and of what waits while a request is answered.
         head_seconds: From a head's first byte to its last.
         body_seconds: In each such time ``body_bytes`` of a body that is waited for must come, or the rest of it.
         body_bytes: See there.

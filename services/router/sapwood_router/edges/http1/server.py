@@ -48,7 +48,7 @@ class HttpServer:
         tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
         bodies: What bodies hold together while they are received.
         most_connections: Beyond it, the one that has been idle the longest makes room; if none is idle, the new one is closed.
-        limits: Of each connection.
+        limits: Each connection's limits.
         keep_alive: Seconds that an idle connection stays open.
     """
 

@@ -66,7 +66,7 @@ async def send_answer(
         exchange: Where it goes.
         pipeline: Runs them.
         contexts: The requests.
-        annotator: Of their deltas.
+        annotator: Annotates their deltas.
         make_body: Makes one body of all answers; headers then say what gRPC's trailing metadata does.
         make_chunks: Makes what writes events as text comes; None: there is to be one body.
         continuations: How many of the requests have one prompt.

@@ -41,7 +41,7 @@ class ResponseStore:
 
     Args:
         most: Responses that a tenant may have; 0: none is kept.
-        most_bytes: Of all tenants together; beyond it, the one that has most gives way.
+        most_bytes: Most bytes of all tenants together; beyond it, the tenant that has most gives way.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:

@@ -78,7 +78,7 @@ class ModelCosts:
         """A decode worker came to its first token.
 
         Args:
-            tokens: Of the prompt, that it was believed to lack.
+            tokens: How many of the prompt's tokens it was believed to lack.
             seconds: Since the ticket came: its wait, the transfer, what it computed and a step.
         """
         self._handover.add(tokens, seconds)

@@ -72,7 +72,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: Address of the worker that computes the prompt.
-        decode_worker: Of the one that generates; empty: the same.
+        decode_worker: Address of the worker that generates; empty: the same.
         role: The first one's.
         prefill: Until the first token: the wait for what is queued before, and the prompt.
         transfer: From there to the decode worker's first token.
@@ -152,7 +152,7 @@ class Disaggregation:
 
         Args:
             demand: What it asks of a worker.
-            prompt: Of it, with what was generated before.
+            prompt: Its prompt, with what was generated before.
             max_tokens: The most that are still to be generated.
             probe: Whether it is really made, so that it may be the one that measures anew.
         """

@@ -59,8 +59,8 @@ class Timing:
         """The answer is complete.
 
         Args:
-            tokens: That the last worker generated.
-            whole: Of the answer.
+            tokens: How many the last worker generated.
+            whole: Tokens of the whole answer.
         """
         assert self._worker is not None
         costs = self._costs

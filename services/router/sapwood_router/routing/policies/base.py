@@ -83,7 +83,7 @@ class Policy(Protocol):
 
         Args:
             addresses: More than ``shortlist.MANY`` workers; the same object until the fleet changes.
-            page_size: Of their caches.
+            page_size: Tokens in a page of their caches.
             prompt: What they are chosen for.
         """
         ...

@@ -178,7 +178,7 @@ class PrefixCache:
         Args:
             slot: The row.
             tokens: How many it is to have pages for.
-            computed: Of these, tokens that no step computes any more; what none after them sees is freed.
+            computed: How many of these no step computes any more; what none after them sees is freed.
             share: Whether it leaves what other rows are expected to need.
         """
         reached = sys.maxsize

@@ -15,7 +15,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         step: Its number.
-        digest: Of the tokens that were sampled; equal on all ranks, or one of them computes something else.
+        digest: A hash of the sampled tokens; if it is not equal on all ranks, one of them computes something else.
         copied: The copies between tiers that have ended there.
         error: What the step failed with; empty: it has not.
     """

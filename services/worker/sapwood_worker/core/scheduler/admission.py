@@ -29,7 +29,7 @@ class Admission:
 
     Attributes:
         prompt_tokens: Tokens of all prompts that have been admitted.
-        cached_tokens: Of these, those found in the prefix cache.
+        cached_tokens: How many of these were found in the prefix cache.
     """
 
     def __init__(

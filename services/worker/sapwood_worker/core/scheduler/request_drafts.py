@@ -45,7 +45,7 @@ class RequestDrafts:
     Attributes:
         drafter: Makes them.
         drafted: Tokens drafted so far.
-        accepted: Of these, tokens that became output.
+        accepted: How many of these became output.
         patience: Tokens after which it is tried again; grows with each trial in vain.
         tried_again: The number of tokens from which on it is.
     """

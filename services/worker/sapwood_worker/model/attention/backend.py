@@ -221,7 +221,7 @@ class Abilities:
     """What a backend can do; :meth:`refusal` is asked before it is made.
 
     Attributes:
-        dtypes: Of queries.
+        dtypes: Dtypes that queries may have.
         cache_dtypes: Dtypes of the cache besides the queries' own.
         head_dims: Elements of a head; None: any.
         windows: Whether layers may have a window.

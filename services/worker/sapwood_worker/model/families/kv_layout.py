@@ -14,7 +14,7 @@ def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayou
 
     Args:
         config: The model's configuration.
-        dtype: Of keys and values, by torch's name.
+        dtype: The dtype of keys and values, by torch's name.
         page_size: Tokens in a page.
     """
     layers: dict[Needed, list[int]] = {"all": []}

@@ -65,7 +65,7 @@ def read_artefact(compiled: bytes, fingerprint: bytes) -> GrammarArtefact:
 
     Args:
         compiled: Its bytes.
-        fingerprint: Of the model's vocabulary.
+        fingerprint: Names the model's vocabulary.
 
     Raises:
         InvalidArgumentError: It is damaged, or of another vocabulary.

@@ -22,7 +22,7 @@ class TokenMasks:
     """Implements :class:`~sapwood_worker.records.grammar_state.MaskFiller`; one step at a time.
 
     Args:
-        columns: Of a mask, as the grammar backend says.
+        columns: Width of a mask, as the grammar backend says.
         together: Fills the rows of several states at once; None: they are filled one after another.
     """
 

@@ -123,7 +123,7 @@ def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: Devic
     Args:
         folder: ``config.json`` with ``draft_vocab_size``, and the weights in one file, safetensors or torch's own.
         model: The model that it was trained for.
-        dtype: Of its weights.
+        dtype: Its weights' dtype.
         ops: The operations of the device where they go.
 
     Raises:

@@ -19,7 +19,7 @@ class Head(Layer):
     output at the position before stands for the features.
 
     Args:
-        config: Of its one layer, the last that the configuration names; ``vocab_size`` is the model's.
+        config: The configuration of its one layer, the last that the model's names; ``vocab_size`` is the model's.
         taken: The layers of the model of whose inputs features are made; the number of its layers: of what the last one gives.
 
     Attributes:

@@ -86,7 +86,7 @@ def load_mtp(path: Path, model: DecoderModel, dtype: torch.dtype, ops: DeviceOps
     Args:
         path: The model's directory.
         model: The model.
-        dtype: Of its weights, where they are not stored in a format that is kept.
+        dtype: Its weights' dtype, where they are not stored in a format that is kept.
         ops: The operations of the device where they go.
         threads: Tensors read at once.
 

@@ -23,7 +23,7 @@ class GatedMLP(Layer):
     Args:
         hidden_size: Width in and out.
         intermediate_size: Width of gate and up.
-        activation: Of the gate.
+        activation: The gate's activation.
         bias: Whether the projections have biases.
         context: Where and how it is built.
         summed: Whether the outputs of the ranks that it is split over are summed here; else who calls does it.

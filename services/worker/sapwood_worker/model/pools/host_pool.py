@@ -39,7 +39,7 @@ class HostPool:
         page_bytes: Bytes of a page's content.
         memory: Where the records lie; None: in memory of this process.
         part: This rank's bytes of a page's content; None: all.
-        order: Of the ranks' parts; None: an object is a record as it lies.
+        order: The order of the ranks' parts; None: an object is a record as it lies.
 
     Attributes:
         num_pages, page_bytes: The arguments.

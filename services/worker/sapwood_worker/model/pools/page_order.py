@@ -38,7 +38,7 @@ class PageOrder:
 
     Args:
         whole: The layout of one rank that keeps everything, in the order HND.
-        parts: Of each rank that has bytes of its own.
+        parts: The part of each rank that has bytes of its own.
 
     Attributes:
         object_bytes: Bytes of a page's content as one rank would keep it.

@@ -71,7 +71,7 @@ def column_order(stored: Stored, name: str, groups: Tensor, group: int) -> Tenso
 
     Args:
         stored: What the checkpoint stores.
-        name: Of the tensor of groups.
+        name: The name of the tensor of groups.
         groups: Its content: for each column the number of its group, int32 [K].
         group: Columns of a group.
 

@@ -31,7 +31,7 @@ def make_drafter(source: Path, target: Path, *, layers: int | None, noise: float
         target: The new one.
         layers: How many of its layers, the first ones; None: all.
         noise: Normal noise that is added to each matrix, in parts of the matrix's own standard deviation.
-        seed: Of the noise.
+        seed: The noise's seed.
 
     Returns:
         The number of its layers.

@@ -19,7 +19,7 @@ def round_groups(weight: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor
 
     Args:
         weight: float32 [N, K].
-        dtype: Of the scales.
+        dtype: The scales' dtype.
         group: Inputs that share a scale; divides K.
 
     Returns:
@@ -36,7 +36,7 @@ def round_by_importance(weight: Tensor, moments: Tensor, dtype: torch.dtype, gro
     Args:
         weight: float32 [N, K].
         moments: The inputs' second moments, [K, K], times any factor.
-        dtype: Of the scales.
+        dtype: The scales' dtype.
         group: Inputs that share a scale; divides K.
     """
     moments = moments.double()

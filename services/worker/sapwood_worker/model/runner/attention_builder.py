@@ -36,7 +36,7 @@ class AttentionBuilder:
         options: The runner's.
         model: Computes what attention does not; a head that drafts, too.
         config: The model's.
-        layout: Of a page.
+        layout: What a page holds.
         dtype: The model's.
         cached: The pool's dtype.
         ops: The device's.

@@ -55,7 +55,7 @@ def decode_rows(
         most_rows: Rows of the largest graph.
         most_pages: The most pages that the rows may name together.
         prompts: Whether parts of more than one token, or that sample nothing, may be among them.
-        layers: Of the model.
+        layers: The model's layers.
     """
     total, counts = len(step.token_ids), step.counts
     if total > most_rows:

@@ -33,10 +33,10 @@ def cache_identity(
     matrix may differ from those of the whole, and random weights differ.
 
     Args:
-        options: Of the runner.
+        options: The runner's.
         computed: The dtype, and how linear layers are quantised.
-        layout: Of a page, as one rank keeps it.
-        scales: Of a float8 cache.
+        layout: What a page holds, as one rank keeps it.
+        scales: The factors of a float8 cache.
         variants: How rotary positions differ from the model's own.
     """
     made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""

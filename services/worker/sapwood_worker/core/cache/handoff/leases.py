@@ -75,7 +75,7 @@ class Lease:
     Attributes:
         serial: The request.
         ticket: The ticket, of all pages so far.
-        keys: Of its pages.
+        keys: Its pages' keys.
         until: When it ends, unless it is renewed.
         pinned: Its pages, as far as they are pinned.
         unread: Places in the ticket that were not read yet. Reading threads take from it.
@@ -96,7 +96,7 @@ class HandoffLeases:
         host: The second tier, in which pages are kept.
         page_size: Tokens in a page.
         fingerprint: What pages hold besides tokens.
-        epoch: Of this process.
+        epoch: This process's epoch.
         source: Where pages are read, as tickets say it.
         share: The most of the host pages that leases pin.
         clock: Seconds, monotonic.

@@ -36,8 +36,8 @@ class Ask(NamedTuple):
 
     Attributes:
         way: How.
-        transfer_id: Of the ticket.
-        epoch: Of the process that gave it.
+        transfer_id: The ticket's.
+        epoch: The epoch of the process that gave it.
         indices: Which of the prompt's pages.
     """
 

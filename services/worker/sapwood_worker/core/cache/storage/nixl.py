@@ -218,7 +218,7 @@ class NixlObjectStorage:
 
     Args:
         bucket: The bucket, which is there.
-        settings: Of the plugin, beyond the bucket. Credentials are found where AWS's own tools look for them.
+        settings: The plugin's settings, beyond the bucket. Credentials are found where AWS's own tools look for them.
 
     Raises:
         StorageError: NIXL is not there.

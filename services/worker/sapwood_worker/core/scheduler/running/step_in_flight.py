@@ -27,7 +27,7 @@ class StepInFlight:
         running: Holds their rows and pages.
         copies: What is copied before the step.
         filler: Fills grammar masks, beginning now; None: no request has a grammar.
-        drafts: Of each of ``decodes`` the tokens that are expected after the next one; empty: none. Only where there are no
+        drafts: For each of ``decodes`` the tokens that are expected after the next one; empty: none. Only where there are no
             chunks.
 
     Attributes:

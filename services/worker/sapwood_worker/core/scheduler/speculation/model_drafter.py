@@ -50,8 +50,8 @@ class ModelRow:
 
     Attributes:
         computed: Tokens that the draft model has computed, if ``mark`` is still the page of the last.
-        filled: Of these, tokens that the pages are known to hold.
-        mark: Of the page where ``computed`` ends; None: nothing is computed.
+        filled: How many of these the pages are known to hold.
+        mark: The mark of the page where ``computed`` ends; None: nothing is computed.
 
     Args:
         tokens: The request's; grows.

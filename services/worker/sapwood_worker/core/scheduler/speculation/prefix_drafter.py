@@ -41,7 +41,7 @@ class CopyingRow:
     """Implements :class:`~sapwood_worker.core.scheduler.request_drafts.RowDrafter`.
 
     Args:
-        tokens: Of the request; grows.
+        tokens: The request's tokens; the list grows.
         cached: What the cache has after them.
     """
 

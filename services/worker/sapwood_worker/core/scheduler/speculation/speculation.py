@@ -54,7 +54,7 @@ class Speculation:
         drafter_name: The drafter's name.
         drafts: Drafts that were checked.
         drafted_tokens: Tokens of these.
-        accepted_tokens: Of these, tokens that became output.
+        accepted_tokens: How many of these became output.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class GrammarStore:
         max_kept: The most grammars kept for later requests.
 
     Attributes:
-        columns: Of a mask: those of the logits, and of the end that the library adds where the model has none.
+        columns: Width of a mask: that of the logits, and the end that the library adds where the model has none.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Experts(Layer):
         count: How many experts there are.
         chosen: How many a token goes to.
         projections: What checkpoints call an expert's gate, up and down.
-        activation: Of the gate.
+        activation: The gate's activation.
         context: Where and how it is built.
 
     Raises:

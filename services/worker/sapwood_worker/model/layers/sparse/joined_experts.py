@@ -101,7 +101,7 @@ class JoinedExperts(Layer):
         intermediate_size: Width of an expert's gate and up.
         count: How many experts there are.
         chosen: How many a token goes to.
-        activation: Of gate and up.
+        activation: What gate and up are joined by.
         context: Where and how it is built.
 
     Raises:

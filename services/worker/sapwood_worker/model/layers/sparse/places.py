@@ -60,7 +60,7 @@ class ExpertPlaces:
         """Copies experts between slots; all ranks make the same call.
 
         Args:
-            moves: Of this layer, which happen at once.
+            moves: This layer's moves, which happen at once.
             tensors: All that makes up this rank's experts, slot by slot.
         """
         rank, came = self._group.rank, []

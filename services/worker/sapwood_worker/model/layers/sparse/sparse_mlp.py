@@ -85,7 +85,7 @@ class SparseMLP(Layer):
     Args:
         hidden_size: Width in and out.
         config: The mixture.
-        activation: Of the experts' gates.
+        activation: The activation of the experts' gates.
         context: Where and how it is built.
     """
 

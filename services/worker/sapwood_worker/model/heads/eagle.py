@@ -19,6 +19,8 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config
+from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
@@ -33,7 +35,7 @@ from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import RotaryEmbedding
 from sapwood_worker.model.quantization.registry import LinearMethods
-from sapwood_worker.model.weight_slot import whole
+from sapwood_worker.model.weight_slot import WeightSlot, whole
 from sapwood_worker.records.kv_layout import KVLayout
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -117,7 +119,9 @@ class EagleHead(Head):
         return result.index_copy_(1, self._vocabulary, own)
 
 
-def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: DeviceOps) -> EagleHead:
+def load_eagle(
+    folder: Path, model: DecoderModel, dtype: torch.dtype, ops: DeviceOps, files: Path, *, split: bool
+) -> EagleHead:
     """Reads a head for a model.
 
     Args:
@@ -125,6 +129,8 @@ def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: Devic
         model: The model that it was trained for.
         dtype: Its weights' dtype.
         ops: The operations of the device where they go.
+        files: The model's.
+        split: Whether the model is split over ranks: the head runs on one alone, with the whole of the embedding.
 
     Raises:
         ConfigError: It cannot be read, or is not for this model; names the file and what.
@@ -155,6 +161,8 @@ def load_eagle(folder: Path, model: DecoderModel, dtype: torch.dtype, ops: Devic
     if table is not None:
         table = table.to(ops.device, dtype)
         embed = lambda tokens: torch.nn.functional.embedding(tokens, table)  # noqa: E731
+    elif split and config.hidden_size == model.config.hidden_size:
+        embed = _whole_embedding(files, model.config, dtype, ops)
     elif config.hidden_size != model.config.hidden_size:
         raise ConfigError(f"{path}: tensor embed_tokens.weight is missing: it is not as wide as the model")
     context = LayerContext(dtype, ops, LinearMethods("none", dtype, ops), Parallel())
@@ -186,6 +194,24 @@ def _taken(raw: Mapping[str, object], layers: int, folder: Path) -> tuple[int, .
     if not found or len(set(found)) != len(found) or not 0 <= found[0] <= found[-1] <= layers:
         raise ConfigError(f"{folder}: features of the layers {given} are asked for; the model has {layers}")
     return tuple(found)
+
+
+def _whole_embedding(
+    files: Path, config: ModelConfig, dtype: torch.dtype, ops: DeviceOps
+) -> Callable[[Tensor], Tensor]:
+    """The model's embedding as one rank alone computes it."""
+    name = "model.embed_tokens.weight"
+    if not files.is_dir():
+        raise ConfigError(f"{files}: a head without embed_tokens drafts for a split model of safetensors only")
+    family, _ = read_hf_config(files)
+    source = SafetensorsSource(files, family, tied=config.tie_word_embeddings)
+    if name not in source.tensors():
+        raise ConfigError(f"{files}: tensor {name} is missing")
+    slot = WeightSlot(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=ops.device))
+    with torch.inference_mode():
+        source.read_into(name, slot)
+    scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+    return lambda tokens: torch.nn.functional.embedding(tokens, slot.target) * scale
 
 
 def _read(folder: Path) -> tuple[Path, dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.heads.eagle import load_eagle
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
@@ -224,13 +225,20 @@ class _Builder:
             threads = self._options.threads or torch.get_num_threads()
             head = load_mtp(self._options.model_path, self._model, self._dtype, self._ops, threads)
         else:
-            head = load_eagle(folder, self._model, self._dtype, self._ops)
+            head = load_eagle(
+                folder,
+                self._model,
+                self._dtype,
+                self._ops,
+                self._options.model_path,
+                split=self._tp.size > 1,
+            )
         self._head, config = head, head.config
         layout = head.layout(self._dtype_name, page_size)
         features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8
         runner = self.build(layout.page_bytes + features)
         pool = DevicePool(layout, [runner.info.num_pages + _SCRATCH_PAGES], self._device, None)
-        own = replace(self._options, attention_backend="auto", shared_prefix_attention=False)
+        own = replace(self._options, attention_backend="auto", shared_prefix_attention=False, parallel=Parallel())
         attention = AttentionBuilder(own, head, config, layout, self._dtype, self._dtype, self._ops)
         last_tokens = torch.zeros_like(self._last_tokens)
         shifted = ShiftedSteps(head.store, page_size, pool.scratch_slots()[0])

@@ -19,11 +19,11 @@ REQUESTS = 12
 
 
 @contextlib.asynccontextmanager
-async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup=addresses_behind):
+async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup=addresses_behind, grace: float = 60):
     await worker.start()
     config = RouterConfig(
         port=0, http_port=0, tokenizer=tokenizers, workers=(worker.address,), health_interval=0.1, request_timeout=120,
-        worker_silence=60, tokenizer_grace=60,
+        worker_silence=60, tokenizer_grace=grace,
     )  # fmt: skip
     router = RouterApplication(config, lookup)
     await router.start()
@@ -132,6 +132,24 @@ async def test_a_real_replica_killed_or_stopped_under_load_fails_no_request(wait
             first.process.send_signal(how)
             texts = [text for texts in await asyncio.gather(*users) for text in texts]
             assert texts == [TEXT] * 60
+
+
+async def test_while_the_only_one_is_stopped_requests_wait_for_the_grace_and_are_told(
+    wait_until, start_tokenizer
+) -> None:
+    worker = FakeWorker()
+    worker.script.tokens = list
+    with start_tokenizer() as only:
+        async with running_router(wait_until, only.address, worker, grace=0.2) as (router, client):
+            only.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(openai.InternalServerError) as told:
+                await complete(client)
+            assert (told.value.status_code, "tokenizer" in told.value.message) == (503, True)
+            assert router.problem() is not None
+            only.process.send_signal(signal.SIGCONT)
+            await wait_until(lambda: router.problem() is None)
+            await wait_until(lambda: all(s.up for s in router._tokenizers.of(None).outputs._sessions.values()))
+            assert await complete(client) == TEXT
 
 
 async def test_a_replica_that_drains_finishes_its_streams_where_there_is_no_other(wait_until, start_tokenizer) -> None:

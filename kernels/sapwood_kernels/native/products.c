@@ -28,6 +28,11 @@ enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128, LINE = 64 };
 #endif
 enum { SMALL = 24 };  // up to so many tokens rows are widened as they are multiplied
 
+// Processors fetch ahead only to the end of a page of memory, which is a few rows away.
+INLINE void fetch(const uint8_t *row, int64_t width) {
+    for (int64_t at = 0; at < width; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
 // The sum of each vector's numbers.
 INLINE void sum4(floats a, floats b, floats c, floats d, float *sums) {
 #if defined(__AVX2__)
@@ -86,9 +91,10 @@ INLINE void one_token(const int type, const uint8_t *const *rows, const float *x
     sum4(total[0], total[1], total[2], total[3], sums);
 }
 
-// sums[t][r]: the sums of PAIR rows times `count` of the x, which lie LANES numbers of each after another.
+// sums[t][r]: the sums of PAIR rows times `count` of the x, which lie LANES numbers of each after another. Meanwhile what is
+// `ahead` bytes further is fetched, block by block: a whole row at once would wait for memory.
 INLINE void few_tokens(
-    const int type, const int count, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
+    const int type, const int count, const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) {
     floats total[FEW][PAIR] = {0};
     const uint8_t *block[PAIR] = {rows[0], rows[1]};
     for (int64_t left = groups / groups_of(type); left > 0; left--) {
@@ -107,7 +113,10 @@ INLINE void few_tokens(
                 }
             }
         }
-        for (int r = 0; r < PAIR; r++) block[r] += bytes_of(type);
+        for (int r = 0; r < PAIR; r++) {
+            fetch(block[r] + ahead, bytes_of(type));
+            block[r] += bytes_of(type);
+        }
     }
     sum_pairs(count, total, sums);
 }
@@ -130,11 +139,11 @@ INLINE void widen_groups(const int type, const uint8_t *row, int64_t at, int64_t
     static void one_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                  \
         one_token(type, rows, x, groups, sums);                                                                        \
     }                                                                                                                  \
-    static void few_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                  \
-        few_tokens(type, FEW, rows, x, groups, sums);                                                                  \
+    static void few_##type(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) {   \
+        few_tokens(type, FEW, rows, x, groups, ahead, sums);                                                           \
     }                                                                                                                  \
-    static void fewer_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                \
-        few_tokens(type, FEWER, rows, x, groups, sums);                                                                \
+    static void fewer_##type(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) { \
+        few_tokens(type, FEWER, rows, x, groups, ahead, sums);                                                         \
     }                                                                                                                  \
     static void widen_##type(const uint8_t *row, int64_t at, int64_t groups, float *out) {                             \
         widen_groups(type, row, at, groups, out);                                                                      \
@@ -152,8 +161,8 @@ FORMAT(G4_128)
 
 typedef struct {
     void (*one)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
-    void (*few)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
-    void (*fewer)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
+    void (*few)(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums);
+    void (*fewer)(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums);
     void (*widen)(const uint8_t *row, int64_t at, int64_t groups, float *out);
 } format;
 
@@ -196,11 +205,6 @@ typedef struct {
     int64_t tasks, next;
 } product;
 
-// Processors fetch ahead only to the end of a page of memory, which is a few rows away.
-INLINE void fetch(const uint8_t *row, int64_t width) {
-    for (int64_t at = 0; at < width; at += 64) __builtin_prefetch(row + at, 0, 2);
-}
-
 // Rows `first` .. `last` - 1 times all x, as `small_product` lays them out.
 static void few_rows(const product *p, const matrix *m, int64_t first, int64_t last) {
     const format *f = &FORMATS[m->type];
@@ -208,12 +212,11 @@ static void few_rows(const product *p, const matrix *m, int64_t first, int64_t l
     for (int64_t row = first; row < last; row += PAIR) {
         const int64_t count = last - row < PAIR ? 1 : PAIR;
         const uint8_t *at = m->data + m->stride * row, *rows[PAIR] = {at, at + (count > 1 ? m->stride : 0)};
-        if (m->rows - row >= 3 * PAIR)
-            for (int r = 2 * PAIR; r < 3 * PAIR; r++) fetch(at + m->stride * r, m->width);
+        const int64_t ahead = m->rows - row >= 3 * PAIR ? 2 * PAIR * m->stride : 0;
         for (int64_t t = 0; t < p->tokens;) {
             const int many = p->tokens - t > FEWER;
             float sums[FEW * PAIR];
-            (many ? f->few : f->fewer)(rows, p->x + p->columns * t, groups, sums);
+            (many ? f->few : f->fewer)(rows, p->x + p->columns * t, groups, ahead, sums);
             for (int64_t i = 0; i < (many ? FEW : FEWER) && t + i < p->tokens; i++)
                 for (int64_t r = 0; r < count; r++) p->out[p->out_stride * (t + i) + m->first + row + r] = sums[PAIR * i + r];
             t += many ? FEW : FEWER;

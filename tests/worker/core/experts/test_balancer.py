@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sapwood_worker.core.experts.balancer import ExpertBalancer
+from sapwood_worker.core.experts.placement import balance, rank_loads
 from sapwood_worker.records.experts import ExpertMove, home_slots, moved
 
 SKEWED = [1600, 800, 50, 50, 100, 50, 50, 50]
@@ -74,3 +75,34 @@ def test_what_was_long_ago_counts_less():
         settle(balancer)
     assert min(seen[:2]) < 0.85, "before it has moved"
     assert seen[-1] > 0.95
+
+
+def next_seconds(redundant):
+    """How even 8 ranks are in each second while 128 experts' loads drift, half of them in 34 s; copies a second and layer."""
+    random, layers = np.random.default_rng(1), 2
+    logs, total = random.normal(0, 1, (layers, 128)), np.zeros((layers, 128))
+    balancer, found = ExpertBalancer(8, redundant), []
+    for _ in range(60):
+        logs = 0.98 * logs + 0.199 * random.normal(0, 1, logs.shape)
+        shares = np.exp(logs) / np.exp(logs).sum(1, keepdims=True)
+        now = np.stack([random.multinomial(100_000, each) for each in shares])
+        for layer in range(layers if balancer.slots else 0):
+            places = np.array([[expert in rank for rank in in_ranks(balancer, layer)] for expert in range(128)])
+            found.append(balance(rank_loads(now[layer].astype(float), places)))
+        total = total + now
+        balancer.see(total.tolist())
+        settle(balancer)
+    return np.mean(found[20:]), balancer.moves / 60 / layers
+
+
+def in_ranks(balancer, layer):
+    slots = balancer.slots[layer]
+    room = len(slots) // balancer.ranks
+    return [set(slots[start : start + room]) for start in range(0, len(slots), room)]
+
+
+def test_ranks_stay_even_while_loads_drift():
+    left, _ = next_seconds(0)
+    moved_, copies = next_seconds(16)
+    assert left < 0.72 and moved_ > 0.85
+    assert copies < 3

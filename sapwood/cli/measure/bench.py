@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
+from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.measure import offline
 from sapwood.cli.measure.bench_view import BenchView
 from sapwood.cli.measure.data import add_data_flags, sampling_of, source_of
@@ -23,6 +23,7 @@ from sapwood.cli.measure.target import (
     json_object,
     positive,
     run_fast,
+    telling_errors,
     where_of,
 )
 from sapwood_common.settings.flags import whole_number
@@ -166,9 +167,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(benchmark: Benchmark) -> Result:
     """Runs it until its end or Ctrl-C."""
-    from sapwood.bench.data.json_lines import DataError
-    from sapwood.bench.targets.target import TargetError
-
     allow_many_connections()
     gc.collect()
     gc.freeze()  # the collector then only looks at what the loads make
@@ -179,14 +177,8 @@ def _run(benchmark: Benchmark) -> Result:
             loop.add_signal_handler(number, benchmark.stop)
         return await benchmark.run()
 
-    try:
+    with telling_errors():
         return run_fast(main())
-    except TargetError as error:
-        raise CliError(str(error), UNREACHABLE) from None
-    except (DataError, ValueError) as error:
-        raise CliError(str(error), REFUSED) from None
-    except OSError as error:
-        raise CliError(f"cannot read {error.filename or 'a file'}: {error.strerror or error}", REFUSED) from None
 
 
 def _report(result: Result, arguments: argparse.Namespace, to_standard_output: bool) -> None:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
-from sapwood.cli.measure.target import add_target_flags, run_fast, where_of
+from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, CliError
+from sapwood.cli.measure.target import add_target_flags, run_fast, telling_errors, where_of
 from sapwood.cli.top import table
 from sapwood_common.settings.flags import whole_number
 
@@ -69,20 +69,12 @@ def configure(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns the exit code, raises CliError."""
     where = where_of(arguments)
-    from sapwood.bench.data.json_lines import DataError
-    from sapwood.bench.targets.target import TargetError
     from sapwood.evaluation.figures import accuracies
     from sapwood.evaluation.items import read_items
 
-    try:
+    with telling_errors():
         items = [item for path in arguments.files for item in read_items(path, arguments.max_tokens)[: arguments.limit]]
         evaluation = run_fast(_evaluate(where, items, arguments))
-    except TargetError as error:
-        raise CliError(str(error), UNREACHABLE) from None
-    except (DataError, ValueError) as error:
-        raise CliError(str(error), REFUSED) from None
-    except OSError as error:
-        raise CliError(f"cannot read {error.filename or 'a file'}: {error.strerror or error}", REFUSED) from None
     found = accuracies(evaluation.scored)
     told = {
         "target": str(where),

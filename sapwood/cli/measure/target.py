@@ -7,11 +7,12 @@ import asyncio
 import importlib.util
 import json
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sapwood.cli.errors import REFUSED, CliError
+from sapwood.cli.errors import REFUSED, UNREACHABLE, CliError
 from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:  # at run time the libraries are loaded only by the verbs that use them
@@ -86,6 +87,22 @@ def run_fast(main: Coroutine[Any, Any, Found]) -> Found:
     import uvloop
 
     return uvloop.run(main)
+
+
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Raises CliError where the server cannot be asked, or a file or the data cannot be used."""
+    from sapwood.bench.data.json_lines import DataError
+    from sapwood.bench.targets.target import TargetError
+
+    try:
+        yield
+    except TargetError as error:
+        raise CliError(str(error), UNREACHABLE) from None
+    except (DataError, ValueError) as error:
+        raise CliError(str(error), REFUSED) from None
+    except OSError as error:
+        raise CliError(f"cannot read {error.filename or 'a file'}: {error.strerror or error}", REFUSED) from None
 
 
 def allow_many_connections() -> None:

@@ -33,7 +33,7 @@ def configure(verbs: Any) -> None:
     parser: argparse.ArgumentParser = verbs.add_parser(
         "worker",
         help="pause, drain, flush or profile workers",
-        description="Operates workers. Each answer is one line, beginning with the worker's address.",
+        description="Operates workers. Each answer is one line, after the worker's address; info has a line for each fact.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
@@ -79,8 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"worker": address, **answer}))
         else:
-            words = ", ".join(str(value) if name == "state" else f"{name} {value}" for name, value in answer.items())
-            print(f"{address}: {words}")
+            words = (str(value) if name == "state" else f"{name} {value}" for name, value in answer.items())
+            between = ("\n  ", "\n  ") if arguments.action == "info" else (" ", ", ")
+            print(f"{address}:{between[0]}{between[1].join(words)}")
     return 0
 
 

@@ -61,7 +61,7 @@ class BatchLoader:
         self._batch = batch
 
     def load(self, copy: PageCopy) -> Iterator[int]:
-        """See PageLoader."""
+        """Copies pages as a PageLoader does."""
         pool = self._device
         piece = self._host.page_bytes // LAYERS
         stream = torch.cuda.current_stream(pool.device).cuda_stream

@@ -120,7 +120,7 @@ class VirtualWorker:
         return 0
 
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
-        """As they are, after some time."""
+        """Returns the drafts unchanged, after some time."""
         self._seconds += self._depth * max(map(len, drafts))
         return drafts
 

@@ -123,7 +123,7 @@ class FakeExecutor:
             done(result, failure)
 
     def wait(self, seconds: float) -> None:
-        """Does not wait: jobs run in :meth:`poll`."""
+        """Returns at once: jobs run in :meth:`poll`."""
 
     def close(self) -> None:
         self._closed = True

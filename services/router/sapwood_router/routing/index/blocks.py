@@ -150,7 +150,7 @@ class BlockIndex:
         return self._weighed(hashes, alive, shared.values())
 
     def _weighed(self, hashes: Sequence[bytes], alive: int, stores: Collection[int]) -> dict[str, tuple[int, float]]:
-        """Does :meth:`overlaps` where pages are in several tiers."""
+        """What :meth:`overlaps` finds, where pages are in several tiers."""
         gpu, host, remote = self._holders
         found: dict[int, tuple[int, float]] = {}
         raw = run = (0, 0, 0)

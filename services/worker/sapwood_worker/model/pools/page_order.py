@@ -68,7 +68,7 @@ class PageOrder:
             whole[:] = own
 
     def spread(self, content: Bytes) -> None:
-        """Does the reverse in place: what one rank would keep is in the first ``object_bytes`` bytes of the content."""
+        """Turns the order back in place: what one rank would keep is in the first ``object_bytes`` bytes of the content."""
         for own, whole in self._views(content, content[: self.object_bytes].copy()):
             own[:] = whole
 

@@ -104,7 +104,7 @@ def calibrate(path: Path, device: str, pieces: list[list[int]], model: DecoderMo
     loaded = load_model(path, "auto", dtype, ops, context_length=None, threads=2, seed=0, stored_weights="widen")
     run = LayerRun(loaded, pieces, dtype, ops.device)
     for index, layer in enumerate(loaded.model.layers):
-        moments = run.watch(index)
+        moments, _ = run.watch(index)
         for linear, target in zip(linears(layer), linears(model.layers[index]), strict=True):
             numbers = four_bits.round(linear.method.weight.float(), moments[linear], torch.bfloat16).numbers
             replace(linear, numbers)

@@ -19,8 +19,6 @@ from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import load_model
-from sapwood_worker.model.quantizer.quantize import quantize
-from sapwood_worker.model.quantizer.schemes import scheme
 
 TOKENS = [3 + i * 7 % 90 for i in range(23)]
 DOWN = "model.layers.1.mlp.experts.2.down_proj"
@@ -127,12 +125,9 @@ def test_experts_in_a_format_without_a_product_are_refused_by_name(sparse):
         load(sparse)
 
 
-def test_experts_are_not_quantised_and_that_is_said(sparse, tmp_path):
+def test_experts_are_not_quantised_as_they_are_loaded_and_that_is_said(sparse):
     with pytest.raises(ConfigError, match="--quantization int8: experts cannot be quantised"):
         load(sparse, quantization="int8")
-    with pytest.raises(ConfigError, match="mixtures of experts cannot be quantised"):
-        quantize(sparse, tmp_path / "target", scheme("int8"), calibration=(), measured=(),
-                 device="cpu", threads=1, progress=lambda *_: None)  # fmt: skip
 
 
 @pytest.mark.parametrize(

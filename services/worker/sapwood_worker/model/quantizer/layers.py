@@ -9,8 +9,10 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.linear import Linear
+from sapwood_worker.model.layers.sparse.experts import Experts
 from sapwood_worker.model.loader import LoadedModel
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod, Norm
+from sapwood_worker.model.quantizer.watched_experts import WatchedExperts
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
 from sapwood_worker.model.weight_slot import WeightSlots
 
@@ -80,8 +82,12 @@ class LayerRun:
         """Whether there are any pieces."""
         return bool(self._pieces)
 
-    def watch(self, index: int) -> dict[Linear, Tensor]:
-        """The second moments of the inputs of a layer's linear layers; the pieces stay where they are."""
+    def watch(self, index: int) -> tuple[dict[Linear, Tensor], dict[str, Tensor]]:
+        """The second moments of what goes into a layer's linear layers, and, by name, into projections of experts that tokens
+        went to; the pieces stay where they are."""
+        experts = [
+            WatchedExperts(each) for each in list(self._model.layers)[index].modules() if isinstance(each, Experts)
+        ]
         linears = [each for each in list(self._model.layers)[index].modules() if isinstance(each, Linear)]
         watched: dict[Linear, Watched] = {}
         for linear in linears:
@@ -89,7 +95,8 @@ class LayerRun:
         self._through(index)
         for linear in linears:
             linear.method = watched[linear].method
-        return {linear: each.moments for linear, each in watched.items()}
+        of_experts = {name: moments for each in experts for name, moments in each.stop().items()}
+        return {linear: each.moments for linear, each in watched.items()}, of_experts
 
     def advance(self, index: int) -> None:
         """Takes the pieces through a layer."""

@@ -15,6 +15,8 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
 from sapwood_worker.model.layers.linear import Linear
+from sapwood_worker.model.layers.sparse.experts import Experts
+from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.loader import LoadedModel, load_model
 from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.quantizer.checkpoint import CheckpointWriter
@@ -79,8 +81,8 @@ def quantize(
         return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0)
 
     loaded = load(source)
-    if loaded.config.sparse is not None:
-        raise ConfigError(f"{source}: mixtures of experts cannot be quantised")
+    if loaded.config.sparse is not None and loaded.config.sparse.joined is not None:
+        raise ConfigError(f"{source}: experts that are stored joined cannot be quantised")
     _check_names(source, loaded)
     whole = perplexity(loaded, measured, dtype, ops.device)
     run = LayerRun(loaded, calibration, dtype, ops.device)
@@ -88,7 +90,7 @@ def quantize(
     try:
         wide = _Rounding(loaded, scheme, run, writer, _scales_dtype(source), progress).all_layers()
         _copy_others(source, loaded, writer, set(wide))
-        writer.finish(source, {"quantization_config": scheme.configuration(["lm_head", *wide])})
+        writer.finish(source, {"quantization_config": scheme.configuration(["lm_head", *_routers(loaded), *wide])})
     finally:
         writer.abandon()
     del run, loaded
@@ -128,13 +130,22 @@ class _Rounding:
         wide: list[str] = []
         for index, layer in enumerate(self._loaded.model.layers):
             linears = [each for each in layer.modules() if isinstance(each, Linear)]
-            moments = self._run.watch(index) if self._scheme.group is not None and self._run.has_text else {}
+            moments, of_experts = (
+                self._run.watch(index) if self._scheme.group is not None and self._run.has_text else ({}, {})
+            )
             for linear in linears:
                 if self._scheme.fits(linear.shape.columns.size):
                     self._round(linear, moments.get(linear))
                 else:
                     wide += [part.name for part in linear.shape.parts]
                 self._done += linear.shape.rows * linear.shape.columns.size
+                self._progress("quantising", 2 * self._done, 2 * self._loaded.model.layer_size())
+            for name, weight in _expert_weights(layer).items():
+                if self._scheme.fits(weight.shape[1]):
+                    self._round_expert(name, weight, of_experts.get(name))
+                else:
+                    wide.append(name)
+                self._done += weight.numel()
                 self._progress("quantising", 2 * self._done, 2 * self._loaded.model.layer_size())
             self._run.advance(index)
         return wide
@@ -153,6 +164,25 @@ class _Rounding:
         method.weight.copy_(rounded.numbers)
         method.finish()  # a device may hold the weight in another layout, too
 
+    def _round_expert(self, name: str, weight: torch.Tensor, moments: torch.Tensor | None) -> None:
+        """Rounds a projection in its place among the others of its layer."""
+        rounded = self._scheme.round(weight.float(), moments, self._scales_dtype)
+        for kind, tensor in rounded.tensors.items():
+            self._writer.add(f"{name}.{kind}", tensor)
+        weight.copy_(rounded.numbers)
+
+
+def _expert_weights(layers: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The projections of experts, by name: views."""
+    experts = (each for each in layers.modules() if isinstance(each, Experts))
+    return {name.removesuffix(".weight"): slot.target for each in experts for name, slot in each.slots().items()}
+
+
+def _routers(loaded: LoadedModel) -> list[str]:
+    """The names of the layers that choose experts: numbers, though libraries take them for linear layers."""
+    routers = (each for each in loaded.model.layers.modules() if isinstance(each, Router))
+    return [name.removesuffix(".weight") for each in routers for name in each.slots() if name.endswith(".weight")]
+
 
 def _copy_others(source: Path, loaded: LoadedModel, writer: CheckpointWriter, wide: set[str]) -> None:
     """Copies what is not rounded as it is stored."""
@@ -166,7 +196,7 @@ def _copy_others(source: Path, loaded: LoadedModel, writer: CheckpointWriter, wi
 
 def _projections(loaded: LoadedModel) -> list[str]:
     linears = (each for each in loaded.model.layers.modules() if isinstance(each, Linear))
-    return [part.name for linear in linears for part in linear.shape.parts]
+    return [part.name for linear in linears for part in linear.shape.parts] + list(_expert_weights(loaded.model.layers))
 
 
 def _check_names(source: Path, loaded: LoadedModel) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
@@ -50,16 +51,24 @@ class Experts(Layer):
         inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
         self._places = ExpertPlaces(count, context.parallel, context.device)
         outer = whole(hidden_size)
-        gate, up, down = projections
+        self.projections = gate, up, down = projections
         self._gate_up = expert_matrices((gate, up), self._places, inner, outer, context)
         self._down = expert_matrices((down,), self._places, outer, inner, context)
         self._sum: PlacedSum
+
+    def name(self, expert: int, projection: str) -> str:
+        """What a checkpoint calls an expert's projection."""
+        return f"{self._context.prefix}.{expert}.{projection}"
 
     def slots(self) -> WeightSlots:
         return self._gate_up.slots() | self._down.slots()
 
     def finish(self) -> None:
-        stacks = self._gate_up.stack(), self._down.stack()
+        self.ready()
+
+    def ready(self, wrap: Callable[[ExpertStack], ExpertStack] = lambda stack: stack) -> None:
+        """Readies the sum, with something around the matrices before the activation, and around those after it."""
+        stacks = wrap(self._gate_up.stack()), wrap(self._down.stack())
         self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -81,6 +81,9 @@ class EventLoop:
     that ends or is aborted in N is still in N + 1: what that computes of it is thrown away. The outputs are the same. Requests
     with a grammar go step by step, as a grammar must see each token before the next; so does what comes after a draft.
 
+    Where the scheduler has lanes, as many steps are launched before the oldest one's result is waited for: the stages of a
+    pipeline compute at once, each for other requests.
+
     A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
 
     Args:
@@ -120,7 +123,7 @@ class EventLoop:
         self._dump = dump
         self._experts = experts
         self._clock = StepClock()
-        self._overlap = overlap and runner.asynchronous
+        self._ahead = scheduler.lanes - 1 or int(overlap and runner.asynchronous)
         self._launched: deque[LaunchedStep] = deque()
         self._failures = 0
         self._reported: Load | None = None
@@ -274,7 +277,7 @@ class EventLoop:
                 return outputs + self._take_results(0) + self._fail(error)
         elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
-        return outputs + self._take_results(1 if planned and self._overlap else 0)
+        return outputs + self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
         """Waits for the launched steps, oldest first, but for ``keep`` of them."""

@@ -89,6 +89,7 @@ def build_scheduler(
             jump_forward=config.jump_forward,
             speculate=_speculate(config) if info.generates else "off",
             windows=info.windows,
+            lanes=info.lanes,
         ),
         tiers,
         masks=masks,

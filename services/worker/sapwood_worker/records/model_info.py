@@ -53,6 +53,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         expert_tile_sizes: Batch sizes whose tiles were measured.
         tensor_parallel: Ranks that its layers are split over.
         pipeline_parallel: Stages that its layers are spread over.
+        lanes: Steps that its stages compute at once, of other requests each; 1 on a GPU, where a decode's graph holds all of it.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
         max_running: Most requests that its steps have room for.
@@ -86,6 +87,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_tile_sizes: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    lanes: int = 1
     weights: str = ""
     logit_processors: tuple[str, ...] = ()
     max_running: int = 64

@@ -6,6 +6,7 @@ a step names the row, and what to compute of it. ``step_wire.py`` writes a step 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -148,6 +149,20 @@ class LaunchedStep(Protocol):
         ...
 
 
+class ReadyMasks:
+    """:class:`LateMasks` that are there.
+
+    Args:
+        masks: The masks.
+    """
+
+    def __init__(self, masks: Masks) -> None:
+        self._masks = masks
+
+    def result(self) -> Masks:
+        return self._masks
+
+
 class CompletedStep:
     """A :class:`LaunchedStep` that was over at once.
 
@@ -160,6 +175,27 @@ class CompletedStep:
 
     def result(self) -> ModelOutput:
         return self._answer
+
+
+class DeferredStep:
+    """A :class:`LaunchedStep` of which a part is computed when it is asked for: what follows the last stage of a pipeline.
+
+    Args:
+        compute: Computes it; called once.
+    """
+
+    def __init__(self, compute: Callable[[], LaunchedStep]) -> None:
+        self._compute = compute
+        self._launched: LaunchedStep | None = None
+
+    def finish(self) -> LaunchedStep:
+        """Computes it, unless that was done. Raises what it fails with."""
+        if self._launched is None:
+            self._launched = self._compute()
+        return self._launched
+
+    def result(self) -> ModelOutput:
+        return self.finish().result()
 
 
 class RankLostError(Exception):
@@ -180,7 +216,8 @@ class Runner(Protocol):
     asynchronous: bool
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Begins a step, which is computed after those launched before. At most one other may be unfinished.
+        """Begins a step, which is computed after those launched before. At most one other may be unfinished, or one less than the
+        model has lanes.
 
         A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
         then -1. Reads no array of ``step`` after it has returned. Mutates as :meth:`execute` does. It and the step's result may

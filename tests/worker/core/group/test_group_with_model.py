@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner import builder
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
-from sapwood_worker.records.step import RankLostError, Step
+from sapwood_worker.records.step import LaunchedStep, RankLostError, Step
 
 VOCAB = 97
 ASKED: list[dict[str, Any]] = [
@@ -57,6 +58,7 @@ def scheduler_of(runner: Any, tiers: Any = None, **settings: Any) -> Scheduler:
         page_size=info.page_size,
         num_pages=info.num_pages,
         context_length=info.context_length,
+        lanes=info.lanes,
         **settings,
     )
     return Scheduler(config, tiers, masks=TokenMasks(VOCAB))
@@ -87,7 +89,7 @@ class Answer:
 
 
 def answers(runner: Any) -> list[Answer]:
-    """Everything that can be asked at once, with a retraction of all in the middle."""
+    """Everything that can be asked at once, with a retraction of all in the middle; as many steps at once as there are stages."""
     scheduler = scheduler_of(runner, max_running=9, max_step_tokens=64)
     chance = random.Random(5)
     for serial, each in enumerate(ASKED):
@@ -100,14 +102,26 @@ def answers(runner: Any) -> list[Answer]:
         prompt = [chance.randrange(3, VOCAB) for _ in range(70)]
         scheduler.add(Request(serial, f"r{serial}", array("I", prompt), SamplingParams(), pooling=pooling))
     found = [Answer() for _ in range(len(ASKED) + 2)]
-    steps = 0
+    launched: deque[LaunchedStep] = deque()
+    steps = most = 0
+
+    def take(keep: int) -> None:
+        while len(launched) > keep:
+            for output in scheduler.update(launched.popleft().result()):
+                found[output.serial].take(output)
+
     while scheduler.has_work:
-        for output in scheduler.update(runner.execute(scheduler.schedule())):
-            found[output.serial].take(output)
+        planned = scheduler.schedule()
+        if planned:
+            launched.append(runner.launch(planned))
+            most = max(most, len(launched))
+        take(scheduler.lanes - 1 if planned else max(0, len(launched) - 1))
         steps += 1
         if steps == 9:
+            take(0)
             scheduler.pause(retract=True)
             scheduler.resume()
+    assert most == scheduler.lanes == runner.info.pipeline_parallel
     return found
 
 
@@ -115,7 +129,7 @@ def answers(runner: Any) -> list[Answer]:
     ("size", "stages", "name"),
     [
         *((2, 1, "llama"), (2, 1, "gemma3"), (2, 1, "deepseek-v3"), (4, 1, "llama-biased-tied")),
-        *((1, 2, "gemma3"), (2, 2, "llama-biased-tied"), (1, 2, "deepseek-v3")),
+        *((1, 2, "gemma3"), (2, 2, "llama-biased-tied"), (1, 2, "deepseek-v3"), (1, 3, "llama")),
     ],
 )
 def test_a_group_answers_as_one_process_does(

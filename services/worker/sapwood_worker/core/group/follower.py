@@ -7,7 +7,8 @@ from collections import deque
 from multiprocessing.connection import Connection
 
 from sapwood_worker.core.group.report import RankReport
-from sapwood_worker.records.step import LaunchedStep, Masks, Runner, Step
+from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.records.step import DeferredStep, LaunchedStep, Masks, ReadyMasks, Runner, Step
 from sapwood_worker.records.step_wire import read, read_masks
 
 logger = logging.getLogger(__name__)
@@ -23,11 +24,11 @@ _ALONE_SECONDS = 1.0
 """Seconds after a step's failure within which the leader asks for its report, unless it waits for this rank inside the step."""
 
 
-def follow(runner: Runner, leader: Connection) -> None:
+def follow(runner: LoadedRunner, leader: Connection) -> None:
     """Runs until the leader is gone.
 
     A step that fails on all ranks alike, as where memory runs out, ends the requests in it; one that fails here alone ends the
-    group, as the others wait for this rank.
+    group, as the others wait for this rank. With lanes any does.
 
     Args:
         runner: This rank's part of the model.
@@ -38,6 +39,7 @@ def follow(runner: Runner, leader: Connection) -> None:
     """
     leader.send_bytes(READY)
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
+    lanes, unasked = runner.info.lanes > 1, 0
     while True:
         try:
             message = leader.recv_bytes()
@@ -46,13 +48,23 @@ def follow(runner: Runner, leader: Connection) -> None:
         if message != COLLECT:
             step = read(bytearray(message))
             if len(step.masked):
-                step.masks = _ComingMasks(leader, len(step.masked))
-            launched.append((step.number, attempt(runner, step)))
+                coming = _ComingMasks(leader, len(step.masked))
+                step.masks = coming if not lanes else ReadyMasks(coming.result())
+            failed = attempt(runner, step)
+            if lanes and not launched and not isinstance(failed, DeferredStep | Exception):
+                # The leader must not wait until this rank has computed the next step too.
+                leader.send_bytes(_report(step.number, failed).to_bytes())
+                unasked += 1
+                continue
+            launched.append((step.number, failed))
         else:
-            leader.send_bytes(_report(*launched.popleft()).to_bytes())
+            if unasked:
+                unasked -= 1
+            else:
+                leader.send_bytes(_report(*launched.popleft()).to_bytes())
             continue
-        failed = launched[-1][1]
-        if isinstance(failed, Exception) and not leader.poll(_ALONE_SECONDS):
+        # With lanes the leader goes on before it asks, and then waits for what this rank should have sent.
+        if isinstance(failed, Exception) and (lanes or not leader.poll(_ALONE_SECONDS)):
             raise failed
 
 
@@ -62,6 +74,17 @@ def attempt(runner: Runner, step: Step) -> LaunchedStep | Exception:
         return runner.launch(step)
     except Exception as error:
         logger.exception("step %d failed", step.number)
+        return error
+
+
+def finished(launched: LaunchedStep | Exception) -> LaunchedStep | Exception:
+    """A step of which all is computed, or what it has failed with."""
+    if not isinstance(launched, DeferredStep):
+        return launched
+    try:
+        return launched.finish()
+    except Exception as error:
+        logger.exception("a step failed")
         return error
 
 

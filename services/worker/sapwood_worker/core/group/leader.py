@@ -8,11 +8,20 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.group.follower import COLLECT, READY, attempt
+from sapwood_worker.core.group.follower import COLLECT, READY, attempt, finished
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
-from sapwood_worker.records.step import LateMasks, LaunchedStep, Masks, ModelOutput, RankGoneError, RankLostError, Step
+from sapwood_worker.records.step import (
+    LateMasks,
+    LaunchedStep,
+    Masks,
+    ModelOutput,
+    RankGoneError,
+    RankLostError,
+    ReadyMasks,
+    Step,
+)
 from sapwood_worker.records.step_wire import encode, encode_masks
 
 _ALONE_SECONDS = 1.0
@@ -61,7 +70,9 @@ class GroupRunner:
     def launch(self, step: Step) -> LaunchedStep:
         self.tell(encode(step))
         if step.masks is not None:
-            step = replace(step, masks=_SentMasks(step.masks, self))
+            masks = _SentMasks(step.masks, self)
+            # Among the messages of several lanes they come right after their step.
+            step = replace(step, masks=masks if self.info.lanes == 1 else ReadyMasks(masks.result().copy()))
         return _GroupStep(self, attempt(self._runner, step))
 
     def tell(self, message: bytes | bytearray) -> None:
@@ -83,6 +94,7 @@ class GroupRunner:
             Exception: What the step failed with, on all ranks.
         """
         self.tell(COLLECT)
+        launched = finished(launched)
         reports = [self._report_of(rank, launched) for rank in range(1, 1 + len(self._followers))]
         failed = [(rank, report.error) for rank, report in enumerate(reports, 1) if report.error]
         if failed and (len(failed) < len(reports) or (self.asynchronous and not isinstance(launched, Exception))):

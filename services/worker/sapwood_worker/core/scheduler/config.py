@@ -35,6 +35,7 @@ class SchedulerConfig:
         windows: The pages of layers that see a window only, for each.
         speculate: Whether to draft tokens: not at all (off), where the measured time of steps says that it pays (auto), or
             wherever text goes on as it did before (prefix).
+        lanes: Steps that may be in flight at once, of other requests each; 1: as many as :meth:`Scheduler.plans_ahead` says.
         conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """
 
@@ -55,3 +56,4 @@ class SchedulerConfig:
     jump_forward: bool = True
     speculate: SpeculateName = "off"
     windows: tuple[WindowGroup, ...] = ()
+    lanes: int = 1

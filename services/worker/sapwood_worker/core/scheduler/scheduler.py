@@ -53,7 +53,8 @@ from sapwood_worker.records.step import ModelOutput, Step
 class Scheduler:
     """The core of the worker. Single-threaded.
 
-    ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step.
+    ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step, or with lanes by as many as there
+    are.
 
     Args:
         config: Its limits and choices.
@@ -61,6 +62,9 @@ class Scheduler:
         tiers: The KV cache's tiers below the device's pages; None: there are none.
         masks: Fills the masks of requests with a grammar while the model computes; None: no such requests come.
         drafter: Guesses tokens, if ``config`` wants that, or a model that does; None: as ``make_speculation`` says.
+
+    Attributes:
+        lanes: Steps in flight at once, of other requests each; 1: one, or two of the same.
     """
 
     def __init__(
@@ -114,6 +118,8 @@ class Scheduler:
         self._results = StepResults(self._running, self._lifecycle, self._fairness)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
+        # A draft's pages and its proof belong to one step at a time.
+        self.lanes = config.lanes if self._speculation is None else 1
 
     @property
     def num_retractions(self) -> int:
@@ -221,13 +227,16 @@ class Scheduler:
         """Whether the next step may be planned while one is in flight: not if it must be known first what that one samples."""
         if self._in_flight and self._speculation is not None and self._speculation.waits:
             return False
+        if self.lanes > 1:
+            return len(self._in_flight) < self.lanes
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     def schedule(self) -> Step:
         """Plans the next step; the result is false if there is nothing to do, or nothing until :meth:`update`.
 
         With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end, as if it sampled
-        no end tokens. What is computed in vain is thrown away, and no request is retracted meanwhile.
+        no end tokens. What is computed in vain is thrown away, and no request is retracted meanwhile. With lanes it computes no
+        request of which a step in flight samples a token.
         """
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
@@ -239,7 +248,7 @@ class Scheduler:
         if self._admission.preempt(self._steps, in_flight=in_flight):
             return Step(self._steps)
         retractions = self.num_retractions
-        plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight)
+        plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight, lanes=self.lanes)
         if plan is None:
             return Step(self._steps)
         budget = max(1, self._config.max_step_tokens - len(plan.decodes) - len(plan.last_tokens))

@@ -68,7 +68,15 @@ class TorchGroup(Group):
         return result
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(x, self._ranks[source], group=self._group)
+        if not x.is_cpu:
+            dist.broadcast(x, self._ranks[source], group=self._group)
+        elif self.rank != source:
+            self.receive(x, source)
+        else:  # gloo's own waits until the others have come
+            sent = x.clone()
+            for target in range(self.size):
+                if target != source:
+                    self.send(sent, target)
         return x
 
     def send(self, x: Tensor, target: int) -> None:

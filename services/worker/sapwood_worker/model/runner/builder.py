@@ -142,8 +142,8 @@ class _Builder:
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
         logger.info("linear layers: %s", self._weights)
         kept = "float8_e4m3fn" if float8 else self._dtype_name
-        self._whole_layout = loaded.family.kv_layout(self._config, kept, options.page_size)
-        layout = self._whole_layout.stage(self._model.own).shard(self._tp.size)
+        self._whole = loaded.family.kv_layout(self._config, kept, options.page_size)
+        layout = self._whole.stage(self._model.own).shard(self._tp.size)
         self._layout = layout.kept_whole() if options.one_table else layout
         self._sizes = self._choose_sizes()
         running = self._sizes.max_running
@@ -185,11 +185,10 @@ class _Builder:
         """
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
-        whole = self._whole_layout
         # Pages that no layer keeps anything in are many.
         windows = pool.counts[1:] if not whole.group_bytes(0) else ()
         num_pages = max(windows, default=pool.num_pages) - _SCRATCH_PAGES
-        host_pool = build_host_pool(options, pool.layout, whole, num_pages, self._parallel)
+        host_pool = build_host_pool(options, pool.layout, self._whole, num_pages, self._parallel)
         if (head := self._head) is not None:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -215,6 +214,7 @@ class _Builder:
             transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
             identity=self._identity,
             cuts=self._micro_batches(pool, backend),
+            stages=self._parallel.pp,
         )
 
     def build_headed(self, folder: Path | None) -> ModelRunner:
@@ -292,6 +292,7 @@ class _Builder:
             ),
             tensor_parallel=self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
+            lanes=1 if self._ops.asynchronous else self._parallel.pp.size,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
             max_running=self._sizes.max_running,
             max_step_tokens=self._sizes.max_step_tokens,
@@ -336,8 +337,7 @@ class _Builder:
 
     def _identity(self) -> str:
         computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"
-        variants = self._model.config.rotary_variants
-        return cache_identity(self._options, computed, self._whole_layout, self._scales, variants)
+        return cache_identity(self._options, computed, self._whole, self._scales, self._model.config.rotary_variants)
 
     def _build_pool(self, counts: Sequence[int]) -> DevicePool:
         options = self._options

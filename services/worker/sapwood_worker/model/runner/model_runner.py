@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
@@ -31,7 +33,7 @@ from sapwood_worker.records.experts import ExpertMove
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.page_copies import NOTHING, CopyReport
-from sapwood_worker.records.step import Entry, ModelOutput, RankLostError, Step
+from sapwood_worker.records.step import DeferredStep, Entry, ModelOutput, RankLostError, Step
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
@@ -60,6 +62,7 @@ class ModelRunner:
         identity: Makes :meth:`cache_identity`'s answer.
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
         shifted: Shifts steps for a head that drafts; None: it is a whole model.
+        stages: The stages of the pipeline.
 
     Attributes:
         draft: Runs a model that drafts for this one, over as many pages; None: there is none.
@@ -83,6 +86,7 @@ class ModelRunner:
         identity: Callable[[], str],
         cuts: MicroBatches | None = None,
         shifted: ShiftedSteps | None = None,
+        stages: Group = Group(),  # noqa: B008 - it holds nothing
     ) -> None:
         self.info = info
         self.draft: ModelRunner | None = None
@@ -103,6 +107,8 @@ class ModelRunner:
         self._cuts = cuts
         self._layers = len(pool.layout.layers)
         self._shifted = shifted
+        self._defers = info.lanes > 1 and stages.rank < stages.size - 1
+        self._deferred: list[DeferredStep] = []
         self._entries: dict[int, Entry] = {}
         # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
         self._plain_from = np.zeros(len(last_tokens), np.int64)
@@ -111,7 +117,7 @@ class ModelRunner:
         return self.launch(step).result()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> LaunchedStep:
+    def launch(self, step: Step) -> LaunchedStep | DeferredStep:
         if step.moves:
             self._move_experts(step.moves)
         if step.copies is not None:
@@ -133,6 +139,22 @@ class ModelRunner:
                 spared = self._backend.take_spared()
                 return LaunchedStep(step, at, tokens, {}, self._copied, self._ops, spared_tokens=spared)
         hidden = self._forward(step)
+        finish = partial(self._finish, step, at, hidden, explained, self._backend.take_spared())
+        if not self._defers:
+            return finish()
+        # What the last stage sends is taken in the order of the steps.
+        if explained:
+            for earlier in self._deferred:
+                earlier.finish()
+            self._deferred.clear()
+            return finish()
+        deferred = DeferredStep(finish)
+        self._deferred = [*self._deferred[1 - self.info.lanes :], deferred]
+        return deferred
+
+    @torch.inference_mode()
+    def _finish(self, step: Step, at: Positions, hidden: Tensor, explained: list[int], spared: int) -> LaunchedStep:
+        """Samples from what the layers gave; takes part in what follows the last stage."""
         tokens = None
         if len(at.rows):
             places, rows = self._ops.to_device(np.stack((step.sampled(), at.rows)))
@@ -150,7 +172,7 @@ class ModelRunner:
                 pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
             else:
                 prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
-        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, self._backend.take_spared())
+        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, spared)
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.

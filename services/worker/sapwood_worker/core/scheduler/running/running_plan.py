@@ -19,7 +19,9 @@ class RunningPlan(NamedTuple):
     unfinished: list[Request]
 
 
-def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in_flight: bool) -> RunningPlan | None:
+def plan_running(
+    running: RunningBatch, retraction: Retraction, step: int, *, in_flight: bool, lanes: int = 1
+) -> RunningPlan | None:
     """Gives each running request pages for its known tokens, retracting the last in rank if need be.
 
     Args:
@@ -27,6 +29,7 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
         retraction: Makes room; it takes requests of lower rank than all that are in the step so far.
         step: The number of the step being planned.
         in_flight: Whether another step is in flight.
+        lanes: Steps that are to be in flight at once: each decodes its share of the requests, none of which is in two.
 
     Returns:
         None if a request would have to be retracted that the step in flight may compute.
@@ -34,10 +37,14 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
     decodes: list[Request] = []
     last_tokens: list[Request] = []
     unfinished: list[Request] = []
+    most = -(-len(running.requests) // lanes)
     for request in tuple(running.requests):
         known = len(request.token_ids) + request.unknown
         left = known - request.planned
         if left <= 0 or request.over or request.slot < 0:
+            continue
+        decoding = left == 1 and request.planned >= request.prompt_length
+        if lanes > 1 and (request.unknown or (decoding and len(decodes) == most)):
             continue
         if request.unknown and known >= request.max_length:
             continue  # the token that is in flight is the request's last
@@ -50,7 +57,7 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
         else:
             if left > 1:
                 unfinished.append(request)
-            elif request.planned >= request.prompt_length:
+            elif decoding:
                 decodes.append(request)
             else:
                 last_tokens.append(request)

@@ -21,7 +21,7 @@ SHARE = 0.005
 """Of the time that passes, what drafts may lose."""
 _FIRST, _MOST, _LEAST = 6.0, 12.0, 1.0
 """On the first account: at the start, at most, and at least for a look or a trial."""
-_FIRST_REAL, _MOST_REAL, _LEAST_REAL = 20.0, 40.0, 4.0
+_FIRST_REAL, _MOST_REAL, _LEAST_REAL = 10.0, 12.0, 3.0
 """On the second."""
 _CLEARLY = 1.03
 """Times as many tokens a second that drafting must promise: measurements are noisy."""
@@ -137,7 +137,9 @@ class Planner:
                 best, taken = rate, end
             if end == len(chances):
                 break
-        best, taken = next(((rate, count) for rate, count in tried if rate > best * _CLEARLY), (best, taken))
+        hope = max((rate for rate, _ in tried), default=0.0)
+        if hope > best * _CLEARLY:  # from the smallest draft up: what it costs may tell that a longer one cannot pay
+            best, taken = hope, tried[0][1]
         return taken, chances[taken - 1] if taken else 0.0, best
 
     def filled(self, rows: int, longest: int, seconds: float, caught_up: int) -> None:

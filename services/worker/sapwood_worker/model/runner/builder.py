@@ -186,7 +186,7 @@ class _Builder:
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
         # Pages that no layer keeps anything in are many.
-        windows = pool.counts[1:] if not whole.group_bytes(0) else ()
+        windows = pool.counts[1:] if not self._whole.group_bytes(0) else ()
         num_pages = max(windows, default=pool.num_pages) - _SCRATCH_PAGES
         host_pool = build_host_pool(options, pool.layout, self._whole, num_pages, self._parallel)
         if (head := self._head) is not None:

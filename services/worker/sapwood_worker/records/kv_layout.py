@@ -202,9 +202,9 @@ def _shard(component: KVComponent, ranks: int) -> KVComponent:
 
 
 def _runs(layers: tuple[int, ...]) -> str:
-    """Layers as text: 0, 1, 2, 7 are ``0-2.7``."""
+    """Layers as text: 0, 1, 2, 7 are ``0-2.7``; none are the empty text."""
     starts = [i for i, layer in enumerate(layers) if not i or layers[i - 1] != layer - 1]
-    ends = [*(start - 1 for start in starts[1:]), len(layers) - 1]
+    ends = [*(start - 1 for start in starts[1:]), *((len(layers) - 1,) if layers else ())]
     return ".".join(
         str(layers[start]) if start == end else f"{layers[start]}-{layers[end]}"
         for start, end in zip(starts, ends, strict=True)

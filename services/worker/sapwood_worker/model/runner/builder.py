@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
@@ -46,7 +45,6 @@ from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
     from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
@@ -193,10 +191,12 @@ class _Builder:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._model.taps = Taps(head.taken, head.mix, head.store)
-        backend, graphs = self._build_backend(pool, whole_ladder=True)
+        backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=True)
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
-            self._compute([1, 2], pool, backend)
+            compute_trial([1, 2], self._model, pool, backend, self._ops)
+        pieces = self._build_pieces(backend, pool, whole_ladder=True)
+        cuts = self._micro_batches(pool, backend)
         self._model.forget_expert_tokens()
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
         return ModelRunner(
@@ -206,14 +206,14 @@ class _Builder:
             pool=pool,
             backend=backend,
             graphs=graphs,
-            pieces=self._build_pieces(backend, pool, whole_ladder=True),
+            pieces=pieces,
             sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
             transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
             identity=self._identity,
-            cuts=self._micro_batches(pool, backend),
+            cuts=cuts,
             stages=self._parallel.pp,
         )
 
@@ -326,9 +326,6 @@ class _Builder:
             logger.info("%s", reason)
         return sizes
 
-    def _build_backend(self, pool: DevicePool, *, whole_ladder: bool) -> tuple[PagedAttention, DecodeGraphs | None]:
-        return self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=whole_ladder)
-
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
         if self._head is not None:  # the pieces run layer by layer, past the taps
             return None
@@ -376,9 +373,9 @@ class _Builder:
             prompts.append(min(longest, step_tokens - sum(prompts)))
         needed = sum(-(-length // options.page_size) for length in prompts)
         pool = self._build_pool([max(needed, running)] * len(self._layout.groups))
-        backend, graphs = self._build_backend(pool, whole_ladder=False)
+        backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=False)
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
-        hidden = self._compute(prompts, pool, backend)
+        hidden = compute_trial(prompts, self._model, pool, backend, self._ops)
         rows = hidden.index_select(0, torch.zeros(running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
@@ -393,11 +390,8 @@ class _Builder:
             return None
         room = (min(pool.counts) - _SCRATCH_PAGES) * pool.page_size
         most = min(_TRIED_TOKENS, self._sizes.max_step_tokens, self._config.max_position, room)
-        cuts = measured(self._parallel, lambda count: self._compute([count], pool, backend).cpu(), most)
+        cuts = measured(self._parallel, lambda n: compute_trial([n], self._model, pool, backend, self._ops).cpu(), most)
         own, step = self._model.own, self._sizes.max_step_tokens
         logger.info("pipeline: layers %d to %d of %d are here", own.start, own.stop - 1, self._config.num_layers)
         logger.info("pipeline: %s: a step of %d tokens is cut in %d", cuts.reason, step, cuts.count(step))
         return cuts
-
-    def _compute(self, prompts: Sequence[int], pool: DevicePool, backend: PagedAttention) -> Tensor:
-        return compute_trial(prompts, self._model, pool, backend, self._ops)

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.stack import DenseStack
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.reference import silu_mul
 from sapwood_testing.models import quantised_layers as layouts
 from sapwood_testing.worker.split_models import logits_of
@@ -87,6 +88,18 @@ def in_float8(tiny, folder):
         tensors |= {f"{name.removesuffix('.weight')}.{kind}": each.contiguous() for kind, each in parts.items()}
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs whole steps of this model")
+def test_kernels_compute_with_experts_in_float8_as_a_cpu_does(tiny_model, tmp_path):
+    """Their width is no whole number of blocks."""
+    path = in_float8(tiny_model("qwen3-moe", moe_intermediate_size=256, hidden_size=160), tmp_path)
+    got, wanted = (
+        logits_of(load_model(path, "auto", torch.float32, ops, context_length=None, threads=1, seed=0), TOKENS)
+        for ops in (cuda.CudaOps(torch.device("cpu")), device_ops(torch.device("cpu")))
+    )
+    assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
 def steps(make_runner, make_driver, path, **options):

@@ -58,7 +58,9 @@ FAMILIES = {
     "mixtral": {**SIZES, "intermediate_size": 64, "num_hidden_layers": 2},
 }
 slow = pytest.mark.slow
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the model is a CPU's, whose kernels the interpreter takes")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the model is a CPU's, whose kernels the interpreter takes"
+)
 
 
 def load(path, ops=None, **options):

@@ -90,8 +90,8 @@ class Float8Matrices(ExpertMatrices):
         return super().slots() | self._each("weight_scale_inv", self._scales, *self._blocks)
 
     def stack(self) -> ExpertStack:
-        # A scale for each row and group: 3 % of the weight.
-        scales = self._scales.repeat_interleave(_BLOCK, 2)[:, :, : self._rows.size].flatten(1, 2)
+        # A scale for each row and group: 3 % of the weight. One part's rows, cut, would still lie whole blocks apart.
+        scales = self._scales.repeat_interleave(_BLOCK, 2)[:, :, : self._rows.size].flatten(1, 2).contiguous()
         return stack_of(StoredStack(self._weight.flatten(1, 2), scales, _BLOCK), self._context)
 
 

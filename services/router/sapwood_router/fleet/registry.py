@@ -38,6 +38,8 @@ class Registry:
         self._available: dict[str, tuple[Worker, ...]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._kinds: dict[str, frozenset[tuple[Role, int]]] = {}
+        self._mixed: frozenset[str] = frozenset()
+        """Models whose available workers have several roles."""
         self._models: dict[str, tuple[Worker, ...]] = {}
         self._relayed: frozenset[str] = frozenset()
         self._on_change = on_change
@@ -114,6 +116,8 @@ class Registry:
             InvalidArgumentError: None was named and there are several; or only backends have it, which take no tokens.
             UnavailableError: No worker has been reached yet, so nothing is known.
         """
+        if model in self._models and model not in self._relayed:
+            return model  # the usual case
         resolved = self.resolve_any(model, field)
         if resolved in self._relayed:
             raise InvalidArgumentError(
@@ -145,7 +149,7 @@ class Registry:
 
     def has_roles(self, model: str) -> bool:
         """Whether the available workers of a model have several roles."""
-        return len({role for role, _ in self._kinds.get(model, ())}) > 1
+        return model in self._mixed
 
     def page_sizes(self, model: str) -> tuple[int, ...]:
         """The sizes of the pages that available workers of a model have, each once; not those of backends."""
@@ -203,6 +207,7 @@ class Registry:
             )
             for model, workers in grouped.items()
         }
+        self._mixed = frozenset(model for model, kinds in self._kinds.items() if len({role for role, _ in kinds}) > 1)
         known: dict[str, tuple[Worker, ...]] = {
             worker.model.model: () for worker in self._workers.values() if worker.model is not None
         }

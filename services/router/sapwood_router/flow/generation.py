@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnavailableError
 from sapwood_router.admission.control import Place
 from sapwood_router.fleet.eligibility import Demand
+from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Attempts, Shared
 from sapwood_router.flow.disaggregation.decision import Decision, Part
@@ -106,17 +107,21 @@ class GenerationAttempts(Attempts):
 
     def _choose(self) -> tuple[Worker, Choice]:
         with self._watch.stage("select"):
+            roles_for = self._shared.disaggregation.roles_for
             if self._ticket is not None and not self._ticket.good:
                 self._ticket = None
             if self._ticket is not None:
-                return self._select_early() or self._select(Part.DECODE)
+                return self._select_early() or self._select(Part.DECODE, roles_for(Part.DECODE))
+            context, disaggregation = self._context, self._shared.disaggregation
+            if context.model is None or not disaggregation.concerns(context.model):
+                return self._select(Part.WHOLE)
             decision = self._decide()
             if decision.estimates:
                 self._watch.weighed(pair=decision.disaggregated)
             if decision.disaggregated:
                 with contextlib.suppress(UnavailableError, InvalidArgumentError):
-                    return self._select(Part.PREFILL)
-            return self._select(Part.WHOLE, decision)
+                    return self._select(Part.PREFILL, roles_for(Part.PREFILL))
+            return self._select(Part.WHOLE, roles_for(Part.WHOLE, decision))
 
     def _select_early(self) -> tuple[Worker, Choice] | None:
         """The decode worker that has read the prompt's pages while they were computed, if there is one that can go on."""
@@ -127,10 +132,9 @@ class GenerationAttempts(Attempts):
             self._context.worker, self._context.reason = chosen[1].address, chosen[1].reason
         return chosen
 
-    def _select(self, part: Part, decision: Decision | None = None) -> tuple[Worker, Choice]:
+    def _select(self, part: Part, roles: Sequence[Role] = ()) -> tuple[Worker, Choice]:
         self._part = part
         shared = self._shared
-        roles = shared.disaggregation.roles_for(part, decision)
         return select(self._context, self._prompt, shared.registry, self._policy(), self._failover.refused_by, roles)
 
     def _decide(self) -> Decision:

@@ -141,6 +141,10 @@ class Disaggregation:
         """Where a request's times are to be noted; None: nobody asks for them."""
         return self._costs.of(model) if self.mode == "auto" and self._registry.has_roles(model) else None
 
+    def concerns(self, model: str) -> bool:
+        """Whether requests to a model may be disaggregated, or its workers be preferred by their roles, at all."""
+        return self.mode != "never" and self._registry.has_roles(model)
+
     def roles_for(self, part: Part, decision: Decision | None = None) -> tuple[Role, ...]:
         """The roles of workers that are asked for a part of a request, in this order; empty: any."""
         if self.mode == "never":

@@ -58,10 +58,12 @@ def choose(
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
-    workers = _shortlist(demand, prompt, registry, policy, roles, session_at)
+    available = registry.available(demand.model)
+    many = len(available) > MANY
+    workers = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
     if workers is None:
-        workers = of_roles(registry.available(demand.model), demand, roles).workers
-    if any(worker.address == session_at for worker in workers):
+        workers = of_roles(available, demand, roles).workers
+    if session_at and any(worker.address == session_at for worker in workers):
         choice = Choice(session_at, "session")
     else:
         choice = policy.choose([worker.view() for worker in workers], prompt)
@@ -74,6 +76,8 @@ def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
+    if not roles:
+        return eligible(workers, demand)
     workers = tuple(workers)
     role_of = {each: each.model.role for each in workers if each.model is not None and each.model.model == demand.model}
     present = set(role_of.values())
@@ -97,13 +101,12 @@ def _shortlist(
     look at all.
     """
     model = demand.model
-    addresses = registry.addresses(model)
-    if len(addresses) <= MANY or demand.relayed or (roles and registry.has_roles(model)):
+    if demand.relayed or (roles and registry.has_roles(model)):
         return None
     [page_size, *others] = registry.page_sizes(model) or (0,)
     if others or not page_size:
         return None
-    named = policy.shortlist(addresses, page_size, prompt)
+    named = policy.shortlist(registry.addresses(model), page_size, prompt)
     if named is None:
         return None
     listed = (registry.find(address) for address in dict.fromkeys((session_at, *named)))

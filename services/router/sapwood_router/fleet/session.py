@@ -269,7 +269,8 @@ class WorkerSession(SharedCall):
         if not (self._submits or self._aborts or self._pauses or self._announcements or self.tickets.due):
             return None
         message = worker_pb2.SessionRequest()
-        self.tickets.put_into(message)
+        if self.tickets.due:
+            self.tickets.put_into(message)
         if self._aborts:
             message.aborts.extend(self._aborts)
             self._aborts = []

@@ -25,6 +25,7 @@ from sapwood_router.flow.stages.execution import Execution
 from sapwood_router.flow.stages.reserve import reserve
 from sapwood_router.flow.stages.select import choose, select
 from sapwood_router.observe.observer import RequestWatch, Stage
+from sapwood_router.observe.pair_parts import PairPart, PairParts
 from sapwood_router.request.context import FinishReason, RequestContext
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output_stream import OutputStream
@@ -65,7 +66,8 @@ class GenerationAttempts(Attempts):
         """What the worker of the latest try is asked for."""
         self._ticket: HeldTicket | None = None
         self._early: EarlyPull | None = None
-        self._parts = watch.pair_parts()
+        self._parts: PairParts | None = None
+        """Times the parts of a request that is handed on; None: it is not."""
         self._timing: Timing | None = None
         """Notes what it takes; None: nobody asks."""
         self._prompt_output = 0
@@ -90,7 +92,8 @@ class GenerationAttempts(Attempts):
 
     def close(self) -> None:
         super().close()
-        self._parts.end()
+        if self._parts is not None:
+            self._parts.end()
         if self._early is not None:
             self._early.release(self._ticket)
         if self._ticket is not None:
@@ -168,15 +171,20 @@ class GenerationAttempts(Attempts):
             self._tried,
             self._announced,
             self._handed_off,
-            self._answers,
+            None if self._timing is None and self._part is not Part.DECODE else self._answers,
         )
 
     def _answers(self) -> None:
         """The worker's first token has come."""
         if self._part is Part.DECODE:
-            self._parts.begin("decode")
+            self._begin_part("decode")
         if self._timing is not None:
             self._timing.answers()
+
+    def _begin_part(self, part: PairPart) -> None:
+        if self._parts is None:
+            self._parts = self._watch.pair_parts()
+        self._parts.begin(part)
 
     def _send(self, worker: Worker, execution: Execution) -> None:
         with self._watch.stage("build"):
@@ -185,14 +193,14 @@ class GenerationAttempts(Attempts):
         with self._watch.stage("dispatch"):
             dispatch(request, worker, self._context.deadline, execution, more)
         if self._part is Part.PREFILL:
-            self._parts.begin("prefill")
+            self._begin_part("prefill")
         self._executing = self._watch.stage("execute")
         self._executing.begin()
 
     def _tried(self, error: SapwoodError | None) -> None:
         if self._executing is not None:
             self._executing.end()
-        if error is not None or self._part is Part.DECODE:
+        if self._parts is not None and (error is not None or self._part is Part.DECODE):
             self._parts.end()
         if error is not None and self._early is not None:
             self._early.release()
@@ -240,7 +248,7 @@ class GenerationAttempts(Attempts):
             ticket.release()
             return
         self._ticket = ticket
-        self._parts.begin("transfer")
+        self._begin_part("transfer")
         if self._timing is not None:
             self._timing.handed_off()
         self._context.handoffs += 1

@@ -68,6 +68,8 @@ def check_counts(stops: int, bad_words: int, field: str = "stop") -> None:
 
 def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
     """Refuses more than 16 stop strings, an empty one, and a long one."""
+    if not stop:
+        return
     check_counts(len(stop), 0, field)
     if not all(stop):
         raise InvalidArgumentError("a stop string is empty", field=field)
@@ -76,6 +78,8 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
 
 def check_bad_words(words: tuple[str, ...]) -> None:
     """Refuses too many bad words, an empty one, and a long one."""
+    if not words:
+        return
     check_counts(0, len(words))
     if not all(map(str.strip, words)):
         raise InvalidArgumentError("a bad word is empty", field="bad_words")

@@ -44,13 +44,17 @@ class HeldTickets:
     Args:
         address: The worker's.
         on_due: Called when there is something to be sent.
+
+    Attributes:
+        due: Whether :meth:`put_into` would add anything.
     """
 
     def __init__(self, address: str, on_due: Callable[[], None]) -> None:
         self._address = address
         self._on_due = on_due
         self._held: set[bytes] = set()
-        self._due = False
+        self.due = False
+        self._renews = False
         self._released: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -74,26 +78,22 @@ class HeldTickets:
         if transfer_id in self._held:
             self._held.remove(transfer_id)
             self._released.append(transfer_id)
+            self.due = True
             self._on_due()
 
     def put_into(self, message: worker_pb2.SessionRequest) -> None:
         """Adds what is due to a message."""
-        if self._due:
+        if self._renews:
             message.renew_handoffs.extend(self._held)
-            self._due = False
+        self.due = self._renews = False
         message.release_handoffs.extend(self._released)
         self._released.clear()
-
-    @property
-    def due(self) -> bool:
-        """Whether :meth:`put_into` would add anything."""
-        return (self._due and bool(self._held)) or bool(self._released)
 
     def clear(self) -> None:
         """The session has ended: no ticket of it can be relied on."""
         self._held.clear()
         self._released.clear()
-        self._due = False
+        self.due = self._renews = False
 
     def _wait(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._renew, seconds)
@@ -101,7 +101,7 @@ class HeldTickets:
     def _renew(self, seconds: float) -> None:
         self._timer = None
         if self._held:
-            self._due = True
+            self.due = self._renews = True
             self._on_due()
             self._wait(seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -42,15 +43,17 @@ def or_relay(kind: Kind, answer: Answerer) -> Answerer:
         answer: Answers for workers' models.
     """
 
-    async def choose(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
-        if pipeline.registry.has_backends:
-            given = decode_object(body)
-            model = given.get("model")
-            if (model is None or isinstance(model, str)) and pipeline.relay.serves(model):
-                await relay(exchange, kind, given, pipeline, deadline)
-                return
-            del given
+    async def either(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+        given = decode_object(body)
+        model = given.get("model")
+        if (model is None or isinstance(model, str)) and pipeline.relay.serves(model):
+            await relay(exchange, kind, given, pipeline, deadline)
+            return
+        del given
         await answer(exchange, body, pipeline, deadline)
+
+    def choose(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> Awaitable[None]:
+        return (either if pipeline.registry.has_backends else answer)(exchange, body, pipeline, deadline)
 
     return choose
 

@@ -24,7 +24,7 @@ class Generating(Execution):
         stream: Takes the tokens.
         end_tokens: Tokens that end a generation and stand for no text.
         lease, permit, on_over: See Execution.
-        on_first: Called with the first tokens.
+        on_first: Called with the first tokens; None: nothing is.
         on_announced: Called with pages that the worker that is to go on may read already. Releases the ticket.
         on_ticket: Called after ``on_over``, if the worker is done with the prompt and another is to go on. Releases the ticket.
     """
@@ -39,12 +39,12 @@ class Generating(Execution):
         on_over: Callable[[SapwoodError | None], None],
         on_announced: Callable[[HeldTicket], None],
         on_ticket: Callable[[HeldTicket], None],
-        on_first: Callable[[], None],
+        on_first: Callable[[], None] | None,
     ) -> None:
         super().__init__(lease, permit, on_over)
         self._on_announced: Callable[[HeldTicket], None] | None = on_announced
         self._on_ticket: Callable[[HeldTicket], None] | None = on_ticket
-        self._on_first: Callable[[], None] | None = on_first
+        self._on_first = on_first
         self._context = context
         self._stream = stream
         self._end_tokens = end_tokens

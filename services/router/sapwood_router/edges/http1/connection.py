@@ -308,9 +308,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if transport is None or transport.is_closing():
             return
         waiting = len(self._data) - self._at
-        self._held.weigh(self, waiting)
-        if self._transport is None:  # it held the most
-            return
+        if waiting > LIGHT or self._held.counted:
+            self._held.weigh(self, waiting)
+            if self._transport is None:  # it held the most
+                return
         request = self._request
         reading = not self._breathes and waiting < self._limits.head_bytes
         if request is not None and not request.body.complete:

@@ -23,6 +23,8 @@ class HeldBytes:
 
     Attributes:
         encrypted: Whether the connection is over TLS.
+        counted: The bytes that are counted now: sent ahead, and left unread. While there are none, :meth:`weigh` need not be told
+            of up to :data:`LIGHT` that wait.
     """
 
     def __init__(self, bodies: BodyMemory) -> None:
@@ -32,8 +34,7 @@ class HeldBytes:
         """Bytes that were sent ahead."""
         self._unread = 0
         """Bytes of an answer that the client has been slow to read, as far as they count."""
-        self._counted = 0
-        """What of both is counted now."""
+        self.counted = 0
         self._slow = Timer()
 
     def weigh(self, connection: HeldBody, waiting: int) -> None:
@@ -42,7 +43,7 @@ class HeldBytes:
         held = self._unread
         if waiting > LIGHT:
             held += waiting + _ENCRYPTED * self.encrypted
-        before, self._counted = self._counted, held
+        before, self.counted = self.counted, held
         if held > before:
             self._bodies.grow(connection, held - before)
         elif held < before:
@@ -56,12 +57,13 @@ class HeldBytes:
         """The client has read on."""
         self._unread = 0
         self._slow.stop()
-        if self._counted:
+        if self.counted:
             self.weigh(connection, self._waiting)
 
     def drop(self) -> None:
         """The connection holds nothing that counts any more; whoever calls this has seen to the memory of all."""
-        self._counted = 0
+        self.counted = 0
+        self._waiting = 0
         self._unread = 0
         self._slow.stop()
 

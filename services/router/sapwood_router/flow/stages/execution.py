@@ -48,7 +48,8 @@ class Execution:
 
     def close(self, error: SapwoodError | None = None) -> None:
         """Gives the try up because of ``error``; None: the client left. May be called again, and after its end."""
-        self._end(Outcome.NEUTRAL, error)
+        if self._on_over is not None:
+            self._end(Outcome.NEUTRAL, error)
 
     def _answers(self) -> None:
         """The first output has come: the prompt is computed, and the worker is well."""

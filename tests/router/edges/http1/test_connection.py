@@ -6,29 +6,9 @@ import asyncio
 
 import pytest
 
-from sapwood_common.errors import RequestCancelledError, UnavailableError
+from sapwood_common.errors import RequestCancelledError
 from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_router.edges.http1.errors import HttpError
-
-GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
-PLAIN = GET + b"\r\n"
-KB, MB = 1024, 1024 * 1024
-
-
-def post(length: int, headers: bytes = b"") -> bytes:
-    return b"POST /b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n%b\r\n" % (length, headers)
-
-
-async def wait_and_tell(request) -> None:
-    """A handler that reads the body, and tells the client why it cannot."""
-    try:
-        body = await request.receive_body(1 << 20)
-    except (HttpError, UnavailableError) as error:
-        await request.respond(503 if isinstance(error, UnavailableError) else error.status, [])
-    except RequestCancelledError:
-        return
-    else:
-        await request.respond(200, [], b"%d" % len(body))
+from sapwood_testing.router.http1_requests import GET, KB, PLAIN, post, wait_and_tell
 
 
 async def test_requests_sent_at_once_are_answered_in_order_and_one_is_looked_at_at_a_time(serve, wait_until) -> None:

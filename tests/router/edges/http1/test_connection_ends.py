@@ -6,31 +6,10 @@ import asyncio
 
 import pytest
 
-from sapwood_common.errors import RequestCancelledError, UnavailableError
 from sapwood_router.edges.http1 import connection as connection_module
-from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.server import KEEP_ALIVE
-
-GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
-PLAIN = GET + b"\r\n"
-KB, MB = 1024, 1024 * 1024
-
-
-def post(length: int, headers: bytes = b"") -> bytes:
-    return b"POST /b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n%b\r\n" % (length, headers)
-
-
-async def wait_and_tell(request) -> None:
-    """A handler that reads the body, and tells the client why it cannot."""
-    try:
-        body = await request.receive_body(1 << 20)
-    except (HttpError, UnavailableError) as error:
-        await request.respond(503 if isinstance(error, UnavailableError) else error.status, [])
-    except RequestCancelledError:
-        return
-    else:
-        await request.respond(200, [], b"%d" % len(body))
+from sapwood_testing.router.http1_requests import GET, KB, MB, PLAIN, post, wait_and_tell
 
 
 @pytest.mark.parametrize("before", [b"", PLAIN])

@@ -16,7 +16,9 @@ Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
 
 Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio over the rounds, the share of drafted
 tokens that were accepted, the share of answers that are the same, and the time of a step (by requests, and by requests:positions,
-rounded up, where drafts were checked) with that of making drafts in it.
+rounded up, where drafts were checked) with that of making drafts in it; and ``parts_ms``: of the step loop's own time, by the
+tokens of the longest draft (0: none; off: of the steps without drafts), the medians of planning, making the draft, launching and
+waiting for the result, and how many steps.
 """
 
 from __future__ import annotations
@@ -204,6 +206,8 @@ class Engine:
             drafter=drafter,
         )
         self._serial = 0
+        self._parts: dict[int, list[tuple[float, ...]]] = {}
+        self._sizes: deque[tuple[int, tuple[float, ...]]] = deque()
         self.drafts = 0
         self.draft_seconds = 0.0
         if (speculation := self.scheduler._speculation) is not None:
@@ -241,9 +245,14 @@ class Engine:
         while self.scheduler.has_work:
             while launched and not self.scheduler.plans_ahead:
                 self._take(launched, answers, first)
+            begun, filled = time.perf_counter(), self.draft_seconds
             planned = self.scheduler.schedule()
+            ended, filled = time.perf_counter(), self.draft_seconds - filled
             if planned:
                 launched.append(self._runner.launch(planned))
+                longest = int(planned.samples.max(initial=1)) - 1 if (planned.counts == planned.samples).all() else -1
+                parts = ended - begun - filled, filled, time.perf_counter() - ended
+                self._sizes.append((longest, parts))
             while len(launched) > (1 if planned and self._runner.asynchronous else 0):
                 self._take(launched, answers, first)
             if not started and all(answers.values()):
@@ -251,8 +260,20 @@ class Engine:
         seconds = self._clock() - started
         return answers, (sum(map(len, answers.values())) - before) / seconds
 
+    def parts(self) -> dict[str, list[float]]:
+        """Milliseconds that parts of a step take, and the number of steps, by the tokens of the longest draft."""
+        return {
+            str(longest): [*(round(median(each) * 1000, 3) for each in zip(*found, strict=True)), len(found)]
+            for longest, found in sorted(self._parts.items())
+        }
+
     def _take(self, launched: deque[LaunchedStep], answers: Answers, first: int) -> None:
-        for output in self.scheduler.update(launched.popleft().result()):
+        began = time.perf_counter()
+        result = launched.popleft().result()
+        longest, parts = self._sizes.popleft()
+        if longest >= 0:  # a step of prompts is not told
+            self._parts.setdefault(longest, []).append((*parts, time.perf_counter() - began))
+        for output in self.scheduler.update(result):
             answers[output.serial - first] += output.token_ids
 
 
@@ -369,6 +390,7 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         "same": round(same / (batch * arguments.rounds), 3),
         "step_ms": drafting.step_times(),
         "draft_ms": round(drafting.draft_seconds / max(1, drafting.drafts) * 1000, 2),
+        "parts_ms": {"off": plain.parts().get("0")} | drafting.parts(),
     }
     print(json.dumps(row), flush=True)
 

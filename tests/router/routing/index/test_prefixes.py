@@ -1,6 +1,7 @@
 """The prefix index against a plain model of itself, and its bounds."""
 
 import itertools
+import math
 import os
 import random
 import tracemalloc
@@ -101,7 +102,7 @@ def test_it_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, aske
             hashes, known = hash_pages(tokens, PAGE), model.overlap(worker, tokens)
             assert index.overlap(worker, hashes) == known
             for beyond in range(len(hashes) + 2):
-                assert index.overlap(worker, hashes, beyond=beyond) == (known if known > beyond else 0)
+                assert index.beyond({worker: beyond}, hashes, math.inf) == ({worker: known} if known > beyond else {})
 
 
 def test_memory_stays_within_the_budget_over_many_distinct_prompts() -> None:

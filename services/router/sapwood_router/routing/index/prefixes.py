@@ -19,12 +19,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 ENTRY_BYTES = 200
 """What an entry costs CPython at most: a 16-byte key (64 as allocated), its node and its slots in an OrderedDict. Measured
 at 164 on average; more just after the table grew."""
+_NEVER = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +69,39 @@ class PrefixIndex:
         self._entries -= len(self._held.pop(worker, ()))
         self._capacity[worker] = capacity
 
-    def overlap(self, worker: str, hashes: Sequence[bytes], within: float = math.inf, beyond: int = 0) -> int:
+    def overlap(self, worker: str, hashes: Sequence[bytes], within: float = math.inf) -> int:
         """How many of a prompt's pages, from its start, a worker is believed to hold since it used them last.
 
         Args:
             worker: Its address.
             hashes: The prompt's page hashes.
             within: Only pages used in the last so many seconds count.
-            beyond: It matters only if they are more than so many: else 0, found by a look at one page.
         """
-        held = self._held.get(worker)
-        if not held or len(hashes) <= beyond:
-            return 0
-        since = self._clock() - within
-        if held.get(hashes[beyond], -math.inf) <= since:  # pages are younger than those after them
-            return 0
-        low, high = beyond + 1, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if held.get(hashes[middle - 1], -math.inf) > since:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return self.beyond({worker: 0}, hashes, within).get(worker, 0)
+
+    def beyond(self, told: Mapping[str, int], hashes: Sequence[bytes], within: float) -> dict[str, int]:
+        """The same for those of some workers that are believed to hold more than is told of them.
+
+        Args:
+            told: Pages, by worker: one look at the next page tells whether there are more.
+            hashes: The prompt's page hashes.
+            within: Only pages used in the last so many seconds count.
+        """
+        found: dict[str, int] = {}
+        since, most, all_held = self._clock() - within, len(hashes), self._held
+        for worker, pages in told.items():
+            held = all_held.get(worker)
+            if not held or pages >= most or held.get(hashes[pages], _NEVER) <= since:  # later pages were used no later
+                continue
+            low, high = pages + 1, most
+            while low < high:
+                middle = (low + high + 1) // 2
+                if held.get(hashes[middle - 1], _NEVER) > since:
+                    low = middle
+                else:
+                    high = middle - 1
+            found[worker] = low
+        return found
 
     def insert(self, worker: str, hashes: Sequence[bytes]) -> Insertion:
         """A worker holds these pages from now on, and used them last; returns what :meth:`take_back` needs."""

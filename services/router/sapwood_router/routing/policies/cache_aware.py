@@ -27,10 +27,8 @@ Bound: the prefix index's byte budget.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
-
-import msgspec
 
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.index.hot import HotPrefixes
@@ -57,11 +55,9 @@ _SLACK_SHARE = 1.5
 _SLACK_REQUESTS = 8
 
 
-class _Held(msgspec.Struct, frozen=True):
-    """How many of a prompt's tokens a worker holds, and how many computed tokens that saves."""
-
-    tokens: int
-    saved: float
+_Held = tuple[int, float]
+"""How many of a prompt's tokens a worker holds, and how many computed tokens that saves."""
+_NOTHING = (0, 0.0)
 
 
 class CacheAware:
@@ -94,64 +90,61 @@ class CacheAware:
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """Reasons: cache_hit, cache_spill, cache_miss; cache_handed: a worker that drains handed the prefix on."""
-        least = min(workers, key=load_key)
+        loads = [(view.requests, view.queued_tokens, view.recent_work) for view in workers]
+        least = min(loads)
         held = self._held(workers, prompt)
-        most = max(each.saved for each in held)
+        most = max([saved for _, saved in held])
         if most == 0:
-            return Choice(least.address, "cache_miss")
-        limit = least.requests * _SLACK_SHARE + _SLACK_REQUESTS
-        chosen, found = min(
-            ((view, each) for view, each in zip(workers, held, strict=True) if view.requests <= limit),
-            key=self._cost(workers, len(prompt.token_ids)),
-        )
-        if found.saved < most:
-            return Choice(chosen.address, "cache_spill", found.tokens)
-        return Choice(chosen.address, "cache_hit" if found.tokens else "cache_handed", found.tokens)
+            return Choice(workers[loads.index(least)].address, "cache_miss")
+        limit = least[0] * _SLACK_SHARE + _SLACK_REQUESTS
+        costs = self._costs(loads, held, len(prompt.token_ids))
+        _, _, at = min([(costs[at], load, at) for at, load in enumerate(loads) if load[0] <= limit])
+        tokens, saved = held[at]
+        if saved < most:
+            return Choice(workers[at].address, "cache_spill", tokens)
+        return Choice(workers[at].address, "cache_hit" if tokens else "cache_handed", tokens)
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
-        cost = self._cost(workers, len(prompt.token_ids))
         held = self._held(workers, prompt)
-        return {view.address: (found.tokens, cost((view, found))[0]) for view, found in zip(workers, held, strict=True)}
+        costs = self._costs([load_key(view) for view in workers], held, len(prompt.token_ids))
+        return {view.address: (tokens, cost) for view, (tokens, _), cost in zip(workers, held, costs, strict=True)}
 
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
         stores = {view.address: view.storage_id for view in workers if view.storage_id}
-        addresses = [view.address for view in workers]
         blocks, index, hot = self._blocks, self._index, self._hot
-        chains = {size: prompt.hashes(size) for size in {view.page_size for view in workers}}
-        exact = {size: blocks.overlaps(hashes, stores, addresses) for size, hashes in chains.items()}
-        handing = hot.handing
+        exact: dict[str, tuple[int, float]] = {}
+        sent: dict[str, int] = {}
+        handed: dict[str, float] = {}
+        for size in {view.page_size for view in workers}:
+            addresses = [view.address for view in workers if view.page_size == size]
+            hashes = prompt.hashes(size)
+            exact |= blocks.overlaps(hashes, stores, addresses)
+            told = {}  # to have been sent no more would change nothing
+            for address in addresses:
+                if blocks.knows(address):
+                    told[address] = int(exact.get(address, _NOTHING)[1])
+                else:
+                    sent[address] = index.overlap(address, hashes)
+            sent |= index.beyond(told, hashes, _EVENT_SECONDS)
+            if hot.handing:
+                handed |= {address: HANDED_WEIGHT * hot.handed(address, hashes) for address in addresses}
         result = []
         for view in workers:
-            size, address = view.page_size, view.address
-            hashes = chains[size]
-            handed = HANDED_WEIGHT * hot.handed(address, hashes) if handing else 0.0
-            if not blocks.knows(address):
-                pages = index.overlap(address, hashes)
-                result.append(_Held(pages * size, max(pages, handed) * size))
-                continue
-            pages, weight = exact[size].get(address, (0, 0.0))
-            sent = index.overlap(address, hashes, _EVENT_SECONDS, beyond=int(weight))  # no more would change nothing
-            result.append(_Held(max(pages, sent) * size, max(weight, sent, handed) * size))
+            address, size = view.address, view.page_size
+            pages, weight = exact.get(address, _NOTHING)
+            more = sent.get(address, 0)
+            result.append((max(pages, more) * size, max(weight, more, handed.get(address, 0.0)) * size))
         return result
 
     @staticmethod
-    def _cost(
-        workers: Sequence[WorkerView], length: int
-    ) -> Callable[[tuple[WorkerView, _Held]], tuple[float, LoadKey]]:
-        least_given = min(view.recent_work for view in workers)
-        share = BALANCE / (sum(view.recent_work for view in workers) / len(workers) + QUIET)
-
-        def cost(item: tuple[WorkerView, _Held]) -> tuple[float, LoadKey]:
-            view, held = item
-            tokens = (
-                RECOMPUTE_WEIGHT * (length - held.saved)
-                + view.queued_tokens
-                + REQUEST_COST * view.requests
-                + share * (view.recent_work - least_given)
-            )
-            return tokens, load_key(view)
-
-        return cost
+    def _costs(loads: Sequence[LoadKey], held: Sequence[_Held], length: int) -> list[float]:
+        given = [work for _, _, work in loads]
+        least = min(given)
+        share = BALANCE / (sum(given) / len(given) + QUIET)
+        return [
+            RECOMPUTE_WEIGHT * (length - saved) + queued + REQUEST_COST * requests + share * (work - least)
+            for (requests, queued, work), (_, saved) in zip(loads, held, strict=True)
+        ]
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """The worker will hold the prompt: a sibling sent right after follows it."""

@@ -56,11 +56,8 @@ class PrefillAdder:
 
         The other request goes on in every step and shares each chunk when it is done, so the wait ends with a cache hit.
         """
-        return any(
-            self._running.tokens_gained(request, other) >= WORTH_WAITING
-            for other, count in chain(self.chunks, self._computing)
-            if count > 1
-        )
+        others = [other for other, count in chain(self.chunks, self._computing) if count > 1]
+        return self._running.tokens_gained(request, others) >= WORTH_WAITING
 
     def admit(self, request: Request) -> bool:
         """Starts a waiting request if there are pages for all that is known of it; its first chunk is added.

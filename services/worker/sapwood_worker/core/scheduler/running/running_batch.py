@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,19 +60,23 @@ class RunningBatch:
         found, unlocked = self._cache.probe(request.reusable, request.namespace)
         return self.pages_for(len(request.token_ids)) - found + unlocked
 
-    def tokens_gained(self, request: Request, other: Request) -> int:
-        """How many more tokens the request would find in the cache once the other one has computed all of its own."""
-        if not self._cache.enabled or request.namespace != other.namespace:
+    def tokens_gained(self, request: Request, others: Sequence[Request]) -> int:
+        """How many more tokens the request would find in the cache once one of the others has computed all of its own."""
+        others = [other for other in others if other.namespace == request.namespace]
+        if not self._cache.enabled or not others:
             return 0
-        limit = min(len(request.reusable) - 1, len(other.token_ids))
         start = self._cache.probe(request.reusable, request.namespace)[0] * self._page_size
-        first_page = slice(start, start + self._page_size)
-        if start >= limit or request.token_ids[first_page] != other.token_ids[first_page]:
-            return 0
-        mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.token_ids, other.token_ids))
-        differing = mine != theirs
-        common = int(differing.argmax()) if differing.any() else limit
-        return max(0, common // self._page_size * self._page_size - start)
+        first_page = request.token_ids[start : start + self._page_size]
+        most = 0
+        for other in others:
+            limit = min(len(request.reusable) - 1, len(other.token_ids))
+            if start >= limit or first_page != other.token_ids[start : start + self._page_size]:
+                continue
+            mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.token_ids, other.token_ids))
+            differing = mine != theirs
+            common = int(differing.argmax()) if differing.any() else limit
+            most = max(most, common // self._page_size * self._page_size - start)
+        return most
 
     def windows_fit(self, tokens: int) -> bool:
         """Whether every window has pages for one more request of so many tokens, beside what those running may need."""

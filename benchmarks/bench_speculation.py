@@ -14,11 +14,11 @@ Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
   the dial's, as made-up weights agree on nothing
 - ``itself`` drafts whatever the draft model says, whatever steps cost: with the model itself all of it must be right
 
-Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio over the rounds, the share of drafted
-tokens that were accepted, the share of answers that are the same, and the time of a step (by requests, and by requests:positions,
-rounded up, where drafts were checked) with that of making drafts in it; and ``parts_ms``: of the step loop's own time, by the
-tokens of the longest draft (0: none; off: of the steps without drafts), the medians of planning, making the draft, launching and
-waiting for the result, and how many steps.
+Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio over the rounds, the ratio of the round
+before, in which it learns what steps take (``first``), the share of drafted tokens that were accepted, the share of answers that
+are the same, and the time of a step (by requests, and by requests:positions, rounded up, where drafts were checked) with that of
+making drafts in it; and ``parts_ms``: of the step loop's own time, by the tokens of the longest draft (0: none; off: of the steps
+without drafts), the medians of planning, making the draft, launching and waiting for the result, and how many steps.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
+from dialled_drafts import Dial, DialledRunner, edit_prompt, file_prompt
 from msgspec.structs import replace
 from walking_weights import eagle_head, untied, walk
 
@@ -42,134 +43,38 @@ from sapwood_common.models.model_files import demo_path
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.speculation.drafter import Drafter, HostDrafter
+from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.step import ModelOutput, Step
 
 Answers = dict[int, list[int]]
 
-LISTING = """def total(orders, rates):
-    result = {}
-    for order in orders:
-        name = order.customer.name
-        price = sum(line.price * line.count for line in order.lines)
-        price -= price * order.customer.discount / 100
-        result[name] = result.get(name, 0) + price * rates[order.currency]
-    return result
 
-
-def report(orders, rates, path):
-    with open(path, "w") as file:
-        for name, price in sorted(total(orders, rates).items()):
-            file.write(f"{name:30} {price:12.2f}\\n")
-
-
-def overdue(orders, today):
-    found = []
-    for order in orders:
-        if order.paid is None and (today - order.sent).days > order.customer.days:
-            found.append(order)
-    return sorted(found, key=lambda order: order.sent)
-"""
-
-
-class Dial(HostDrafter):
-    """Implements :class:`Drafter` with the answers themselves, of which it knows a share.
+class OwnClock:
+    """Seconds of another clock, of which those between :meth:`stop` and :meth:`start` are left out.
 
     Args:
-        answers: By the request's name.
-        right: The share.
+        clock: The other clock.
     """
 
-    name = "dial"
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left_out = 0.0
+        self._stopped: float | None = None
 
-    def __init__(self, answers: Mapping[str, list[int]], right: float) -> None:
-        self._answers = answers
-        self._right = right
+    def __call__(self) -> float:
+        return (self._clock() if self._stopped is None else self._stopped) - self._left_out
 
-    def begin(self, request: Request) -> DialRow:
-        chance, right = random.Random(request.serial), self._right
-        answer = self._answers[request.request_id]
-        guesses = [token if chance.random() < right else token ^ 1 for token in answer]
-        return DialRow(request, guesses)
+    def stop(self) -> None:
+        self._stopped = self._clock()
 
-
-class DialRow:
-    """Implements :class:`RowDrafter`."""
-
-    def __init__(self, request: Request, guesses: list[int]) -> None:
-        self._request = request
-        self._guesses = guesses
-        self._followed = request.generated
-
-    def follow(self) -> tuple[int, int]:
-        start, self._followed = self._followed, self._request.generated
-        output = self._request.token_ids[self._request.prompt_length + start :]
-        right = sum(token == guess for token, guess in zip(output, self._guesses[start:], strict=False))
-        return right, len(output) - right
-
-    def propose(self, unknown: int, most: int) -> list[int]:
-        start = self._request.generated + unknown
-        return self._guesses[start : start + most]
-
-
-class DialledRunner:
-    """Runs a draft model, and says what the dial says.
-
-    Args:
-        runner: The draft model's.
-        prompts: Of the requests; a request is that of its serial number modulo their number.
-        answers: To these, by their place.
-        right: The share that it knows.
-    """
-
-    def __init__(
-        self, runner: ModelRunner, prompts: Sequence[list[int]], answers: Mapping[int, list[int]], right: float
-    ) -> None:
-        self.asynchronous = runner.asynchronous
-        self._runner = runner
-        self._prompts = prompts
-        self._answers = answers
-        self._right = right
-        self._serials: dict[int, int] = {}
-
-    def execute(self, step: Step) -> ModelOutput:
-        return self.launch(step).result()
-
-    def launch(self, step: Step) -> DialledStep:
-        for entry in step.entries:
-            self._serials[entry.row] = entry.serial
-        places = [
-            self._say(self._serials[row], position) if samples else []
-            for row, position, samples in zip(
-                step.rows.tolist(), (step.starts + step.counts).tolist(), step.samples.tolist(), strict=True
-            )
-        ]
-        return DialledStep(self._runner.launch(step), places)
-
-    def _say(self, serial: int, position: int) -> list[int]:
-        which = serial % len(self._prompts)
-        place = position - len(self._prompts[which])
-        answer = self._answers[which]
-        token = answer[place] if place < len(answer) else 0
-        return [token if random.Random(serial * 1_000_003 + position).random() < self._right else token ^ 1]
-
-
-class DialledStep:
-    """A step of :class:`DialledRunner`."""
-
-    def __init__(self, launched: LaunchedStep, token_ids: list[list[int]]) -> None:
-        self._launched = launched
-        self._token_ids = token_ids
-
-    def result(self) -> ModelOutput:
-        answer = self._launched.result()
-        answer.token_ids = self._token_ids
-        return answer
+    def start(self) -> None:
+        if self._stopped is not None:
+            self._left_out += self._clock() - self._stopped
+            self._stopped = None
 
 
 class Engine:
@@ -190,8 +95,8 @@ class Engine:
         drafter: Drafter | DraftModel | None = None,
     ) -> None:
         info = runner.info
-        self._runner = runner
-        self._clock = time.perf_counter if runner.asynchronous else time.process_time
+        self.runner = runner
+        self.clock = OwnClock(time.perf_counter if runner.asynchronous else time.process_time)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 windows=info.windows,
@@ -202,7 +107,7 @@ class Engine:
                 max_step_tokens=2048,
                 speculate=speculate,
             ),
-            clock=self._clock,
+            clock=self.clock,
             drafter=drafter,
         )
         self._serial = 0
@@ -211,6 +116,7 @@ class Engine:
         self.drafts = 0
         self.draft_seconds = 0.0
         if (speculation := self.scheduler._speculation) is not None:
+            speculation._clock = self.clock
             fill = speculation._drafter.fill
 
             def timed(decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
@@ -234,6 +140,17 @@ class Engine:
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> tuple[Answers, float]:
         """The answers, and tokens/s from the time on when all prompts are computed; of CPU seconds where the CPU computes."""
+        run = self.run(prompts, sampling)
+        while True:
+            try:
+                next(run)
+            except StopIteration as ended:
+                return ended.value
+
+    def run(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams
+    ) -> Generator[None, None, tuple[Answers, float]]:
+        """:meth:`generate`, a step at a time."""
         answers: Answers = {index: [] for index in range(len(prompts))}
         first = self._serial
         for index, prompt in enumerate(prompts):
@@ -249,15 +166,16 @@ class Engine:
             planned = self.scheduler.schedule()
             ended, filled = time.perf_counter(), self.draft_seconds - filled
             if planned:
-                launched.append(self._runner.launch(planned))
+                launched.append(self.runner.launch(planned))
                 longest = int(planned.samples.max(initial=1)) - 1 if (planned.counts == planned.samples).all() else -1
                 parts = ended - begun - filled, filled, time.perf_counter() - ended
                 self._sizes.append((longest, parts))
-            while len(launched) > (1 if planned and self._runner.asynchronous else 0):
+            while len(launched) > (1 if planned and self.runner.asynchronous else 0):
                 self._take(launched, answers, first)
             if not started and all(answers.values()):
-                started, before = self._clock(), sum(map(len, answers.values()))
-        seconds = self._clock() - started
+                started, before = self.clock(), sum(map(len, answers.values()))
+            yield
+        seconds = self.clock() - started
         return answers, (sum(map(len, answers.values())) - before) / seconds
 
     def parts(self) -> dict[str, list[float]]:
@@ -275,6 +193,30 @@ class Engine:
             self._parts.setdefault(longest, []).append((*parts, time.perf_counter() - began))
         for output in self.scheduler.update(result):
             answers[output.serial - first] += output.token_ids
+
+
+def duel(
+    engines: Mapping[str, Engine], prompts: Sequence[list[int]], sampling: SamplingParams
+) -> dict[str, tuple[Answers, float]]:
+    """What the engines' ``generate`` returns, if they go step by step in turns: the next is always the one whose clock is behind,
+    so that whatever slows the machine slows them alike. Each has a runner of its own."""
+    runs = {name: engine.run(prompts, sampling) for name, engine in engines.items()}
+    began = {name: engine.clock() for name, engine in engines.items()}
+    found: dict[str, tuple[Answers, float]] = {}
+    for engine in engines.values():
+        engine.clock.stop()
+    while runs:
+        name = min(runs, key=lambda each: engines[each].clock() - began[each])
+        engines[name].clock.start()
+        try:
+            next(runs[name])
+        except StopIteration as ended:
+            found[name] = ended.value
+            del runs[name]
+        engines[name].clock.stop()
+    for engine in engines.values():
+        engine.clock.start()
+    return found
 
 
 def main() -> None:
@@ -295,6 +237,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="Of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-gb", type=float, default=0.5)
+    parser.add_argument(
+        "--duel",
+        action="store_true",
+        help="Go in turns by steps, with the model loaded twice and swapped each round: for machines that do other work too",
+    )
     arguments = parser.parse_args()
     batches = [int(each) for each in arguments.batches.split(",")]
     model = arguments.model or demo_path()
@@ -323,13 +270,16 @@ def main() -> None:
         runner = build_runner(options)
     else:
         runner = build_drafted_runner(options, dataclasses.replace(options, model_path=arguments.draft))
+    beside = build_runner(options) if arguments.duel else None
     for workload, own in cases:
         for batch in own:
-            measure(runner, workload, batch, arguments, None if arguments.model else model)
+            measure(runner, beside, workload, batch, arguments, None if arguments.model else model)
 
 
-def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo: Path | None) -> None:
-    """Prints one workload's figures for one batch size."""
+def measure(
+    runner: ModelRunner, beside: ModelRunner | None, workload: str, batch: int, arguments: Any, demo: Path | None
+) -> None:
+    """Prints one workload's figures for one batch size; ``beside`` runs what is not drafted for, if they go in turns by steps."""
     chance = random.Random(batch)
     sampling = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
     length = int(workload.split()[1]) if workload.startswith("again ") else arguments.prompt_tokens
@@ -344,7 +294,7 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         sampling = replace(sampling, temperature=1.5)
     drafter: Drafter | DraftModel | None = None
     most = arguments.max_running
-    plain = Engine(runner, "off", most)
+    plain = Engine(beside or runner, "off", most)
     if workload.startswith("dial"):
         known, _ = plain.generate(prompts, sampling)
         drafter = Dial({str(index): answer for index, answer in known.items()}, float(workload.split()[1]))
@@ -362,29 +312,36 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     same = drafted = accepted = 0
     for turn in range(arguments.rounds + 1):
-        found: dict[str, Answers] = {}
-        for name, engine in sorted({"off": plain, "auto": drafting}.items(), reverse=bool(turn % 2)):
+        engines = dict(sorted({"off": plain, "auto": drafting}.items(), reverse=bool(turn % 2)))
+        for engine in engines.values():
             engine.scheduler.flush_cache()
             if workload.startswith("again"):
                 engine.generate(prompts, sampling)
-            before = engine.scheduler.load()
-            found[name], rate = engine.generate(prompts, sampling)
-            after = engine.scheduler.load()
-            if turn:  # the first round is for what is slow once, and to learn what steps take
+        before = drafting.scheduler.load()
+        if beside is not None:  # one may lie better in memory
+            plain.runner, drafting.runner = drafting.runner, plain.runner
+        if beside is None:
+            found = {name: engine.generate(prompts, sampling) for name, engine in engines.items()}
+        else:
+            found = duel(engines, prompts, sampling)
+        after = drafting.scheduler.load()
+        ratios.append(found["auto"][1] / found["off"][1])
+        if turn:  # the first round is for what is slow once, and to learn what steps take
+            for name, (_, rate) in found.items():
                 rates[name].append(rate)
-                drafted += after.drafted_tokens - before.drafted_tokens
-                accepted += after.accepted_tokens - before.accepted_tokens
-            engine.scheduler.flush_cache()
-        if turn:
-            ratios.append(rates["auto"][-1] / rates["off"][-1])
-            same += sum(found["off"][index] == found["auto"][index] for index in found["off"])
+            drafted += after.drafted_tokens - before.drafted_tokens
+            accepted += after.accepted_tokens - before.accepted_tokens
+            off, auto = found["off"][0], found["auto"][0]
+            same += sum(off[index] == auto[index] for index in off)
+    first, *ratios = ratios
     row = {
         "workload": workload,
         "batch": batch,
         "off": round(median(rates["off"]), 1),
         "auto": round(median(rates["auto"]), 1),
-        "ratio": round(median(ratios), 3),
+        "ratio": round(median(ratios) if beside is None else geometric_mean(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        "first": round(first, 3),
         "drafted": drafted,
         "accepted": round(accepted / drafted, 3) if drafted else None,
         "same": round(same / (batch * arguments.rounds), 3),
@@ -393,21 +350,6 @@ def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo
         "parts_ms": {"off": plain.parts().get("0")} | drafting.parts(),
     }
     print(json.dumps(row), flush=True)
-
-
-def file_prompt(chance: random.Random, right: float) -> list[int]:
-    """A file of 2048 tokens and its first token again, after which the walk goes on as it does, but for changes, in the file."""
-    first = chance.randrange(10, 28_000)
-    file = [at if chance.random() < right else at + 40_000 for at in range(first, first + 2048)]
-    return [*file, first]
-
-
-def edit_prompt(demo: Path, number: int) -> list[int]:
-    """The tokens of a listing that stands there already and is begun anew with another name for a variable."""
-    from sapwood_tokenizer.vocab.loader import load_tokenizer  # not everywhere where this runs
-
-    text = f"# version {number}\n{LISTING}\n\n# version {number}\n{LISTING}\n\n# version {number + 1}\ndef total(items, rates):\n"
-    return list(load_tokenizer(demo).tokenizer.encode(text).ids)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.place import ALONE, Place
 from sapwood_worker.records.step import CompletedStep, LaunchedStep, ModelOutput, Step
+from sapwood_worker.settings.names import SpeculateChoice
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ class FakeWorkerConfig(WorkerConfig):
     served_model_name: str | None = Field("fake", description="Name that clients use.")
     context_length: int | None = Field(4096, ge=2, description="Most tokens of prompt and output together.")
     step_ms: float = Field(1.0, ge=0, description="How long a step takes, in milliseconds.")
+    speculate: SpeculateChoice = Field(
+        "off", description="What is drafted; by default nothing, so that no message depends on how long steps take."
+    )
     load_seconds: float = Field(0.0, ge=0, description="How long loading takes.")
     vocab_size: int = Field(1000, ge=2, description="Number of token ids.")
     embedding_size: int = Field(0, ge=0, le=1, description="Numbers in an embedding; 0: it makes none.")

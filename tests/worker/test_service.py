@@ -358,6 +358,7 @@ def test_sigterm_while_the_model_loads_ends_the_worker_with_0() -> None:
 async def test_what_was_asked_before_is_drafted_and_counted_unless_a_request_says_no(lend) -> None:
     async with grpc.aio.insecure_channel(lend("--speculate", "prefix").address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
+        assert (await stub.GetModelInfo(worker_pb2.GetModelInfoRequest())).speculate == "prefix"
         prompt = [5] * 20
         first, _ = await collect(stub, request("first", prompt, max_tokens=60, ignore_eos=True))
         again, last = await collect(stub, request("again", prompt, max_tokens=60, ignore_eos=True))

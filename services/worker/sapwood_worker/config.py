@@ -304,7 +304,7 @@ class WorkerConfig(ServiceConfig):
         description="Append tokens that a grammar forces without asking the model; outputs are the same with and without.",
     )
     speculate: SpeculateChoice = Field(
-        "off",
+        "auto",
         description="Draft the tokens that probably come next, and check several of them in one step; outputs are the same with "
         "and without. auto drafts what came before in the prompt, in the output or in the prefix cache, where the steps' "
         "measured times say that it pays; prefix wherever that is often right; draft:MODEL what a smaller model with the same "

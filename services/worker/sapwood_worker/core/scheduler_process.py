@@ -112,11 +112,13 @@ def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend
     return make_backend(config.grammar_backend, needs)
 
 
-def _with_vocabulary(runner: LoadedRunner) -> ModelInfo:
+def _described(runner: LoadedRunner, speculate: str) -> ModelInfo:
+    """What the runner says of itself, with its vocabulary's facts and with what drafts for it."""
+    info = msgspec.structs.replace(runner.info, speculate=speculate)
     if runner.vocabulary is None:
-        return runner.info
+        return info
     return msgspec.structs.replace(
-        runner.info,
+        info,
         vocabulary_fingerprint=runner.vocabulary.fingerprint,
         special_tokens=runner.vocabulary.special_names,
     )
@@ -150,7 +152,7 @@ def main() -> int:
         mailbox.close()
         return 1
     spare_the_collector()
-    mailbox.send(Ready(_with_vocabulary(runner)))
+    mailbox.send(Ready(_described(runner, config.speculate if scheduler.speculates else "off")))
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)

@@ -50,6 +50,7 @@ def to_model_info(model: ServedModel, role: Role) -> worker_pb2.GetModelInfoResp
         max_running=model.max_running,
         max_step_tokens=info.max_step_tokens,
         sizes_reason=info.sizes_reason,
+        speculate=info.speculate,
         labels=info.labels.names if info.labels is not None else (),
         activation=from_activation(info),
         role=from_role(role),

@@ -59,6 +59,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_running: Most requests that its steps have room for.
         max_step_tokens: Most tokens of a step.
         sizes_reason: Why so many, and what the size of the KV cache goes by; empty: nothing was chosen.
+        speculate: What drafts tokens, as the setting names it.
     """
 
     architecture: str
@@ -93,3 +94,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64
     max_step_tokens: int = 512
     sizes_reason: str = ""
+    speculate: str = "off"

@@ -137,6 +137,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def speculates(self) -> bool:
+        """Whether anything drafts."""
+        return self._speculation is not None
+
+    @property
     def paused(self) -> bool:
         """Whether nothing is scheduled until :meth:`resume`."""
         return self._paused

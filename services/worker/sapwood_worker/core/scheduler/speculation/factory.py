@@ -33,7 +33,8 @@ def make_speculation(
         table: The page table.
         ledger: Whose pages stand in it.
     """
-    if config.speculate == "off":
+    alone = drafter is None and config.speculate == "auto"
+    if config.speculate == "off" or (alone and config.lanes > 1):  # a draft takes the lanes away, which bring more
         return None
     if drafter is None:
         drafter = PrefixDrafter(lambda request: cache.continuation(request.slot, request.token_ids))

@@ -6,11 +6,14 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from sapwood_kernels.ops.device import HostCopies
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
-from sapwood_worker.records.step import ModelOutput, Step
+from sapwood_worker.records.step import IntArray, ModelOutput, Step
 
 LISTING = """def total(orders, rates):
     result = {}
@@ -111,12 +114,35 @@ class DialledRunner:
         ]
         return DialledStep(self._runner.launch(step), places)
 
+    def launch_chain(self, steps: Sequence[Step]) -> DialledTokens | None:
+        copies = self._runner.launch_chain(steps)
+        if copies is None:
+            return None
+        positions = ((step.rows.tolist(), (step.starts + 1).tolist()) for step in steps)
+        said = [
+            np.concatenate([self._say(self._serials[row], at) for row, at in zip(*each, strict=True)])
+            for each in positions
+        ]
+        return DialledTokens(copies, said)
+
     def _say(self, serial: int, position: int) -> list[int]:
         which = serial % len(self._prompts)
         place = position - len(self._prompts[which])
         answer = self._answers[which]
         token = answer[place] if place < len(answer) else 0
         return [token if random.Random(serial * 1_000_003 + position).random() < self._right else token ^ 1]
+
+
+class DialledTokens:
+    """The tokens of a chain of :class:`DialledRunner`."""
+
+    def __init__(self, copies: HostCopies, said: list[IntArray]) -> None:
+        self._copies = copies
+        self._said = said
+
+    def wait(self) -> list[IntArray]:
+        self._copies.wait()
+        return self._said
 
 
 class DialledStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -132,4 +132,13 @@ class PlannedAttention(Protocol):
         Returns:
             [T, H, D].
         """
+        ...
+
+
+@runtime_checkable
+class AdvancingAttention(Protocol):
+    """A :class:`PlannedAttention` whose plan can be moved to other positions of the same requests without the host."""
+
+    def advance(self, by: int) -> None:
+        """Lets each request have so many more keys, or fewer, from now on; the plan's pages must hold them."""
         ...

@@ -55,6 +55,10 @@ class SplitDecodeAttention:
         else:
             self._lengths, self._indptr = _halves(self._ops.to_device(numbers), count)
 
+    def advance(self, by: int) -> None:
+        """Implements ``AdvancingAttention``."""
+        self._lengths.add_(by)
+
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         variant = self._variant
         float8 = cache.keys.dtype == torch.float8_e4m3fn

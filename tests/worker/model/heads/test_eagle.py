@@ -26,6 +26,7 @@ from sapwood_testing.drafts.answers import (
     tokens_of,
 )
 from sapwood_testing.drafts.eagle_head import KNOWN, WIDTH, PlainHead, norm, random_tensors, write
+from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.group.follower import follow
@@ -150,6 +151,43 @@ def test_what_it_says_is_what_a_plain_computation_says(
         [Request(at, f"r{at}", [3 + at, *range(5, 30)][: 1 + 9 * at], GREEDY) for at in range(3)],
     )
     assert sum(seen) > 20 and max(seen) > 3
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_graphs_say_in_a_chain_is_what_is_said_step_by_step(
+    tiny_model: Any, trained: Path, page_size: int
+) -> None:
+    def asked() -> list[Request]:
+        drawn = Request(9, "drawn", PROMPTS[7], replace(GREEDY, temperature=0.8, seed=1))
+        return [*greedy_ones()[1:6], drawn]
+
+    drafts: list[list[Any]] = [[], []]
+    for chains in (False, True):
+        sized = options(tiny_model("llama").path, page_size=page_size, num_pages=128 * 16 // page_size)
+        runner = build_headed_runner(sized, trained)
+        assert runner.draft is not None
+        if chains:
+            with_graphs(runner.draft, [1, 2, 4, 8])
+        scheduler = scheduler_of(runner)
+        drafter: Any = scheduler._speculation._drafter  # type: ignore[union-attr]
+
+        def noted(decodes: Any, wanted: Any, fill: Any = drafter.fill, said: list[Any] = drafts[chains]) -> Any:
+            wanted = [
+                draft[: 1 + (request.serial + request.generated) % 6]
+                for request, draft in zip(decodes, wanted, strict=True)
+            ]
+            said.append(fill(decodes, wanted))
+            return said[-1]
+
+        drafter.fill = noted
+        run(scheduler, runner, True, asked()[:5])
+        chained = drafter.chained
+        assert (chained > 20) == chains
+        run(scheduler, runner, True, asked()[5:])
+        assert drafter.chained == chained, "what is drawn is drawn step by step"
+        assert scheduler.load().accepted_tokens > 15
+    assert drafts[0] == drafts[1]
+    assert any(len({len(draft) for draft in each}) > 3 for each in drafts[1]), "some drafts end before others"
 
 
 def test_tokens_are_those_without_a_head_and_some_of_what_it_says_is_right(

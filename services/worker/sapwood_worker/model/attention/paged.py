@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels.attention.planned import PagedKeys, PlannedAttention, StoredPages, Variant
+from sapwood_kernels.attention.planned import AdvancingAttention, PagedKeys, PlannedAttention, StoredPages, Variant
 from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,
@@ -45,6 +45,17 @@ class KernelAttention:
         query_indptr = torch.from_numpy(batch.query_starts.astype(np.int32))
         for kernel in self._kernels.values():
             kernel.plan(query_indptr, batch.keys)
+
+    @property
+    def advances(self) -> bool:
+        """Whether :meth:`advance` may be called."""
+        return all(isinstance(kernel, AdvancingAttention) for kernel in self._kernels.values())
+
+    def advance(self, by: int) -> None:
+        """Lets each planned request have so many more keys, or fewer; the plan's pages must hold them."""
+        for kernel in self._kernels.values():
+            assert isinstance(kernel, AdvancingAttention)
+            kernel.advance(by)
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         found = self._found.get(layer.index)

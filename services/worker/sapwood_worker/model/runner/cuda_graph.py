@@ -20,12 +20,13 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention, in_tables
-from sapwood_worker.model.attention.paged import PagedAttention, PagedPlan
+from sapwood_worker.model.attention.paged import KernelAttention, PagedAttention, PagedPlan
 from sapwood_worker.model.attention.shared_prefix import Runs
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.runner.decode_chain import stage_chain
 from sapwood_worker.model.runner.decode_rows import DecodeRows
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
@@ -170,6 +171,47 @@ class DecodeGraphs:
         if count == size:
             return result
         return DecodeResult(result.logits[:count], result.greedy[:count], result.slots[:count])
+
+    def chain(self, steps: Sequence[DecodeRows]) -> list[Tensor] | None:
+        """Computes steps one after another, each of the likeliest tokens of the one before; asynchronous, and the host waits for
+        none of them.
+
+        Args:
+            steps: Decodes; each is of requests of the first, a position further than in the step before, whose pages reach to the
+                last one's. ``token_ids`` are -1.
+
+        Returns:
+            int64 [rows] of each step: the likeliest tokens, -1 where the logits are not finite numbers; None: these graphs
+            cannot do it.
+        """
+        count = len(steps[0].slots)
+        if count > self.largest or len(self._scratch) > 1:
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        captured = self._captured[size]
+        attention = captured.attention
+        if not isinstance(attention, KernelAttention) or not attention.advances:
+            return None
+        staged = stage_chain(steps, size, self._pool.page_size, self._scratch[0])
+        if staged.pages.size > self._backend.most_pages:
+            return None
+        self._backend.begin_plan()
+        inputs = self._ops.to_device(staged.inputs)
+        self._plan(attention, staged.lengths, [staged.pages])
+        self._backend.end_plan()
+        attention.advance(1 - len(steps))
+        slots = inputs[0, 2, :count]
+        found = []
+        for at, columns in enumerate(staged.columns):
+            if at:
+                attention.advance(1)
+            self._inputs[:, :size].copy_(inputs[at])
+            with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
+                captured.graph.replay()
+            tokens = captured.result.greedy[:count]
+            self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
+            found.append(tokens.clone() if len(columns) == count else tokens[self._ops.to_device(columns)])
+        return found
 
     def _plan(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.device import DeviceOps, HostCopies
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
@@ -151,6 +151,27 @@ class ModelRunner:
         deferred = DeferredStep(finish)
         self._deferred = [*self._deferred[1 - self.info.lanes :], deferred]
         return deferred
+
+    @torch.inference_mode()
+    def launch_chain(self, steps: Sequence[Step]) -> HostCopies | None:
+        """Begins decodes that follow each other, each of the tokens that the one before samples, where the host need not prepare
+        them one by one.
+
+        Args:
+            steps: At least one. Each decodes a token, -1, of requests of the first, a position further than in the step before;
+                their pages reach to the last step's.
+
+        Returns:
+            For each step its tokens, int64 [rows], on their way; None: nothing was begun, launch them one by one.
+        """
+        if self._graphs is None or not self._sampler.greedy(steps[0].rows):
+            return None
+        rows = [each for step in steps if (each := self._rows(self._graphs, step, prompts=True)) is not None]
+        if len(rows) < len(steps):
+            return None
+        self._pool.await_all()
+        found = self._graphs.chain(rows)
+        return None if found is None else self._ops.to_host(found)
 
     @torch.inference_mode()
     def _finish(self, step: Step, at: Positions, hidden: Tensor, explained: list[int], spared: int) -> LaunchedStep:

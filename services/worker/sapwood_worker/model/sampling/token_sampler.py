@@ -23,7 +23,7 @@ from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.processors import LogitProcessors
 from sapwood_worker.model.sampling.row_settings import RowSettings
 from sapwood_worker.model.sampling.sampler import sample
-from sapwood_worker.records.step import Entry, Step
+from sapwood_worker.records.step import Entry, IntArray, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,10 @@ class TokenSampler:
             self._processors.enter(row, params.logit_processors, tokens, entry.output_start)
         if self._settings.penalised(row):
             self._counts.enter(row, tokens, entry.output_start)
+
+    def greedy(self, rows: IntArray) -> bool:
+        """Whether the requests in these rows of the page table want the likeliest token and nothing else."""
+        return self._settings.plain(rows)
 
     def sample(self, logits: Tensor, step: Step, at: Positions, greedy: Tensor | None = None) -> SampledTokens:
         """One token for each position, without waiting for the device.

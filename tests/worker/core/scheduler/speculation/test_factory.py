@@ -11,10 +11,10 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
     ("speculate", "lanes", "drafts"),
     [("auto", 1, True), ("auto", 2, False), ("prefix", 2, True), ("off", 2, False)],
 )
-def test_what_nobody_asked_for_takes_no_lanes_of_a_pipeline(
-    speculate: SpeculateName, lanes: int, drafts: bool
-) -> None:
-    scheduler = Scheduler(SchedulerConfig(page_size=4, num_pages=64, context_length=64, speculate=speculate, lanes=lanes))
+def test_what_nobody_asked_for_takes_no_lanes_of_a_pipeline(speculate: SpeculateName, lanes: int, drafts: bool) -> None:
+    scheduler = Scheduler(
+        SchedulerConfig(page_size=4, num_pages=64, context_length=64, speculate=speculate, lanes=lanes)
+    )
     assert (scheduler.speculates, scheduler.lanes) == (drafts, 1 if drafts else lanes)
 
 

@@ -16,6 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +44,30 @@ class DraftModel:
     max_step_tokens: int
     name: str = "draft"
     first: int = 0
+
+
+class Tokens(Protocol):
+    """Tokens of steps on their way to the host."""
+
+    def wait(self) -> Sequence[IntList]:
+        """Those of each step, once they are there; -1 where the logits were no numbers."""
+        ...
+
+
+class IntList(Protocol):
+    """An array of integers."""
+
+    def tolist(self) -> list[int]: ...
+
+
+@runtime_checkable
+class ChainRunner(Protocol):
+    """A runner that may run decodes one after another without being asked for each."""
+
+    def launch_chain(self, steps: Sequence[Step]) -> Tokens | None:
+        """Begins decodes of the same requests, or of fewer and fewer, each of the tokens that the one before samples; None:
+        nothing was begun."""
+        ...
 
 
 class ModelRow:
@@ -101,6 +126,9 @@ class ModelDrafter:
 
     A draft model that fails drafts nothing any more; the model goes on without.
 
+    Attributes:
+        chained: Steps that were run without being launched one by one.
+
     Args:
         model: The draft model.
         pages: What it has computed.
@@ -110,7 +138,7 @@ class ModelDrafter:
 
     def __init__(self, model: DraftModel, pages: DraftPages) -> None:
         self.name = model.name
-        self.caught_up = 0
+        self.caught_up = self.chained = 0
         self._model = model
         self._pages = pages
         self._rows: dict[
@@ -179,21 +207,43 @@ class ModelDrafter:
 
     def _guess(self, parts: Sequence[_Part], starts: Sequence[int]) -> None:
         """Guesses token after token, after all that are known from ``starts`` on; the next is launched while one is computed."""
-        launched: deque[tuple[list[_Part], LaunchedStep]] = deque()
-        for place in range(max(part.wanted for part in parts)):
-            running = [part for part in parts if part.wanted > place]
-            if place:
+        ends = [len(part.request.token_ids) for part in parts]
+        first = [(part, start, end - start) for part, start, end in zip(parts, starts, ends, strict=True)]
+        launched = deque([(list(parts), self._launch(first, samples=True))])
+        places = range(1, max(part.wanted for part in parts))
+        later = [[part for part in parts if part.wanted > place] for place in places]
+        if not self._chain(later, launched):
+            for place, running in zip(places, later, strict=True):
                 chunk = [(part, len(part.request.token_ids) + place - 1, 1) for part in running]
-            else:
-                ends = [len(part.request.token_ids) for part in parts]
-                chunk = [(part, start, end - start) for part, start, end in zip(parts, starts, ends, strict=True)]
-            launched.append((running, self._launch(chunk, samples=True)))
-            if len(launched) > 1:
+                launched.append((running, self._launch(chunk, samples=True)))
                 self._take(*launched.popleft())
-        self._take(*launched.popleft())
+            self._take(*launched.popleft())
         for part in parts:
             if -1 in part.draft:  # its logits were no numbers
                 del part.draft[part.draft.index(-1) :]
+
+    def _chain(self, later: Sequence[list[_Part]], launched: deque[tuple[list[_Part], LaunchedStep]]) -> bool:
+        """Guesses what follows the one step that is launched, of these requests in one step after another, if the runner can do
+        that without being asked for each; takes all results then."""
+        runner = self._model.runner
+        if not later or not isinstance(runner, ChainRunner):
+            return False
+        if any(part.request.sampling.temperature > 0 for part in later[0]):  # what is drawn is drawn step by step
+            return False
+        end = max(len(part.request.token_ids) + part.wanted - 1 for part in later[0])
+        steps = []
+        for place, running in enumerate(later):
+            chunk = [(part, len(part.request.token_ids) + place, 1) for part in running]
+            steps.append(self._step(chunk, samples=True, end=end))
+        copies = runner.launch_chain(steps)
+        if copies is None:
+            return False
+        self.chained += len(steps)
+        self._take(*launched.popleft())
+        for running, tokens in zip(later, copies.wait(), strict=True):
+            for part, token in zip(running, tokens.tolist(), strict=True):
+                part.draft.append(token)
+        return True
 
     @staticmethod
     def _take(parts: list[_Part], launched: LaunchedStep) -> None:
@@ -202,6 +252,10 @@ class ModelDrafter:
 
     def _launch(self, chunk: Sequence[tuple[_Part, int, int]], *, samples: bool) -> LaunchedStep:
         """Launches a step: of each part so many tokens from a position on."""
+        return self._model.runner.launch(self._step(chunk, samples=samples))
+
+    def _step(self, chunk: Sequence[tuple[_Part, int, int]], *, samples: bool, end: int = 0) -> Step:
+        """The step, with the pages up to that of the token before ``end``, if it reaches less far itself."""
         rows = np.array([part.request.slot for part, _, _ in chunk], np.int64)
         starts = np.array([start for _, start, _ in chunk], np.int64)
         counts = np.array([count for _, _, count in chunk], np.int64)
@@ -209,10 +263,10 @@ class ModelDrafter:
         step = Step(
             self._steps, rows, starts, counts, np.full(len(rows), int(samples), np.int64), np.concatenate(tokens)
         )
-        step.pages = self._pages.rows(rows, int((starts + counts).max()))
+        step.pages = self._pages.rows(rows, max(end, int((starts + counts).max())))
         step.entries = tuple(self._entries(chunk))
         self._steps += 1
-        return self._model.runner.launch(step)
+        return step
 
     def _entries(self, chunk: Sequence[tuple[_Part, int, int]]) -> list[Entry]:
         """Those of the requests that the draft model does not know yet."""

@@ -1,0 +1,99 @@
+"""Decode graphs without a GPU: a replay computes what would have been captured, at the same addresses, by the plans' numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.attention.planned import PagedKeys, StoredPages, Variant
+from sapwood_worker.model.attention.backend import AttentionParts, StepAttention
+from sapwood_worker.model.attention.paged import KernelAttention, PagedAttention, PagedPlan
+from sapwood_worker.model.attention.torch_native import TORCH
+from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, DecodeResult, _Captured
+from sapwood_worker.model.runner.model_runner import ModelRunner
+
+
+class GatheredAttention:
+    """Implements ``AdvancingAttention`` of decodes at fixed addresses: keys are gathered page by page.
+
+    Args:
+        batch: The decodes.
+        parts: Whose page indices it reads.
+        variant: The kind of layer.
+    """
+
+    def __init__(self, batch: int, parts: AttentionParts, variant: Variant) -> None:
+        self._parts = parts
+        self._scale = variant.scale
+        self._lengths = torch.ones(batch, dtype=torch.int64)
+        self._indptr = torch.zeros(batch + 1, dtype=torch.int64)
+
+    def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
+        self._indptr.copy_(keys.indptr)
+        self._lengths.copy_(keys.lengths(self._parts.needs.shape.page_size))
+
+    def advance(self, by: int) -> None:
+        self._lengths.add_(by)
+
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
+        size, rows = self._parts.needs.shape.page_size, []
+        for at, (first, length) in enumerate(zip(self._indptr.tolist(), self._lengths.tolist(), strict=False)):
+            assert 0 < length <= (int(self._indptr[at + 1]) - first) * size, "a plan's pages hold its keys"
+            pages = self._parts.indices[first : first - (-length // size)].long()
+            keys, values = (each[pages].flatten(0, 1)[:length] for each in (cache.keys, cache.values))
+            times = query.shape[1] // keys.shape[1]
+            keys, values = (each.repeat_interleave(times, 1) for each in (keys, values))
+            weights = torch.einsum("hd,nhd->hn", query[at], keys).mul(self._scale).softmax(-1)
+            rows.append(torch.einsum("hn,nhd->hd", weights, values))
+        return torch.stack(rows) if out is None else out.copy_(torch.stack(rows))
+
+
+class _Replay:
+    def __init__(self, compute: Callable[[], DecodeResult], result: DecodeResult) -> None:
+        self._compute = compute
+        self._result = result
+
+    def replay(self) -> None:
+        found = self._compute()
+        self._result.logits.copy_(found.logits)
+        self._result.greedy.copy_(found.greedy)
+
+
+class EagerGraphs(DecodeGraphs):
+    """Implements ``DecodeGraphs`` where nothing can be captured."""
+
+    def _capture_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
+        found = {}
+        for size in sizes:
+            attention = make(size)
+            plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
+            logits = torch.zeros(size, self._model.config.vocab_size)
+            result = DecodeResult(logits, torch.zeros(size, dtype=torch.int64), self._inputs[2, :size])
+            graph: Any = _Replay(lambda size=size, plan=plan: self._step(size, plan), result)  # type: ignore[misc]
+            found[size] = _Captured(graph, attention, result)
+        return found
+
+
+def with_graphs(runner: ModelRunner, sizes: Sequence[int]) -> EagerGraphs:
+    """Gives a runner on a CPU graphs of these sizes, ascending."""
+
+    def decodes(parts: AttentionParts) -> Callable[[int], StepAttention]:
+        kinds = parts.needs.kinds
+        return lambda batch: KernelAttention(
+            parts.pool, {kind: GatheredAttention(batch, parts, kind) for kind in kinds}
+        )
+
+    needs, pool, ops = runner._backend._parts[0].needs, runner._pool, runner._ops
+    gathered = replace(TORCH, graphs=decodes, reads_keys=True)
+    backend = PagedAttention(needs, pool, ops, gathered, gathered)
+    make = backend.graphs()
+    assert make is not None
+    with patch.object(torch.Tensor, "pin_memory", lambda self: self):
+        graphs = EagerGraphs(runner._model, backend, make, None, pool, sizes, runner._last_tokens, ops, runner._shifted)
+    runner._graphs = graphs
+    return graphs

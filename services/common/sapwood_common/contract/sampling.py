@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.random_bytes import random_bytes
 
 AS_MANY_AS_FIT = 2**31 - 1
 """``max_tokens`` of a request that sets none."""
@@ -122,7 +122,7 @@ def read_sampling(given: Mapping[str, Any], done: int = 0) -> SamplingParams:
         InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
     """
     if "seed" not in given:
-        given = {**given, "seed": int.from_bytes(os.urandom(8))}
+        given = {**given, "seed": int.from_bytes(random_bytes(8))}
     try:
         params = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:

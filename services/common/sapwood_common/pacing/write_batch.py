@@ -33,6 +33,12 @@ class WriteBatch:
         if len(data) >= _LARGE:
             self.flush(transport)
 
+    def write(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Writes data now, after what was added before: the last that a connection gets in this turn."""
+        before = self._pending.pop(transport, None)
+        if not transport.is_closing():
+            transport.write(data if before is None else before + data)
+
     def flush(self, transport: asyncio.Transport) -> None:
         """Writes now what was added for a transport: before something is written past it, or the transport closed."""
         data = self._pending.pop(transport, b"")

@@ -6,10 +6,11 @@ import contextvars
 import datetime
 import json
 import logging
-import os
 import re
 import sys
 from typing import Literal
+
+from sapwood_common.random_bytes import random_bytes
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata key and HTTP header that carry the request id between services."""
@@ -32,7 +33,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 def new_request_id() -> str:
     """A fresh request id."""
-    return f"req-{os.urandom(16).hex()}"
+    return f"req-{random_bytes(16).hex()}"
 
 
 def is_valid_request_id(value: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -70,14 +69,15 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = (*map(float, bounds), float("inf"))
         self._counts = [0.0] * len(self._bounds)
-        self._kept: deque[float] = deque()
+        self._kept: list[float] = []
         self._lock = threading.Lock()
         self._sum = 0.0
 
     def observe(self, amount: float) -> None:
         """Adds a value."""
-        self._kept.append(amount)
-        if len(self._kept) >= _MOST_KEPT:
+        kept = self._kept
+        kept.append(amount)
+        if len(kept) >= _MOST_KEPT:
             with self._lock:
                 self._sort_in()
 
@@ -97,7 +97,9 @@ class Histogram:
 
     def _sort_in(self) -> None:
         """The caller holds the lock, so that nobody else takes values away."""
-        values = sorted(self._kept.popleft() for _ in range(len(self._kept)))
+        count = len(self._kept)  # others may add more meanwhile
+        values = sorted(self._kept[:count])
+        del self._kept[:count]
         begin = 0
         for number, bound in enumerate(self._bounds):
             end = bisect_right(values, bound, begin)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
-from sapwood_router.fleet.circuit_breaker import BreakerState
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.caller import Caller
 
@@ -36,11 +35,11 @@ class _Line:
         """Whether the workers have room for more than ``taken`` requests, or there are none."""
         room, any_admits = 0.0, False
         for worker in self._registry.available(self._model):
-            if worker.breaker.admits():
+            breaker = worker.breaker
+            if breaker.closed or breaker.admits():
                 any_admits = True
                 # A half-open breaker admits one probe only: more would go to other workers, which have no room.
-                closed = worker.breaker.state is BreakerState.CLOSED
-                room += worker.room if closed else min(1.0, worker.room)
+                room += worker.room if breaker.closed else min(1.0, worker.room)
                 if room > taken:  # the first worker mostly has it
                     return True
         return not any_admits

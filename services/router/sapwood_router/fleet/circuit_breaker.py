@@ -69,6 +69,9 @@ class CircuitBreaker:
         settings: When it opens.
         clock: Seconds, monotonic.
         on_change: Called with the new state after each change but the one that only time makes (open to half-open).
+
+    Attributes:
+        closed: Whether it is: :meth:`admits` and :attr:`state` for whoever asks often.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class CircuitBreaker:
         self._settings = settings
         self._clock = clock
         self._on_change = on_change
-        self._open_until: float | None = None
+        self.closed = True
+        self._open_until = 0.0
+        """When it is half-open; unless it is closed."""
         self._open_for = settings.open_seconds
         self._probing = False
         self._generation = 0
@@ -92,27 +97,27 @@ class CircuitBreaker:
     @property
     def state(self) -> BreakerState:
         """Where it stands now."""
-        if self._open_until is None:
+        if self.closed:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._open_until else BreakerState.HALF_OPEN
 
     def admits(self) -> bool:
         """Whether a request may begin now. Changes nothing."""
-        if self._open_until is None:
+        if self.closed:
             return True
         return not self._probing and self._clock() >= self._open_until
 
     def begin(self) -> Permit:
         """Admits a request; only while :meth:`admits` says so."""
         assert self.admits(), "the breaker admits nothing now"
-        self._probing = self._open_until is not None
+        self._probing = not self.closed
         return Permit(self, self._generation, self._probing)
 
     def ended(self, generation: int, outcome: Outcome) -> None:
         """A permit's end; see :meth:`Permit.end`."""
         if generation != self._generation:
             return
-        if self._open_until is None:
+        if self.closed:
             if outcome is Outcome.SUCCESS:
                 self._in_a_row = 0
                 self._requests.add()
@@ -138,8 +143,7 @@ class CircuitBreaker:
 
     def reset(self) -> None:
         """The worker has restarted: its earlier failures count no more."""
-        was_closed = self._open_until is None
-        self._close(quiet=was_closed)
+        self._close(quiet=self.closed)
 
     def _count_fault(self) -> None:
         self._in_a_row += 1
@@ -158,12 +162,13 @@ class CircuitBreaker:
         self._open()
 
     def _open(self) -> None:
+        self.closed = False
         self._open_until = self._clock() + self._open_for
         self._generation += 1
         self._on_change(BreakerState.OPEN)
 
     def _close(self, *, quiet: bool = False) -> None:
-        self._open_until = None
+        self.closed = True
         self._open_for = self._settings.open_seconds
         self._probing = False
         self._generation += 1

@@ -56,13 +56,18 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
     excluded: dict[Worker, str] = {}
     fitting: list[Worker] = []
     misfits: list[ServedModel] = []
-    model, refused_by = demand.model, demand.refused_by
-    for worker in workers:
+    model, tokens, embeds = demand.model, demand.tokens, demand.embeds
+    refused_by, relayed = demand.refused_by, demand.relayed
+    for worker in workers:  # each request comes here with each worker: properties would cost more than the rest
         served = worker.model
-        asked = served is not None and served.model == model and worker.takes_new and worker.address not in refused_by
-        if served is None or not asked or not worker.breaker.admits() or (worker.backend is None) is demand.relayed:
+        if (
+            (served is None or served.model != model or worker.address in refused_by)
+            or not (worker.available and not worker.draining and not worker.leaving)
+            or not (worker.breaker.closed or worker.breaker.admits())
+            or (worker.backend is None) is relayed
+        ):
             excluded[worker] = _obstacle(worker, demand)
-        elif (demand.embeds or served.context_length < demand.tokens) and (lack := _lack(served, demand)):
+        elif (embeds or served.context_length < tokens) and (lack := _lack(served, demand)):
             excluded[worker] = lack
             misfits.append(served)
         else:
@@ -71,11 +76,12 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
         if misfits:
             raise _misfit(misfits, demand)
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-    roomy = [worker for worker in fitting if worker.in_flight < worker.most_requests] or fitting
-    likelier = [worker for worker in roomy if worker.step_seconds < _OVERLONG_STEP] or roomy
-    if len(likelier) < len(fitting):
-        excluded |= {worker: _passed_over(worker) for worker in fitting if worker not in likelier}
-    return Eligible(likelier, excluded)
+    chosen = [each for each in fitting if each.in_flight < each.most_requests and each.step_seconds < _OVERLONG_STEP]
+    if len(chosen) < len(fitting):
+        chosen = chosen or [each for each in fitting if each.in_flight < each.most_requests]
+        chosen = chosen or [each for each in fitting if each.step_seconds < _OVERLONG_STEP] or fitting
+        excluded |= {worker: _passed_over(worker) for worker in fitting if worker not in chosen}
+    return Eligible(chosen, excluded)
 
 
 def _obstacle(worker: Worker, demand: Demand) -> str:

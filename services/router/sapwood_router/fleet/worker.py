@@ -129,8 +129,9 @@ class Worker:
 
     def lease(self, tokens: int) -> Lease:
         """Counts a request with ``tokens`` prompt tokens to prefill. The caller releases it."""
-        self._recent = self._decayed() + tokens + _REQUEST_WORK
-        self._recent_at = self._clock()
+        now = self._clock()
+        self._recent = self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE) + tokens + _REQUEST_WORK
+        self._recent_at = now
         return Lease(self, tokens)
 
     def view(self) -> WorkerView:
@@ -144,9 +145,6 @@ class Worker:
             requests=self.in_flight + self._foreign_requests,
             queued_tokens=self.pending_tokens + self._foreign_tokens,
             used_share=used,
-            recent_work=self._decayed(),
+            recent_work=self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE),
             storage_id=load.storage_id,
         )
-
-    def _decayed(self) -> float:
-        return self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE)

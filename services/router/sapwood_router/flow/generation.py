@@ -64,6 +64,8 @@ class GenerationAttempts(Attempts):
         self._prompt = pages or pages_of(context, context.token_ids)
         self._part = Part.WHOLE
         """What the worker of the latest try is asked for."""
+        self._policy: Shadowed
+        """The model's for that; set with it, once the request was admitted."""
         self._ticket: HeldTicket | None = None
         self._early: EarlyPull | None = None
         self._parts: PairParts | None = None
@@ -104,7 +106,7 @@ class GenerationAttempts(Attempts):
         worker = self._worker
         if worker is not None and worker.model is not None:
             new_tokens = self._context.output_ids[self._prompt_output :]
-            self._policy().finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
+            self._policy.finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
             if self._timing is not None:
                 self._timing.ended(len(new_tokens), len(self._context.output_ids))
 
@@ -131,14 +133,19 @@ class GenerationAttempts(Attempts):
         early, self._early = self._early, None
         chosen = None if early is None else early.chosen(self._demand())
         if chosen is not None:
-            self._part = Part.DECODE
+            self._set_part(Part.DECODE)
             self._context.worker, self._context.reason = chosen[1].address, chosen[1].reason
         return chosen
 
     def _select(self, part: Part, roles: Sequence[Role] = ()) -> tuple[Worker, Choice]:
+        self._set_part(part)
+        registry, refused_by = self._shared.registry, self._failover.refused_by
+        return select(self._context, self._prompt, registry, self._policy, refused_by, roles)
+
+    def _set_part(self, part: Part) -> None:
         self._part = part
-        shared = self._shared
-        return select(self._context, self._prompt, shared.registry, self._policy(), self._failover.refused_by, roles)
+        assert self._context.model is not None, "it was admitted"
+        self._policy = self._shared.policies.of(self._context.model, decode=part is Part.DECODE)
 
     def _decide(self) -> Decision:
         left = self._context.sampling.max_tokens - len(self._context.output_ids)
@@ -155,7 +162,7 @@ class GenerationAttempts(Attempts):
         if self._part is Part.DECODE:  # what it has to compute of the prompt is next to nothing
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
-            lease, permit = acquire(worker, choice, self._prompt, self._policy())
+            lease, permit = acquire(worker, choice, self._prompt, self._policy)
         assert worker.model is not None, "it was chosen for its model"
         self._executing = None
         self._watch.selected(choice.reason)
@@ -206,7 +213,7 @@ class GenerationAttempts(Attempts):
             self._early.release()
         worker = self._worker
         if error is not None and worker is not None and worker.model is not None:
-            self._policy().failed(worker.address, worker.model.page_size, self._prompt)
+            self._policy.failed(worker.address, worker.model.page_size, self._prompt)
         super()._tried(None if error is None else to_client_field(error, self._context.fields))
 
     def _goes_on(self, error: SapwoodError) -> bool:
@@ -268,11 +275,6 @@ class GenerationAttempts(Attempts):
 
     def _fail_with(self, error: SapwoodError) -> None:
         self._stream.fail(error)
-
-    def _policy(self) -> Shadowed:
-        """The model's; it is known once the request was admitted."""
-        assert self._context.model is not None
-        return self._shared.policies.of(self._context.model, decode=self._part is Part.DECODE)
 
 
 def pages_of(context: RequestContext, token_ids: Sequence[int]) -> PromptPages:

@@ -110,6 +110,7 @@ class Run:
         self._place: Place | None = None
         self._stream: OutputStream | None = None
         self._attempts: GenerationAttempts | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sink: Sink | None = None
         self._index = 0
@@ -151,7 +152,8 @@ class Run:
                 sink.delta(self._index, delta)
                 if delta.finish is not None:
                     # Metrics and shares are counted after the delta is on its way to the client.
-                    asyncio.get_running_loop().call_soon(self._finished)
+                    assert self._loop is not None, "it was started"
+                    self._loop.call_soon(self._finished)
                 elif isinstance(stream, TokenStream) and not stream.relays:
                     self._relay_tokens(stream, sink)
         except Exception as error:  # fails this request only, not the others whose output came in the same message
@@ -248,7 +250,8 @@ class Run:
             stream = tokenizer.outputs.open(context.output, whole=context.whole)
         else:
             stream = TokenStream(whole=context.whole)
-        self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_at(context.deadline, self._expire, stream)
         self._attempts = GenerationAttempts(pipeline, context, stream, self._watch, place, pages)
         self._stream = stream
         stream.follow(self.flush)

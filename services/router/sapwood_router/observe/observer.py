@@ -12,6 +12,8 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sapwood_common.status import row_of
 from sapwood_common.telemetry.logs import traceparent_var
 from sapwood_common.telemetry.series import Histogram
@@ -47,64 +49,57 @@ class RequestObserver:
         return RequestWatch(self, context)
 
 
-class Stage:
+class Stage(msgspec.Struct):
     """A stage of the pipeline, timed: around a ``with`` body, or where it has none, from :meth:`begin` to :meth:`end`."""
 
-    __slots__ = ("_seconds", "_started")
-
-    def __init__(self, seconds: Histogram) -> None:
-        self._seconds = seconds
-        self._started = 0.0
+    seconds: Histogram
+    started: float = 0.0
 
     def begin(self) -> None:
         """It begins."""
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
 
     def end(self) -> None:
         """It is over."""
-        self._seconds.observe(time.perf_counter() - self._started)
+        self.seconds.observe(time.perf_counter() - self.started)
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._seconds.observe(time.perf_counter() - self._started)
+        self.seconds.observe(time.perf_counter() - self.started)
 
 
-class TracedStage(Stage):
+class TracedStage(Stage, kw_only=True):
     """A stage while tracing is on: what its body calls is traced as the stage's child."""
 
-    __slots__ = ("_name", "_span", "_token", "_traceparent", "_tracing")
-
-    def __init__(self, seconds: Histogram, tracing: Tracing, traceparent: str | None, name: str) -> None:
-        super().__init__(seconds)
-        self._tracing = tracing
-        self._traceparent = traceparent
-        self._name = name
-        self._span: Span | None = None
-        self._token: Token[str | None] | None = None
+    tracing: Tracing
+    traceparent: str | None
+    name: str
+    span: Span | None = None
+    token: Token[str | None] | None = None
 
     def begin(self) -> None:
         super().begin()
-        self._span = self._tracing.start(self._name, parent=self._traceparent)
+        self.span = self.tracing.start(self.name, parent=self.traceparent)
 
     def end(self, error: str | None = None) -> None:
-        assert self._span is not None
-        self._span.end(error=error)
+        assert self.span is not None
+        self.span.end(error=error)
         super().end()
 
     def __enter__(self) -> None:
         self.begin()
-        assert self._span is not None
-        self._token = traceparent_var.set(self._span.traceparent)
+        assert self.span is not None
+        self.token = traceparent_var.set(self.span.traceparent)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._token is not None
-        traceparent_var.reset(self._token)
+        assert self.token is not None
+        traceparent_var.reset(self.token)
         self.end(None if error is None else str(error) or type(error).__name__)
 
 
@@ -118,6 +113,7 @@ class RequestWatch:
     def __init__(self, observer: RequestObserver, context: RequestContext) -> None:
         self._metrics = observer.metrics
         self._tracing = observer.tracing
+        self._traced = observer.tracing.on
         self._context = context
         self._last = context.started
         self._closed = False
@@ -131,23 +127,25 @@ class RequestWatch:
             span_name(operation_of(context), context.model),
             parent=traceparent_var.get(),
             kind="client",
-            attributes=asked(context) if self._tracing.on else None,
+            attributes=asked(context) if self._traced else None,
         )
         self.traceparent = self._span.traceparent
 
     def stage(self, name: str) -> Stage:
         """A stage of the pipeline, to be entered once."""
-        seconds = self._metrics.stages[name]
-        return TracedStage(seconds, self._tracing, self.traceparent, name) if self._tracing.on else Stage(seconds)
+        return self._timed(self._metrics.stages[name], name) if self._traced else Stage(self._metrics.stages[name])
 
     def pair_parts(self) -> PairParts:
         """The parts of a request that is handed from worker to worker; they may be begun and ended in any order."""
 
         def stage(part: PairPart) -> Stage:
             seconds = self._metrics.pair.at(part=part)
-            return TracedStage(seconds, self._tracing, self.traceparent, part) if self._tracing.on else Stage(seconds)
+            return self._timed(seconds, part) if self._traced else Stage(seconds)
 
         return PairParts(stage)
+
+    def _timed(self, seconds: Histogram, name: str) -> TracedStage:
+        return TracedStage(seconds, tracing=self._tracing, traceparent=self.traceparent, name=name)
 
     def selected(self, reason: str) -> None:
         """A worker was chosen."""
@@ -183,7 +181,7 @@ class RequestWatch:
             model = context.model or "-"
             self._metrics.first_token.at(model=model).observe(now - context.started)
             self._inter_token = self._metrics.inter_token.at(model=model)
-            if self._tracing.on:
+            if self._traced:
                 self._respond_span = self._tracing.start("respond", parent=self.traceparent)
         elif tokens and self._inter_token is not None:
             self._inter_token.observe((now - self._last) / tokens)
@@ -239,7 +237,7 @@ class RequestWatch:
         tenant_requests.inc()
         requests.inc()
         seconds.observe(time.perf_counter() - context.started)
-        if self._tracing.on:
+        if self._traced:
             if not self._named and context.model is not None:
                 self._span.rename(span_name(operation_of(context), context.model))
             for name, value in answered(context, code).items():

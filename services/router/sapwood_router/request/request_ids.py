@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.random_bytes import random_bytes
 from sapwood_common.telemetry.logs import is_valid_request_id, new_request_id
 
 _LONGEST_STEM = 110
@@ -25,4 +24,4 @@ def accept_request_id(given: str, field: str) -> str:
 
 def unique_id(request_id: str) -> str:
     """An id for the worker: clients may use an id twice at a time, workers may not."""
-    return f"{request_id[:_LONGEST_STEM]}.{os.urandom(4).hex()}"
+    return f"{request_id[:_LONGEST_STEM]}.{random_bytes(4).hex()}"

@@ -148,7 +148,8 @@ class Exchange:
 
     def sooner(self, deadline: float) -> float:
         """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
-        return min(deadline, asyncio.get_running_loop().time() + client_timeout(self.headers))
+        timeout = client_timeout(self.headers)
+        return deadline if timeout == math.inf else min(deadline, asyncio.get_running_loop().time() + timeout)
 
     def caller(self, request: Said, given: Mapping[str, Any]) -> Caller:
         """The caller, as the headers say, or the body where they say nothing.

@@ -52,7 +52,7 @@ class Body:
         self._chunks = ChunkReader() if length is None else None
         self._memory = memory
         self._parts: list[bytes] = []
-        self._whole = GrowingBytes()
+        self._whole: GrowingBytes | None = None
         """What has come of a body that is waited for."""
         self._dropped = False
         self._most = -1
@@ -117,6 +117,7 @@ class Body:
         if self.complete and look_at is None:
             return self.take(limit) or b""
         self._most = limit
+        self._whole = GrowingBytes()
         self._whole.add(b"".join(self._parts))
         self._parts = []
         self._waiter = asyncio.get_running_loop().create_future()
@@ -133,14 +134,13 @@ class Body:
                     raise self.error
             return self.whole
         finally:
-            self._waiter = None
-            self._whole = GrowingBytes()
+            self._waiter = self._whole = None
             self._memory.release(self)
 
     @property
     def whole(self) -> bytes:
         """What has come of it while somebody waits for it. To be sliced, and dropped once there is an :attr:`error`."""
-        return self._whole.view()
+        return b"" if self._whole is None else self._whole.view()
 
     def drop(self) -> None:
         """What has come and what still comes is for nobody."""
@@ -153,7 +153,7 @@ class Body:
             return
         self.error = error
         self._parts = []
-        self._whole = GrowingBytes()
+        self._whole = None
         if self._chunks is not None:
             self._chunks.close()
         if self._waiter is not None and not self._waiter.done():
@@ -164,7 +164,7 @@ class Body:
         self.size += count
         if self._dropped:
             return
-        if self._waiter is None or self._waiter.done():
+        if self._waiter is None or self._waiter.done() or self._whole is None:
             self._parts += parts
             return
         for part in parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from sapwood_common.errors import SapwoodError
@@ -268,9 +269,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         request = self._request = Request(self, head, Body(length, self._host.bodies))
         turnstile = self._host.turnstile
         if turnstile.busy:
-            self._place = turnstile.enter(lambda: self._host.begin(request), *self._host.rank(head.headers))
+            self._place = turnstile.enter(partial(self._host.begin, request), *self._host.rank(head.headers))
         else:
-            turnstile.enter(lambda: self._host.begin(request))
+            turnstile.enter(partial(self._host.begin, request))
         return True
 
     def _take_piece(self) -> None:
@@ -294,7 +295,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._regulate()
 
     def _rest(self) -> None:
-        self.rests_since = asyncio.get_running_loop().time()
+        self.rests_since = self._host.loop.time()
         self._host.rests(self)
 
     def _queue(self) -> None:

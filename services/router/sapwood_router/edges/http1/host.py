@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,8 @@ class HostedConnection(Protocol):
 class ConnectionHost(Protocol):
     """The server, as its connections know it."""
 
+    loop: asyncio.AbstractEventLoop
+    """Where it runs: to ask which one does takes a system call."""
     limits: ConnectionLimits
     share: TimeShare
     turnstile: Turnstile

@@ -147,13 +147,14 @@ class Request:
             framing += b"connection: close\r\n"
         elif not self.head.takes_chunks:
             framing += b"connection: keep-alive\r\n"
-        parts = [connection.heads.make(status, headers, framing)]
+        data = connection.heads.make(status, headers, framing)
         if not bodiless:
-            parts.append(self._frame(body, last))
-        connection.writes.add(self._transport, b"".join(parts))
+            data += self._frame(body, last) if self._chunked else body
         if last or bodiless:
-            connection.writes.flush(self._transport)
+            connection.writes.write(self._transport, data)
             self._end()
+        else:
+            connection.writes.add(self._transport, data)
 
     async def send(self, body: bytes, *, last: bool) -> None:
         """Sends more of a body whose length was not known, once the client has read enough; ``last`` ends the response."""

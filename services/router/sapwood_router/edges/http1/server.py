@@ -86,6 +86,7 @@ class HttpServer:
         self._idle: dict[HostedConnection, None] = {}
         """Connections without a request, in the order in which they became idle."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self.loop: asyncio.AbstractEventLoop
         self._sweeper: asyncio.TimerHandle | None = None
         self._alone: asyncio.Future[None] | None = None
         """Done once the last connection of a server that stops is gone."""
@@ -101,6 +102,7 @@ class HttpServer:
         Raises:
             ConfigError: The address cannot be listened on.
         """
+        self.loop = asyncio.get_running_loop()
         port = self._port.open(lambda: HttpConnection(self))
         self._sweep()
         return port
@@ -125,7 +127,7 @@ class HttpServer:
             connection.abort()
 
     def begin(self, request: Request) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(request))
+        task = self.loop.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -19,6 +19,9 @@ from sapwood_router.request.output import OutputOptions
 SAMPLING = FIELDS
 """Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
 
+_TRANSLATED = frozenset(("top_k", "top_p", "seed"))
+"""Those that may mean something else than in ``common.proto``."""
+
 BESIDE = IGNORED | SAMPLING
 """Parameters that a request may have beside the fields of its type: settings, and what changes nothing."""
 
@@ -40,12 +43,9 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     Raises:
         InvalidArgumentError: One is of the wrong type or out of range.
     """
-    values: dict[str, Any] = {}
-    for name, value in (*given.items(), *own.items()):
-        if value is None:
-            values.pop(name, None)
-        elif name in SAMPLING:
-            values[name] = value
+    values = {name: value for name, value in {**given, **own}.items() if name in SAMPLING and value is not None}
+    if values.keys().isdisjoint(_TRANSLATED):
+        return _read(values, fields)
     if values.get("top_k") in (0, -1):
         del values["top_k"]
     if values.get("top_p") == 0 and values["top_p"] is not False:
@@ -54,6 +54,10 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     seed = values.get("seed")
     if isinstance(seed, int) and -(2**63) <= seed < 0:
         values["seed"] = seed + 2**64
+    return _read(values, fields)
+
+
+def _read(values: dict[str, Any], fields: FieldNames) -> SamplingParams:
     try:
         return read_sampling(values)
     except InvalidArgumentError as error:

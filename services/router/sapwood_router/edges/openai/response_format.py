@@ -34,6 +34,7 @@ _PARAMETERS = (
     ("guided_grammar", "grammar"),
 )
 """Parameters of their own, each with the kind that its value is."""
+_NONE = (None,) * len(_PARAMETERS)
 _NO_OPTION = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 """vLLM's options that false leaves out."""
 
@@ -47,12 +48,14 @@ def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, st
     Raises:
         InvalidArgumentError: It is malformed, or there are several.
     """
-    found = _response_format(request.response_format)
-    parameters = [] if found[0] is None else [found]
     values = (
         *(request.regex, request.ebnf, request.guided_json),
         *(request.guided_regex, request.guided_choice, request.guided_grammar),
     )
+    if request.response_format is None and request.structured_outputs is None and values == _NONE:
+        return None, _FIELD  # the usual case
+    found = _response_format(request.response_format)
+    parameters = [] if found[0] is None else [found]
     for (name, kind), value in zip(_PARAMETERS, values, strict=True):
         if value is not None:
             parameters.append((_of_kind(kind, value, name), name))

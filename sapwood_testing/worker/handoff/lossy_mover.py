@@ -1,0 +1,68 @@
+"""A mover that loses, reorders and spoils pages, while the source goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
+from sapwood_testing.worker.handoff.world import FINGERPRINT, World
+from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.storage.record import header_of
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+from sapwood_worker.records.handoff import HandoffTicket
+
+
+class LossyMover:
+    """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover` on a bad day.
+
+    Args:
+        world: The simulation's facts.
+        source: Returns the prefill worker of now.
+        meanwhile: Called while a page is on its way, with its ticket: the source's life goes on, so that its memory may go to
+            somebody else. May raise MoverError.
+
+    Attributes:
+        read_late: Whether a page was given out for a lease that had ended; a mover may fail, so that nobody would hear it.
+    """
+
+    def __init__(
+        self, world: World, source: Callable[[], SimulatedWorker], meanwhile: Callable[[HandoffTicket], None]
+    ) -> None:
+        self.read_late = False
+        self._world, self._source, self._meanwhile = world, source, meanwhile
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
+        order = list(zip(indices, buffers, range(len(indices)), strict=True))
+        self._world.chance.shuffle(order)
+        answers = [False] * len(order)
+        for index, buffer, place in order:
+            if self._world.chance.random() < self._world.faults / 3:
+                buffer[: HEADER_BYTES + 1] = bytes(HEADER_BYTES + 1)
+                raise MoverError("the way is cut")
+            answers[place] = self._read_page(ticket, index, buffer)
+        return answers
+
+    def _read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:
+        source, chance, faults = self._source(), self._world.chance, self._world.faults
+        leases = source.leases
+        assert leases is not None
+        lease = leases.find(ticket.transfer_id, ticket.epoch)
+        if lease is None or not leases.readable(lease, index):
+            return False
+        record = source.pool.record(lease.ticket.places[index][0])
+        if chance.random() < faults:
+            self._meanwhile(ticket)
+        sent = bytearray(header_of(record, lease.keys[index], FINGERPRINT.hex()) + record[HEADER_BYTES:])
+        if chance.random() < faults:  # between what was checked and what is sent
+            self._meanwhile(ticket)
+        if chance.random() < faults / 3:
+            place = HEADER_BYTES + chance.randrange(self._world.page_size * 8)
+            sent[place] ^= 1 << chance.randrange(8)
+            self._world.counts["spoilt"] += 1
+        buffer[:] = sent
+        if self._source() is not source or not leases.readable(lease, index):
+            self._world.counts["stale"] += 1
+            return False
+        self.read_late |= leases.find(ticket.transfer_id, ticket.epoch) is not lease
+        leases.was_read(lease, index)
+        return True

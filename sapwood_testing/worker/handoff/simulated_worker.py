@@ -1,0 +1,148 @@
+"""A worker of the simulation: a scheduler with its tiers and a runner whose tokens depend on every page."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from sapwood_testing.clock import Clock
+from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep
+from sapwood_testing.worker.fake_storage import FakeExecutor
+from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.mover import PageMover
+from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.output import RequestOutput
+
+
+class _StuckExecutor(FakeExecutor):
+    """One whose jobs, now and then, do not end for longer than anybody waits."""
+
+    def __init__(self, chance: random.Random, clock: Clock, rate: float) -> None:
+        super().__init__(chance)
+        self._random, self._clock, self._rate = chance, clock, rate
+        self._until = 0.0
+
+    def poll(self) -> None:
+        if self._rate and self._random.random() < self._rate:
+            self._until = self._clock() + PATIENCE_SECONDS + 1
+        if self._clock() >= self._until:
+            super().poll()
+
+
+class SimulatedWorker:
+    """A new one for each start of its process.
+
+    Args:
+        world: The simulation's facts.
+        mover: Reads pages, if this is the decode worker; None: this is the prefill worker.
+        sweep: After how many turns in which it did something all of its ledgers are compared, page by page.
+
+    Attributes:
+        scheduler: The scheduler.
+        host, pool: Its host pages and their memory.
+        leases, pulls: What its role needs; the other is None.
+    """
+
+    def __init__(self, world: World, mover: PageMover | None, sweep: int) -> None:
+        chance, size, clock, share = world.chance, world.page_size, world.clock, world.share
+        self._world, self._sweep = world, sweep
+        self.host = HostPages(world.host_pages)
+        self.pool = HostPool(world.host_pages, size * 8)
+        self.leases = self.pulls = None
+        if mover is None:
+            self.leases = HandoffLeases(self.host, size, FINGERPRINT, world.epoch, "there:1", share, clock)
+        else:
+            executor = _StuckExecutor(random.Random(chance.random()), clock, chance.choice([0.0, 0.01]))
+            self.pulls = Pulls(self.host, self.pool, FINGERPRINT, mover, executor, share, clock)
+        tiers = HierarchicalCache(self.host, world.pages, size, "write_through", None, self.leases, self.pulls)
+        config = SchedulerConfig(
+            page_size=size,
+            num_pages=world.pages,
+            context_length=world.limit,
+            max_running=chance.choice([2, 6]),
+            max_step_tokens=chance.choice([3, 8, 64]),
+            conservativeness=0.0,
+        )
+        self.scheduler = Scheduler(config, tiers, clock)
+        info = ModelInfo(
+            architecture="fake",
+            dtype="none",
+            context_length=world.limit,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            page_size=size,
+            num_pages=world.pages,
+        )
+        self._overlap = chance.random() < 0.5
+        late = random.Random(chance.random())
+        self._runner = FakeRunner(info, host_pool=self.pool, chance=late, copy_failures=chance.choice([0.0, 0.1]))
+        self._launched: deque[FakeStep] = deque()
+        self._looked_at: set[tuple[int, int]] = set()
+        self._unswept = 0
+
+    def turn(self) -> list[RequestOutput]:
+        """One round of the scheduler's loop; now and then a look at everything afterwards."""
+        scheduler = self.scheduler
+        outputs = scheduler.expire() + scheduler.handed_off()
+        if self.pulls is not None:
+            self._check_lapsed(self.pulls)
+        if scheduler.can_step or scheduler.has_copies or self._launched or outputs:
+            if not scheduler.plans_ahead:
+                outputs += self._take_results(0)
+            planned = scheduler.schedule()
+            if planned:
+                self._launched.append(self._runner.launch(planned))
+            outputs += self._take_results(1 if planned and self._overlap else 0)
+            self._world.counts["busy turns"] += 1
+            self._unswept += 1
+            if self._unswept >= self._sweep:
+                self.check()
+        return outputs
+
+    def _check_lapsed(self, pulls: Pulls) -> None:
+        for prompt in pulls._announced.values():
+            pull = pulls.arrivals[prompt.serial]
+            assert not pull.pinned or self._world.clock() < pull.deadline, "pages are kept of which nothing is heard"
+
+    def _take_results(self, keep: int) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while len(self._launched) > keep:
+            outputs += self.scheduler.update(self._launched.popleft().result())
+        return outputs
+
+    def check(self) -> None:
+        """Compares all ledgers page by page, and what host pages hold: a function of all tokens up to their end, whichever
+        worker they are in.
+
+        Raises:
+            AssertionError: Something is wrong.
+        """
+        self._unswept = 0
+        self.scheduler.check()
+        for entry in self.host.entries():
+            if entry.ready and (entry.page, entry.created) not in self._looked_at:
+                self._looked_at.add((entry.page, entry.created))
+                content = bytes(self.pool.record(entry.page)[HEADER_BYTES:])
+                known = self._world.contents.setdefault(entry.key.proof, content)
+                assert known == content, "a page holds something else"
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has nothing to do, and keeps nothing for anybody."""
+        scheduler = self.scheduler
+        return not (scheduler.has_work or scheduler.has_copies or (self.leases is not None and self.leases.num_leases))
+
+    def check_empty(self) -> None:
+        """Checks that nothing is left in it but its caches, and nothing in these once they are flushed."""
+        assert self.settled, "a worker is not done"
+        self.check()
+        self.scheduler.flush_cache()
+        assert self.scheduler.load().used_pages == 0, "a page leaked"
+        assert self.host.num_free == self.host.num_pages, "a host page leaked"

@@ -63,6 +63,7 @@ def render() -> str:
     worker_metrics = WorkerMetrics(worker)
     worker_metrics.watch(Load)
     worker_metrics.watch_experts(ExpertLoad, int)
+    worker_metrics.watch_sums(dict, tuple)
     worker_metrics.watch_vitals(Vitals())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])

@@ -105,6 +105,7 @@ class StallingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
@@ -136,6 +137,7 @@ class DivergingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous

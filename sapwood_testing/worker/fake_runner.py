@@ -163,6 +163,7 @@ class FakeRunner:
         self.host_pool = host_pool
         self.vocabulary = vocabulary
         self.experts = None
+        self.sums = None
         self.draft = None
         self.asynchronous = True
         self._step_seconds = step_seconds

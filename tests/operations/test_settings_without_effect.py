@@ -87,6 +87,7 @@ REFUSED = [
     (WORKER, "--load-format dummy --stored-weights widen", "--stored-weights", None),
     (WORKER, "--expert-parallel", "--expert-parallel", "--tensor-parallel 2"),
     (WORKER, "--redundant-experts 2", "--redundant-experts", "--tensor-parallel 2 --expert-parallel"),
+    (WORKER, "--all-reduce backend", "--all-reduce", "--tensor-parallel 2"),
     (
         WORKER,
         "--tensor-parallel 2 --expert-parallel --pipeline-parallel 2 --redundant-experts 2",
@@ -119,7 +120,7 @@ OF_BERT = [
         "--shared-prefix-attention off",
     ),
     *(
-        "--tensor-parallel 2 --expert-parallel --redundant-experts 2",
+        "--tensor-parallel 2 --expert-parallel --redundant-experts 2 --all-reduce backend",
         "--pipeline-parallel 2",
         "--stored-weights widen",
         "--role prefill",

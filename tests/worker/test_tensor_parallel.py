@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -93,6 +94,7 @@ def test_processes_answer_as_one(
         info = stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
         assert (info.tensor_parallel, info.pipeline_parallel) == ((2, 1) if kind == "tensor" else (1, 2))
         assert info.speculate == ("auto" if kind == "tensor" else "off"), "drafts would take the stages' lanes away"
+        assert bool(info.all_reduce) == (kind == "tensor")
 
         def ask(slot: int) -> list[int]:
             sampling = common_pb2.SamplingParams(
@@ -105,6 +107,14 @@ def test_processes_answer_as_one(
 
         with ThreadPoolExecutor(4) as executor:
             assert dict(zip(prompts, executor.map(ask, prompts), strict=True)) == expected
+        if kind == "tensor":
+            shown = httpx.get(re.search(r"metrics at (\S+)", (tmp_path / "log").read_text())[1]).text  # type: ignore[index]
+            summed = re.findall(r'^sapwood_worker_all_reduces_total\{method="(.*)"\} (\S+)', shown, re.MULTILINE)
+            assert sum(float(count) for _, count in summed) > 0
+            assert {name for name, count in summed if float(count)} <= set(
+                re.findall(r"[a-z]+-shot|backend", info.all_reduce)
+            )
+            assert 'sapwood_worker_all_reduce_seconds{bytes="4096",method="backend"}' in shown
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
 class NativeLibrary:
-    """The functions of ``products.c`` and ``steps.c``; the last two arguments of each are ``run`` and a number of threads.
+    """The functions of the C sources; the last two arguments are ``run`` and a number of threads, but for ``signals.c``.
 
     Args:
         path: The library.
@@ -44,11 +44,16 @@ class NativeLibrary:
         self.norm = self._function("norm", _pointer, _number, _number, _number, _pointer, ctypes.c_float, _pointer)
         self.store_heads = self._function("store_heads", *[_pointer] * 5, _number, _pointer)
         self.attend = self._function("attend", *[_pointer] * 3, _number, _pointer, _number, _pointer)
+        self.post = self._plain("post", _pointer, _number)
+        self.wait = self._plain("wait", _pointer, _number, _number, _number)
 
     def _function(self, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
+        return self._plain(name, *arguments, _pointer, ctypes.c_uint)
+
+    def _plain(self, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
         function: ctypes._NamedFuncPointer = getattr(self._library, f"sapwood_{name}")
         function.restype = _number
-        function.argtypes = (*arguments, _pointer, ctypes.c_uint)
+        function.argtypes = arguments
         return function
 
 

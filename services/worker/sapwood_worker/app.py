@@ -99,6 +99,9 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     worker_metrics.watch_experts(
         lambda: engine.experts, lambda: 0 if service.model is None else service.model.info.expert_tile_sizes
     )
+    worker_metrics.watch_sums(
+        lambda: engine.sums, lambda: () if service.model is None else service.model.info.all_reduce.times
+    )
     worker_metrics.watch_vitals(engine.vitals)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)

@@ -12,7 +12,7 @@ from pydantic_settings import SettingsConfigDict
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.config import ServiceConfig
-from sapwood_worker.settings.names import HandoffMover, QuantizationName, Role, SpeculateChoice
+from sapwood_worker.settings.names import AllReduceName, HandoffMover, QuantizationName, Role, SpeculateChoice
 from sapwood_worker.settings.needs import NEEDS
 
 
@@ -115,6 +115,13 @@ class WorkerConfig(ServiceConfig):
         description="Slots of a layer beyond one for each expert, over all ranks of --expert-parallel, which share them equally: "
         "a few at a time, experts that get many tokens are copied there and moved, so that ranks have equally much to compute. "
         "0: experts stay where they are.",
+    )
+    all_reduce: AllReduceName = Field(
+        "auto",
+        description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank reads "
+        "all parts from the others' memory and sums them) or two-shot (each sums a share and reads the others' sums). auto times "
+        "them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a layer on "
+        "several hosts have the backend.",
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model, which its ranks share; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")

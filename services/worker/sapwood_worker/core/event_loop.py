@@ -13,6 +13,7 @@ from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.settings.flags import service_flag
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.experts.watch import ExpertWatch
+from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.pending_grammars import PendingGrammars
 from sapwood_worker.core.scheduler.request import Request
@@ -96,6 +97,7 @@ class EventLoop:
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
         dump: Writes down what the steps were that failed; None: nobody does.
         experts: Looks at the load of the model's experts; None: it has none.
+        sums: Looks how often ranks have summed tensors; None: there is one rank.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
@@ -111,6 +113,7 @@ class EventLoop:
         *,
         dump: CrashDump | None = None,
         experts: ExpertWatch | None = None,
+        sums: SumWatch | None = None,
         overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
@@ -122,6 +125,7 @@ class EventLoop:
         self._tiering = tiering
         self._dump = dump
         self._experts = experts
+        self._sums = sums
         self._clock = StepClock()
         self._ahead = scheduler.lanes - 1 or int(overlap and runner.asynchronous)
         self._launched: deque[LaunchedStep] = deque()
@@ -315,6 +319,7 @@ class EventLoop:
         load = self._scheduler.load()
         events = self._scheduler.take_kv_events()
         experts = None if self._experts is None else self._experts.take(idle=not self._busy)
-        if outputs or events or experts is not None or load != self._reported:
+        sums = None if self._sums is None else self._sums.take(idle=not self._busy)
+        if outputs or events or experts is not None or sums is not None or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts))
+            self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts, sums))

@@ -26,6 +26,7 @@ from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.experts.balancer import ExpertBalancer
 from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.group.ways import accept
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
@@ -170,6 +171,7 @@ def main() -> int:
             tiering,
             dump=dump,
             experts=experts,
+            sums=None if runner.sums is None else SumWatch(runner.sums),
             overlap=overlap,
         )
         loop.run()

@@ -87,6 +87,8 @@ class Engine:
         """The load after the last step."""
         self.experts = ExpertLoad()
         """What the model's experts have got, a second ago at most."""
+        self.sums: dict[str, int] = {}
+        """How often each method has summed tensors over the ranks of a layer, a second ago at most."""
         self.vitals = Vitals()
         """Whether the scheduler process and this one are well."""
         self.load_version = 0
@@ -259,8 +261,9 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, kv_events, times, experts):
+            case Step(outputs, load, kv_events, times, experts, sums):
                 self.experts = experts or self.experts
+                self.sums = sums or self.sums
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:
@@ -288,7 +291,7 @@ class Engine:
     def scheduler_started(self, epoch: int) -> None:
         """A scheduler process is ready, with nothing cached; requests may come."""
         self._lost = None
-        self.experts = ExpertLoad()
+        self.experts, self.sums = ExpertLoad(), {}
         self.kv_events.begin(epoch)
         for role in self.roles if len(self.roles) > 1 else ():  # nobody waits for the answers
             self._send(CacheCommand(next(self._serials), "role", role))

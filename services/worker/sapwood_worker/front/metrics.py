@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
+from sapwood_worker.records.model_info import SUM_METHODS, SUM_SIZES, SumTime
 from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
@@ -190,6 +191,26 @@ class WorkerMetrics:
             "sapwood_worker_expert_moves_total",
             "Experts that were copied from rank to rank, so that ranks have equally much to compute.",
             lambda: [((), 0.0 if (places := load().places) is None else float(places.moves))],
+        )
+
+    def watch_sums(self, counts: Callable[[], dict[str, int]], times: Callable[[], Sequence[SumTime]]) -> None:
+        """Adds the metrics of sums over the ranks of a layer, which read their counts and times at each scrape."""
+        methods = OneOf(*SUM_METHODS)
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_all_reduces_total",
+            "Sums over the ranks of a layer, by the method that was chosen for their size; of the backend's in CUDA graphs the "
+            "captures.",
+            lambda: [((method,), count) for method, count in counts().items()],
+            method=methods,
+        )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_all_reduce_seconds",
+            "What such a sum of a tensor of so many bytes took at the start, by which methods are chosen.",
+            lambda: [((each.method, str(each.num_bytes)), each.seconds) for each in times()],
+            method=methods,
+            bytes=OneOf(*map(str, SUM_SIZES)),
         )
 
     def _watch_store(self, load: Callable[[], Load]) -> None:

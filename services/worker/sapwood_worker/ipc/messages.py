@@ -171,7 +171,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     """What came of one scheduler step.
 
     ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the
-    steps before it for which no message was sent; ``experts``: what the model's experts have got, now and then.
+    steps before it for which no message was sent; ``experts``: what the model's experts have got, now and then; ``sums``: the
+    same of how often each method has summed tensors over ranks.
     """
 
     outputs: list[RequestOutput]
@@ -179,6 +180,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     kv_events: list[KvEvent] = []
     times: list[StepTime] = []
     experts: ExpertLoad | None = None
+    sums: dict[str, int] | None = None
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):

@@ -8,6 +8,14 @@ import msgspec
 
 from sapwood_worker.records.kv_layout import WindowGroup
 
+SUM_METHODS = ("backend", "one-shot", "two-shot")
+"""``backend``: that of torch.distributed. ``one-shot``: each rank reads what all others have and sums it. ``two-shot``: each rank
+sums a share of it and reads the others' sums, which is less to read for large tensors.
+"""
+
+SUM_SIZES = tuple(1 << bits for bits in range(12, 23, 2))
+"""Bytes of the tensors that are timed: 4 KiB to 4 MiB."""
+
 
 class Labels(msgspec.Struct, frozen=True):
     """What the head of a model that classifies tells.
@@ -19,6 +27,32 @@ class Labels(msgspec.Struct, frozen=True):
 
     names: tuple[str, ...]
     activation: Literal["softmax", "sigmoid", "none"]
+
+
+class SumTime(msgspec.Struct, frozen=True, array_like=True):
+    """What a sum of a tensor over the ranks takes.
+
+    Attributes:
+        method: By which method.
+        num_bytes: The tensor's size.
+        seconds: On the slowest rank.
+    """
+
+    method: str
+    num_bytes: int
+    seconds: float
+
+
+class SumChoices(msgspec.Struct, frozen=True):
+    """What sums tensors over the ranks of a layer.
+
+    Attributes:
+        words: The method for each size, for people; empty: there is one rank.
+        times: By which they were chosen; empty: there was no choice.
+    """
+
+    words: str = ""
+    times: tuple[SumTime, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +87,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         expert_tile_sizes: Batch sizes whose tiles were measured.
         tensor_parallel: Ranks that its layers are split over.
         pipeline_parallel: Stages that its layers are spread over.
+        all_reduce: What sums tensors over the ranks of a layer.
         lanes: Steps that its stages compute at once, of other requests each; 1 on a GPU, where a decode's graph holds all of it.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
@@ -88,6 +123,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_tile_sizes: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    all_reduce: SumChoices = SumChoices()
     lanes: int = 1
     weights: str = ""
     logit_processors: tuple[str, ...] = ()

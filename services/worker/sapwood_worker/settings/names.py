@@ -9,6 +9,7 @@ from pydantic import AfterValidator
 from sapwood_common.plugins import part_names
 
 Role = Literal["both", "prefill", "decode"]
+AllReduceName = Literal["auto", "backend", "one-shot", "two-shot"]
 HandoffMover = Literal["auto", "tcp", "shm"]
 
 LINEAR_METHODS = "sapwood.linear_methods"

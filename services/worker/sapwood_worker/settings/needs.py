@@ -49,6 +49,7 @@ NEEDS = (
         "without {prefix_cache}: it goes by what is cached",
     ),
     Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+    Needs(("all_reduce",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
     Needs(("redundant_experts",), lambda config: config.expert_parallel, "without {expert_parallel}"),
     Needs(
         ("redundant_experts",),

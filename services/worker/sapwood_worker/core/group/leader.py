@@ -47,6 +47,7 @@ class GroupRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous

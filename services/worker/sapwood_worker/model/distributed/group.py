@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from sapwood_worker.model.distributed.all_reduce import AllReduce
+
 ValueT = TypeVar("ValueT")
 
 
@@ -17,10 +19,12 @@ class Group:
     Attributes:
         rank: This process's place in the group, from 0.
         size: Ranks in the group.
+        sums: How it sums tensors, where there is a choice.
     """
 
     rank: int = 0
     size: int = 1
+    sums: AllReduce | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over the ranks, in place; returns x."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import socket
 import struct
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.shared_parts import SharedParts
 
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put a host's GPUs, which others may share, out of service."""
@@ -31,36 +34,70 @@ _MOST_SENT = 16
 """Tensors that a rank sends on a CPU before it waits for the first of them to be received."""
 
 
-class TorchGroup(Group):
-    """Processes.
+class BackendSum:
+    """Sums by torch's backend. Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`.
 
     On CPUs each rank adds up all ranks' tensors itself, in their order, so that a row's sum does not depend on the rows beside
     it: gloo's own all-reduce begins each part of a tensor with another rank. NCCL's order is its own, the same in every run.
 
     Args:
+        group: torch's handle of the group.
+        size: Its ranks.
+    """
+
+    name = "backend"
+    most_bytes = math.inf
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        self._group, self._size = group, size
+
+    def sum(self, x: Tensor) -> None:
+        if x.is_cpu:
+            add_up(self.gather(x).unbind(), x)
+        else:
+            dist.all_reduce(x, group=self._group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, [size, ...]."""
+        parts = x.new_empty(self._size, *x.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
+        return parts
+
+    def replayed(self) -> int | None:
+        return None
+
+
+class TorchGroup(Group):
+    """Processes.
+
+    Args:
         ranks: Its ranks among all, in order; this process is one of them.
         group: torch's handle of the group.
+
+    Attributes:
+        ranks: The argument.
+        sums: How it sums tensors; at first the backend does.
+        parts: Memory that its ranks share, by which CPUs exchange what ``sums`` leaves not to the backend; None: there is none.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
-        self._ranks = ranks
+        self.ranks = ranks
+        self.backend = BackendSum(group, self.size)
+        self.sums: AllReduce = AllReduce([Choice(math.inf, self.backend)])
+        self.parts: SharedParts | None = None
         self._group = group
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.is_cpu:
-            first, *others = self._gather(x)
-            x.copy_(first)
-            for other in others:
-                x += other
-        else:
-            dist.all_reduce(x, group=self._group)
+        self.sums(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._gather(x), -1)
+        if self.parts is not None and self.sums.method(x.nbytes) is not self.backend:
+            return torch.cat(self.parts.gather(x).unbind(), -1)
+        return torch.cat(self.backend.gather(x).unbind(), -1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         result = x.new_empty(len(x) // self.size, *x.shape[1:])
@@ -69,7 +106,7 @@ class TorchGroup(Group):
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if not x.is_cpu:
-            dist.broadcast(x, self._ranks[source], group=self._group)
+            dist.broadcast(x, self.ranks[source], group=self._group)
         elif self.rank != source:
             self.receive(x, source)
         else:  # gloo's own waits until the others have come
@@ -81,27 +118,22 @@ class TorchGroup(Group):
 
     def send(self, x: Tensor, target: int) -> None:
         if not x.is_cpu:  # in the order of the stream, and in its graphs
-            dist.send(x, self._ranks[target], group=self._group)
+            dist.send(x, self.ranks[target], group=self._group)
             return
         if len(self._sent) == _MOST_SENT:
             work, _ = self._sent.popleft()
             if work is not None:
                 work.wait()
-        self._sent.append((dist.isend(x, self._ranks[target], group=self._group), x))
+        self._sent.append((dist.isend(x, self.ranks[target], group=self._group), x))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        dist.recv(x, self._ranks[source], group=self._group)
+        dist.recv(x, self.ranks[source], group=self._group)
         return x
 
     def exchange(self, value: ValueT) -> list[ValueT]:
         found: list[ValueT | None] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return cast(list[ValueT], found)
-
-    def _gather(self, x: Tensor) -> tuple[Tensor, ...]:
-        parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
-        return parts.unbind()
 
 
 def grid(tensor: int, pipeline: int, data: int, expert: int) -> dict[str, list[list[int]]]:

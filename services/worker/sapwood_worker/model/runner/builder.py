@@ -42,7 +42,7 @@ from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
 from sapwood_worker.records.kv_layout import WindowGroup
-from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.model_info import ModelInfo, SumChoices
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
@@ -214,7 +214,7 @@ class _Builder:
             transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
             identity=self._identity,
             cuts=cuts,
-            stages=self._parallel.pp,
+            parallel=self._parallel,
         )
 
     def build_headed(self, folder: Path | None) -> ModelRunner:
@@ -292,6 +292,7 @@ class _Builder:
             ),
             tensor_parallel=self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
+            all_reduce=SumChoices() if self._tp.sums is None else self._tp.sums.report,
             lanes=1 if self._ops.asynchronous else self._parallel.pp.size,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
             max_running=self._sizes.max_running,

@@ -45,6 +45,7 @@ class EncoderRunner:
         self.vocabulary = None
         self.draft = None
         self.experts = None
+        self.sums = None
         self.host_pool: HostPool | None = None
         self.info = ModelInfo(
             architecture="bert",

@@ -16,6 +16,7 @@ from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
 from sapwood_worker.model.compiled_kernels import take_kernels
+from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
@@ -33,7 +34,7 @@ ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, 
 OF_ENCODERS = (
     Needs(
         (
-            *("tensor_parallel", "pipeline_parallel", "expert_parallel", "redundant_experts"),
+            *("tensor_parallel", "pipeline_parallel", "expert_parallel", "redundant_experts", "all_reduce"),
             *("quantization", "stored_weights"),
             *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
@@ -210,6 +211,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         exchange_timeout=_EXCHANGE_SECONDS,
         listener=place.listener,
     )
+    choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
     return replace(parallel, redundant_experts=config.redundant_experts)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps, HostCopies
 from sapwood_worker.model.attention.paged import PagedAttention
-from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
@@ -62,9 +62,10 @@ class ModelRunner:
         identity: Makes :meth:`cache_identity`'s answer.
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
         shifted: Shifts steps for a head that drafts; None: it is a whole model.
-        stages: The stages of the pipeline.
+        parallel: The groups of ranks.
 
     Attributes:
+        sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
         draft: Runs a model that drafts for this one, over as many pages; None: there is none.
     """
 
@@ -86,12 +87,13 @@ class ModelRunner:
         identity: Callable[[], str],
         cuts: MicroBatches | None = None,
         shifted: ShiftedSteps | None = None,
-        stages: Group = Group(),  # noqa: B008 - it holds nothing
+        parallel: Parallel = Parallel(),  # noqa: B008 - it holds nothing
     ) -> None:
         self.info = info
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
         self.experts = None if isinstance(model, Head) or model.config.sparse is None else model.expert_tokens
+        self.sums = None if parallel.tp.sums is None else parallel.tp.sums.counts
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self._ops = ops
@@ -107,7 +109,7 @@ class ModelRunner:
         self._cuts = cuts
         self._layers = len(pool.layout.layers)
         self._shifted = shifted
-        self._defers = info.lanes > 1 and stages.rank < stages.size - 1
+        self._defers = info.lanes > 1 and parallel.pp.rank < parallel.pp.size - 1
         self._deferred: list[DeferredStep] = []
         self._entries: dict[int, Entry] = {}
         # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.

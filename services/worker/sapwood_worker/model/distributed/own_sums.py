@@ -1,0 +1,63 @@
+"""The registry of what sums tensors beside torch's backend, by the kind of device, and the choice among them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_kernels.native.library import load_library
+from sapwood_worker.model.distributed.all_reduce import AllReduce
+from sapwood_worker.model.distributed.calibration import as_it_is, choose, time_on_host
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.shared_parts import OneShot, SharedParts, TwoShot
+from sapwood_worker.model.distributed.torch_group import TorchGroup
+
+logger = logging.getLogger(__name__)
+
+
+def choose_sums(parallel: Parallel, name: str, device: torch.device, ranks_on_host: int, seconds: float) -> None:
+    """Has the ranks of a layer sum by what ``name`` asks for; called by all ranks together, once.
+
+    Args:
+        parallel: The groups, whose sums are torch's backend's.
+        name: ``auto``: the quickest for each size; or the method to take.
+        device: Where the tensors are.
+        ranks_on_host: How many of all ranks are on each host.
+        seconds: Seconds after which a rank that does not come to a sum is an error.
+
+    Raises:
+        ConfigError: The method that ``name`` asks for cannot be used here.
+    """
+    group = parallel.tp
+    if not isinstance(group, TorchGroup) or name == "backend":
+        return
+    if len({rank // ranks_on_host for rank in group.ranks}) > 1:
+        if name != "auto":
+            raise ConfigError(f"--all-reduce {name}: the ranks of a layer are on several hosts")
+        return
+    if (make := _CHOICES.get(device.type)) is not None:
+        group.sums = make(group, name, device, seconds)
+        if isinstance(parallel.ep, TorchGroup) and parallel.ep.ranks == group.ranks:
+            parallel.ep.sums = group.sums
+
+
+def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float) -> AllReduce:
+    library = load_library()
+    own = {}
+    if all(group.exchange(library is not None and hasattr(os, "memfd_create"))):
+        assert library is not None
+        group.parts = SharedParts(group, library, seconds)
+        own = {each.name: each(group.parts) for each in (OneShot, TwoShot)}
+    else:
+        logger.warning("all-reduce: no compiled library, or no memory that processes share: gloo sums")
+    dtypes = (torch.float32, torch.bfloat16)
+    return choose(
+        group, group.backend, own, name=name, device=device, dtypes=dtypes, timer=time_on_host, replay=as_it_is
+    )
+
+
+_CHOICES: Mapping[str, Callable[[TorchGroup, str, torch.device, float], AllReduce]] = {"cpu": _on_cpus}

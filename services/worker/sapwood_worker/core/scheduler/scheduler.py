@@ -261,7 +261,7 @@ class Scheduler:
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running(plan.unfinished)
         if self.num_retractions == retractions:
-            self._ratio.step()
+            self._ratio.step(self.lanes)
             self._admission.admit(adder, self._steps)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []

@@ -130,6 +130,20 @@ def test_looking_in_vain_takes_no_more_than_its_share(rows: int) -> None:
     assert 0.99 * worker.off() <= worker.run(STEPS) < worker.off()
 
 
+@pytest.mark.parametrize("depth", [0.0, 0.07])
+def test_steps_that_take_long_only_when_they_are_first_of_their_size_end_no_drafting(depth: float) -> None:
+    seen = set()
+
+    def cost(positions: int) -> float:
+        first, size = positions not in seen, 1 + 0.2 * (positions > 1) + 0.03 * (positions - 1)
+        seen.add(positions)
+        return size + 10.0 * (first and positions > 4)  # a kernel that is compiled then
+
+    worker = VirtualWorker(1, lambda row, place: 0.9, cost, depth=depth)
+    worker.run(100)
+    assert worker.run(200) > (2.0 if depth else 3.0) * worker.off()
+
+
 def test_what_becomes_right_is_found_and_what_becomes_wrong_is_left(rows: int = 2) -> None:
     right = [0.0]
     worker = VirtualWorker(rows, lambda row, place: right[0], lambda count: 1 + 0.05 * (count - rows), depth=0.05)

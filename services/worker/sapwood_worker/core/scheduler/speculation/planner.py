@@ -67,7 +67,7 @@ class Planner:
         self._drafting = False
         self._resting = 0
         self._caught_up = _CATCH_UP
-        self._filling = 0.0
+        self._filling = self._usual_filling = 0.0
         self._deep: dict[int, float] = {}  # seconds for each place of the longest draft, by requests
 
     def looks(self, rows: int) -> bool:
@@ -144,10 +144,12 @@ class Planner:
 
     def filled(self, rows: int, longest: int, seconds: float, caught_up: int) -> None:
         """Notes how long it took to compute drafts, the longest of so many tokens, and so many tokens of the past before."""
-        self._filling = seconds
+        self._filling = self._usual_filling = seconds
         deep, plain = self._deep.get(rows), self.costs.plain(rows)
         if caught_up <= _MUCH:
             each = seconds / longest
+            if plain is not None:  # the first one may compile
+                self._usual_filling = min(seconds, longest * (plain if deep is None else _OUTLIER * deep))
             self._deep[rows] = each if deep is None else deep + 0.2 * (min(each, _OUTLIER * deep) - deep)
         elif plain is not None:
             each = max(0.0, seconds - longest * (deep or 0.0)) / plain / caught_up
@@ -191,14 +193,14 @@ class Planner:
             share, lost = SHARE * min(seconds / plain, _OUTLIER), 0.0
             if drafting:
                 known = self.costs.known(rows, positions)
-                counted = seconds if known is None else min(seconds, _OUTLIER * known + self._filling)
-                lost = counted / plain - 1
+                most = self.costs.ceiling(rows, positions) if known is None else _OUTLIER * known
+                lost = (min(seconds - self._filling, most) + self._usual_filling) / plain - 1
             elif self._drafting:  # the first step after is not overlapped
                 lost = min(max(seconds / plain - 1, 0.0), 1.0)
             expected = self._promised * self._kept / self._made if drafting else 0.0
             self._book(share - lost + expected / rows, share - lost + accepted / rows)
         self.costs.note(rows, positions, seconds - self._filling)
-        self._filling = 0.0
+        self._filling = self._usual_filling = 0.0
         self._drafting = drafting
 
     def _book(self, expected: float, real: float) -> None:

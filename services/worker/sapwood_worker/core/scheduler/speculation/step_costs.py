@@ -78,6 +78,17 @@ class StepCosts:
         fresh = mean is not None and mean.count >= _TWICE and self._steps - mean.step < _KEPT
         return mean.seconds if mean is not None and fresh else None
 
+    def ceiling(self, rows: int, positions: int) -> float:
+        """What a step of so many requests and positions takes if a position takes as long as in the largest smaller step that is
+        known; :meth:`plain` must be. What takes longer when it is first measured, such as one that compiles, will not again."""
+        at, seconds = rows, self._plain[_row_bucket(rows)].seconds
+        for rung in LADDER:
+            if rung >= positions:
+                break
+            if rung > rows and (known := self.known(rows, rung)) is not None:
+                at, seconds = rung, known
+        return seconds * positions / at
+
     def curve(self, rows: int, most: int) -> list[tuple[int, float, bool]]:
         """What steps of so many requests take that sample up to so many positions; :meth:`plain` must be known.
 

@@ -254,7 +254,7 @@ class WorkerConfig(ServiceConfig):
     handoff_mover: HandoffMover = Field(
         "auto",
         description="What carries pages from a prefill to a decode worker: tcp, shm (memory that both share, on one host and as "
-        "one user), or auto, which takes shm where it can.",
+        "one user), auto, which takes shm where it can, or nixl (NIXL over UCX, where both workers name it).",
     )
     handoff_share: float = Field(
         0.5,

@@ -14,6 +14,7 @@ from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
+from sapwood_worker.core.cache.handoff.nixl import NixlMemory, NixlMover, refuse_tls
 from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
 from sapwood_worker.core.cache.handoff.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.server import PageServer
@@ -37,10 +38,11 @@ from sapwood_worker.settings.names import HandoffMover, Role
 
 logger = logging.getLogger(__name__)
 
-_MOVERS: dict[HandoffMover, Callable[[PageTls | None], PageMover]] = {
-    "auto": QuickestMover,
-    "tcp": TcpMover,
-    "shm": SharedMemoryMover,
+_MOVERS: dict[HandoffMover, Callable[[PageTls | None, HostPool], PageMover]] = {
+    "auto": lambda tls, _: QuickestMover(tls),
+    "tcp": lambda tls, _: TcpMover(tls),
+    "shm": lambda tls, _: SharedMemoryMover(tls),
+    "nixl": NixlMover,
 }
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
@@ -197,13 +199,17 @@ class Tiering:
 
 def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> HandoffLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
-    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, _page_tls(config))
+    tls, memory = _page_tls(config), None
+    if config.handoff_mover == "nixl":
+        refuse_tls(tls)
+        memory = NixlMemory(pool, progresses=True)
+    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
     fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
         host, runner.info.page_size, fingerprint, epoch, source, config.handoff_share, time.monotonic
     )
-    server.serve(leases, pool, fingerprint)
+    server.serve(leases, pool, fingerprint, memory)
     logger.info("pages are handed off on port %d", server.port)
     return leases
 
@@ -214,7 +220,7 @@ def _build_pulls(config: WorkerConfig, runner: TieredRunner, host: HostPages, po
         host,
         pool,
         fingerprint,
-        _MOVERS[config.handoff_mover](_page_tls(config)),
+        _MOVERS[config.handoff_mover](_page_tls(config), pool),
         ThreadExecutor(READS),
         config.handoff_share,
         time.monotonic,

@@ -44,6 +44,7 @@ class HostPool:
     Attributes:
         num_pages, page_bytes: The arguments.
         object_bytes: Bytes of the content of a page's object.
+        in_place: Whether a page's record is its object.
         shared: The memory, if other processes of this host find the objects in it, each in its page's record; None: they do not.
         part_bytes: Bytes of this rank's part of a page's content.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
@@ -61,6 +62,7 @@ class HostPool:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.object_bytes = page_bytes if order is None else order.object_bytes
+        self.in_place = order is None
         self._order = order
         self._packing = threading.Lock()
         self._part = slice(0, page_bytes) if part is None else part

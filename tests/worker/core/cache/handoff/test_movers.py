@@ -4,6 +4,7 @@ as a page not had."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import socket
 import threading
@@ -21,6 +22,7 @@ from sapwood_testing.clock import Clock
 from sapwood_worker.core.cache.handoff import server, shm, source, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError, PageMover
+from sapwood_worker.core.cache.handoff.nixl import NixlMemory, NixlMover
 from sapwood_worker.core.cache.handoff.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.handoff.shm import NotSharedError, SharedMemoryMover
@@ -35,18 +37,20 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 FINGERPRINT = bytes.fromhex(namespace_of("model"))
 PAGES, BYTES = 8, 200_000
-MOVERS: dict[str, Callable[[PageTls | None], PageMover]] = {
-    "tcp": TcpMover,
-    "shm": SharedMemoryMover,
-    "auto": QuickestMover,
+MOVERS: dict[str, Callable[[PageTls | None, HostPool], PageMover]] = {
+    "tcp": lambda tls, _: TcpMover(tls),
+    "shm": lambda tls, _: SharedMemoryMover(tls),
+    "auto": lambda tls, _: QuickestMover(tls),
 }
+WITH_NIXL = MOVERS | ({"nixl": NixlMover} if importlib.util.find_spec("nixl_cu12") else {})
 
 
 class Kept:
     """A worker that keeps a prompt's pages and serves them."""
 
     def __init__(self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True) -> None:
-        self.mover = MOVERS[mover](tls)
+        self.into = HostPool(PAGES, BYTES)
+        self.mover = WITH_NIXL[mover](tls, self.into)
         """Whoever reads."""
         self.clock = Clock()
         memory = SharedMemory.create(pool_bytes(PAGES, BYTES)) if shared else None
@@ -63,11 +67,12 @@ class Kept:
         self.leases.offer(1, prompt, b"")
         self.leases.computed(1)
         [(_, self.ticket, _)] = self.leases.poll()
-        self.server.serve(self.leases, self.pool, FINGERPRINT)
+        memory = NixlMemory(self.pool, progresses=True) if mover == "nixl" else None
+        self.server.serve(self.leases, self.pool, FINGERPRINT, memory)
 
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
-        records = [memoryview(bytearray(HEADER_BYTES + BYTES)) for _ in indices]
+        records = [self.into.record(place) for place, _ in enumerate(indices)]
         read = self.mover.read(ticket or self.ticket, indices, records)
         checked = []
         for index, there, record in zip(indices, read, records, strict=True):
@@ -78,9 +83,17 @@ class Kept:
         return checked
 
 
-@pytest.fixture(params=MOVERS)
+@pytest.fixture(params=WITH_NIXL)
 def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
     made = Kept(mover=request.param)
+    yield made
+    made.server.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Kept]:
+    """For what a source does before it knows how pages are to go."""
+    made = Kept()
     yield made
     made.server.close()
 
@@ -171,22 +184,24 @@ def test_a_source_that_stops_answering_is_an_error(
     ],
     ids=["http", "too many pages", "no page"],
 )
-def test_whoever_asks_for_something_else_is_hung_up_on(kept: Kept, said: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", kept.server.port), 30) as stranger:
+def test_whoever_asks_for_something_else_is_hung_up_on(served: Kept, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.server.port), 30) as stranger:
         stranger.sendall(said)
         assert _is_hung_up_on(stranger)
-    assert None not in kept.read([0])
+    assert None not in served.read([0])
 
 
-def test_strangers_who_say_nothing_are_bounded_in_number_and_time(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_are_bounded_in_number_and_time(
+    served: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.5)
-    strangers = [socket.create_connection(("127.0.0.1", kept.server.port), 30) for _ in range(server._MOST_READS + 3)]
+    strangers = [socket.create_connection(("127.0.0.1", served.server.port), 30) for _ in range(server._MOST_READS + 3)]
     assert all(map(_is_hung_up_on, strangers))
     for stranger in strangers:
         stranger.close()
     while True:  # the last of their threads may still be ending
         with contextlib.suppress(MoverError):
-            assert None not in kept.read([0])
+            assert None not in served.read([0])
             return
 
 
@@ -208,9 +223,9 @@ def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_no
     ours, others = trustme.CA(), trustme.CA()
     kept = Kept(tls_of(ours, tmp_path / "source"), mover)
     try:
-        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "reader"))
+        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "reader"), kept.into)
         assert None not in kept.read([4, 0, 5])
-        kept.mover = MOVERS[mover](None)
+        kept.mover = MOVERS[mover](None, kept.into)
         with contextlib.suppress(MoverError):  # or the first byte of TLS's complaint, which is no yes
             assert kept.read([0]) == [None]
         for stranger in (
@@ -218,10 +233,10 @@ def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_no
             tls_of(others, tmp_path / "knows-us", trusted=ours),
             tls_of(ours, tmp_path / "does-not", trusted=others),
         ):
-            kept.mover = MOVERS[mover](stranger)
+            kept.mover = MOVERS[mover](stranger, kept.into)
             with pytest.raises(MoverError):
                 kept.read([0])
-        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "again"))
+        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "again"), kept.into)
         assert None not in kept.read([0])
     finally:
         kept.server.close()
@@ -239,6 +254,19 @@ def test_within_a_host_no_page_goes_through_a_socket(kept: Kept, monkeypatch: py
     monkeypatch.setattr(wire.Wire, "fill", counted)
     assert None not in kept.read([3, 1])
     assert (received < BYTES) is not isinstance(kept.mover, TcpMover)
+
+
+def test_nixl_is_refused_where_all_else_is_encrypted_and_where_the_source_has_none(tmp_path: Path) -> None:
+    kept = Kept()
+    try:
+        with pytest.raises(ConfigError, match=r"--handoff-mover nixl .*--tls-cert"):
+            NixlMover(tls_of(trustme.CA(), tmp_path / "reader"), kept.into)
+        if "nixl" in WITH_NIXL:
+            kept.mover = NixlMover(None, kept.into)
+            with pytest.raises(MoverError, match="no NIXL"):
+                kept.read([0])
+    finally:
+        kept.server.close()
 
 
 class Elsewhere(NamedTuple):
@@ -268,6 +296,6 @@ def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, mon
         kept.server.close()
 
 
-def test_a_port_that_is_taken_is_named(kept: Kept) -> None:
-    with pytest.raises(ConfigError, match=f"--handoff-port {kept.server.port}"):
-        PageServer("127.0.0.1", kept.server.port)
+def test_a_port_that_is_taken_is_named(served: Kept) -> None:
+    with pytest.raises(ConfigError, match=f"--handoff-port {served.server.port}"):
+        PageServer("127.0.0.1", served.server.port)

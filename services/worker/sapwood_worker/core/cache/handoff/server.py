@@ -12,7 +12,7 @@ import threading
 import time
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.handoff import shm, tcp, wire
+from sapwood_worker.core.cache.handoff import nixl, shm, tcp, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.source import PageSource
@@ -48,8 +48,11 @@ class PageServer:
         self.port: int = self._listener.getsockname()[1]
         self._room = threading.BoundedSemaphore(_MOST_READS)
 
-    def serve(self, leases: HandoffLeases, pool: HostPool, fingerprint: bytes) -> None:
-        """Begins to answer: from a ledger, with the pages of a host pool."""
+    def serve(
+        self, leases: HandoffLeases, pool: HostPool, fingerprint: bytes, memory: nixl.NixlMemory | None = None
+    ) -> None:
+        """Begins to answer: from a ledger, with the pages of a host pool, which NIXL knows or not."""
+        self._memory = memory
         self._source = PageSource(leases, pool, fingerprint.hex())
         threading.Thread(target=self._accept, name="handoff", daemon=True).start()
 
@@ -97,5 +100,7 @@ class PageServer:
         lease = self._source.leases.find(asked.transfer_id, asked.epoch)
         if asked.way == "tcp":
             tcp.send_pages(at, self._source, lease, asked.indices)
+        elif asked.way == "shm":
+            shm.send_where(at, self._source, lease, asked.indices)
         else:
-            shm.send_headers(at, self._source, lease, asked.indices)
+            nixl.send_where(at, self._source, self._memory, lease, asked.indices)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.source import PageSource
+from sapwood_worker.core.cache.handoff.source import PageSource, receive_headers, send_headers
 from sapwood_worker.core.cache.handoff.tls import PageTls
-from sapwood_worker.core.cache.handoff.wire import NO, YES, Wire, dialled
+from sapwood_worker.core.cache.handoff.wire import YES, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, record_bytes
 from sapwood_worker.records.handoff import HandoffTicket
 
@@ -44,7 +44,7 @@ class SharedMemoryMover:
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         with dialled(ticket, "shm", indices, self._tls) as wire, _opened(wire.receive(_WHERE.size)) as memory:
-            headers = [wire.receive(HEADER_BYTES) if wire.says_yes() else None for _ in indices]
+            headers = receive_headers(wire, indices)
             whole = [
                 header is not None and _copy(memory, header, ticket.places[index - ticket.first_page][0], buffer)
                 for header, index, buffer in zip(headers, indices, buffers, strict=True)
@@ -55,7 +55,7 @@ class SharedMemoryMover:
             ]
 
 
-def send_headers(wire: Wire, source: PageSource, lease: Lease | None, indices: Sequence[int]) -> None:
+def send_where(wire: Wire, source: PageSource, lease: Lease | None, indices: Sequence[int]) -> None:
     """The source's side."""
     memory = source.pool.shared
     if memory is None:
@@ -63,16 +63,7 @@ def send_headers(wire: Wire, source: PageSource, lease: Lease | None, indices: S
         return
     device, inode = memory.identity
     wire.send(_WHERE.pack(_boot(), device, inode, memory.path.encode()))
-    had: list[int] = []
-    for index in indices:
-        record = source.find(lease, index)
-        if lease is None or record is None:
-            wire.send(NO)
-        else:
-            wire.send(YES + source.header(record, lease, index))
-            had.append(index)
-    if wire.says_yes() and lease is not None:
-        wire.send(b"".join(YES if source.ends(lease, index) else NO for index in had))
+    send_headers(wire, source, lease, indices)
 
 
 def _copy(memory: int, header: bytes, page: int, buffer: memoryview) -> bool:

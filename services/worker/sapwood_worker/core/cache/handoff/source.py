@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases, Lease
+from sapwood_worker.core.cache.handoff.wire import NO, YES, Wire
 from sapwood_worker.core.cache.storage.record import header_of
-from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 
 
 class PageSource(NamedTuple):
@@ -38,3 +40,25 @@ class PageSource(NamedTuple):
         if still:
             self.leases.was_read(lease, index)
         return still
+
+
+def send_headers(wire: Wire, source: PageSource, lease: Lease | None, indices: Sequence[int]) -> None:
+    """Of pages that the reader takes out of the source's memory itself: says which there are, with their sealed headers, waits
+    until they are read (a yes; a no now and then until then), and says which of them still are what the ticket says."""
+    had: list[int] = []
+    for index in indices:
+        record = source.find(lease, index)
+        if lease is None or record is None:
+            wire.send(NO)
+        else:
+            wire.send(YES + source.header(record, lease, index))
+            had.append(index)
+    while not wire.says_yes():
+        pass  # it is still reading
+    if lease is not None:
+        wire.send(b"".join(YES if source.ends(lease, index) else NO for index in had))
+
+
+def receive_headers(wire: Wire, indices: Sequence[int]) -> list[bytes | None]:
+    """The reader's side: for each page its header, or None."""
+    return [wire.receive(HEADER_BYTES) if wire.says_yes() else None for _ in indices]

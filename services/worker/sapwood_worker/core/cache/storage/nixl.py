@@ -50,7 +50,7 @@ class NixlAgent:
     def __init__(self, plugin: Plugin, settings: Mapping[str, str]) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are raised as well
         try:
-            nixl = _library()
+            nixl = nixl_library()
         except ImportError as error:
             raise StorageError(f"NIXL is not installed here ({error}): pip install 'sapwood[nixl]'") from error
         self._plugin = plugin
@@ -265,8 +265,8 @@ class NixlObjectStorage:
         return [(0, len(buffer), next(self._numbers), name) for name, buffer in zip(names, buffers, strict=True)]
 
 
-def _library() -> Any:
-    """NIXL's Python interface, from whichever package is installed: these plugins work with any CUDA version.
+def nixl_library() -> Any:
+    """NIXL's Python interface, from whichever package is installed: on the host they work with any CUDA version.
 
     Raises:
         ImportError: No package is.

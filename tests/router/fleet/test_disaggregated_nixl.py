@@ -1,0 +1,41 @@
+"""Real worker processes that pass pages on by NIXL, over UCX's TCP as between two hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+
+import pytest
+
+from sapwood_testing.router.handoff_fleet import Front, Worker, expected, front, new_prompt, started, tokens_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed"),
+]
+
+
+async def _until_pulled(router: Front, decode: Worker, more_than: float) -> float:
+    """Answers requests until pages were pulled; how many then."""
+    for _ in range(20):  # on a busy machine a lease may end before its pages were pulled
+        prompt = new_prompt()
+        assert tokens_of(await router.answer(prompt)) == expected(prompt)
+        if (pulled := await decode.count("pulled_pages")) > more_than:
+            return pulled
+    raise AssertionError("no page was pulled")
+
+
+async def test_pages_pass_by_nixl_from_a_worker_and_from_the_one_that_comes_after_it_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    prefill, decode = Worker("prefill", "--handoff-mover", "nixl"), Worker("decode", "--handoff-mover", "nixl")
+    async with started(prefill, decode), front([prefill, decode]) as router:
+        pulled = await _until_pulled(router, decode, 0)
+        assert await decode.count("pull_failures") == 0
+        prefill.send(signal.SIGKILL)
+        await prefill.kill()
+        await router.available(1)
+        await prefill.start()
+        await router.available(2)
+        await _until_pulled(router, decode, pulled)

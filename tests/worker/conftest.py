@@ -44,8 +44,10 @@ class Driver:
 
     def __post_init__(self) -> None:
         info = self.runner.info
-        pages = np.random.default_rng(7).permutation(info.num_pages).astype(np.int32)
-        self.table = pages[: info.num_pages // self.rows * self.rows].reshape(self.rows, -1)
+        # Each page table names the same pages, so all of them must have these.
+        count = min(info.num_pages, *(window.num_pages for window in info.windows), 2**31)
+        pages = np.random.default_rng(7).permutation(count).astype(np.int32)
+        self.table = pages[: count // self.rows * self.rows].reshape(self.rows, -1)
 
     def add(self, slot: int, tokens: list[int], output_tokens: int = 0) -> None:
         """A new request in row ``slot``; the last ``output_tokens`` are output of before."""

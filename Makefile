@@ -17,9 +17,9 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto kernels/sapwood_kernels/native/*.[ch])
 # The protos of the last tag, as an image of buf's: a shallow clone has no tags. `make lint` refuses what would break their clients.
 RELEASED := protos/released.binpb
-# One compute thread a test process: the processes are what runs in parallel.
+# One compute thread a test process: the processes are what runs in parallel, one more than cores as each often waits for others.
 # Bytecode is kept, whatever the shell says: tests start hundreds of processes.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+TEST_ENV := PYTEST_XDIST_AUTO_NUM_WORKERS=$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu node clean

@@ -211,7 +211,14 @@ def unseen(service: Service) -> dict[str, Work]:
     }
 
 
-@pytest.mark.parametrize(("tier", "first"), list(itertools.product(TIERS, KINDS)))
+# All kinds from the device; from the tiers below, which know no kind, one of each sort now and the others as slow tests.
+@pytest.mark.parametrize(
+    ("tier", "first"),
+    [
+        pytest.param(tier, first, marks=() if tier == "device" or first in ("chat", "embedding") else pytest.mark.slow)
+        for tier, first in itertools.product(TIERS, KINDS)
+    ],
+)
 def test_what_one_tenant_asked_is_as_new_for_another_as_what_nobody_asked(
     service: Service, unseen: dict[str, Work], tier: str, first: str
 ) -> None:

@@ -43,7 +43,7 @@ def nixl(tmp_path: Path) -> str:
     return f"nixl://posix{tmp_path}/store?size_gb=1"
 
 
-@pytest.fixture(params=["files", "nixl", pytest.param("mooncake", marks=pytest.mark.slow)])
+@pytest.fixture(params=["files", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nixl", "mooncake"))])
 def store(request: pytest.FixtureRequest) -> str:
     """The URL of a store that workers share."""
     found = request.getfixturevalue(request.param)

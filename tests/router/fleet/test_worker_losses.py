@@ -141,7 +141,7 @@ async def part_and_mend(router: RouterApplication, worker: WorkerProcess, worker
     ("lose", "rounds"),
     [
         (kill_and_restart, 2),
-        (stop_and_continue, 1),
+        pytest.param(stop_and_continue, 1, marks=pytest.mark.slow),
         (freeze_and_thaw, 1),
         pytest.param(kill_and_restart, 20, marks=pytest.mark.slow),
         pytest.param(stop_and_continue, 20, marks=pytest.mark.slow),
@@ -202,6 +202,7 @@ async def test_restarting_all_workers_one_after_the_other_fails_no_request() -> 
         assert load.resumed == 0
 
 
+@pytest.mark.slow
 async def test_what_is_no_longer_named_finishes_what_it_has_and_what_is_removed_hands_it_on_at_no_cost(
     tmp_path,
 ) -> None:

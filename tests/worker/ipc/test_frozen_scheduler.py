@@ -115,7 +115,13 @@ async def test_a_stopped_scheduler_shows_in_the_heartbeats_and_in_the_health_unt
         await session.until(lambda response: session.tokens > before + 3)
 
 
-@pytest.mark.parametrize("flags", [(), ("--stall-computes",)], ids=["waits", "holds the interpreter's lock"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), marks=pytest.mark.slow, id="waits"),
+        pytest.param(("--stall-computes",), id="holds the interpreter's lock"),
+    ],
+)
 async def test_a_long_step_is_not_taken_for_a_process_that_stands_still(connect, flags) -> None:
     for _ in range(3):  # where the machine has no time for it, it does stand still
         _, session = await connect("--stall-token", str(STALL), "--stall-seconds", "7", *flags)

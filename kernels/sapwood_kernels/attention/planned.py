@@ -46,6 +46,8 @@ class Variant:
 class SharedRuns:
     """Stretches of keys that several requests of a batch have in common, as a forest: who shares a run shares its parent, too.
 
+    A run begins where its parent ends, or at the first key, and ends before the first of a request's new tokens.
+
     Attributes:
         order: int64 [B]: the requests, so that those of a run stand side by side.
         first: int64 [R]: where in ``order`` a run's requests begin; parents come before their children.
@@ -141,4 +143,17 @@ class AdvancingAttention(Protocol):
 
     def advance(self, by: int) -> None:
         """Lets each request have so many more keys, or fewer, from now on; the plan's pages must hold them."""
+        ...
+
+
+class PartAttention(PlannedAttention, Protocol):
+    """A planned attention whose results can be added to those over other keys."""
+
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+        """As :meth:`PlannedAttention.run`.
+
+        Args:
+            query, cache, out: The same.
+            sums: float32 [T, H], contiguous: gets the logarithms, to base 2, of the sums of weights.
+        """
         ...

@@ -16,10 +16,11 @@ class TiledPrefillAttention:
         shape: What all layers share.
         variant: The kind of layer.
         ops: The device's operations.
+        causal: Whether the tokens are the last of their request; else all of them see all of its keys.
     """
 
-    def __init__(self, shape: AttentionShape, variant: Variant, ops: DeviceOps) -> None:
-        self._shape, self._variant, self._ops = shape, variant, ops
+    def __init__(self, shape: AttentionShape, variant: Variant, ops: DeviceOps, *, causal: bool = True) -> None:
+        self._shape, self._variant, self._ops, self._causal = shape, variant, ops, causal
         self._tile = tile_tokens(shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.dtype)
         self._step: tuple[Tensor, ...] = ()
 
@@ -29,7 +30,7 @@ class TiledPrefillAttention:
         starts, indptr, sizes = (self._ops.to_device(each.numpy()) for each in (query_indptr, keys.indptr, lengths))
         self._step = self._ops.to_device(tiles), starts, indptr, keys.indices, sizes
 
-    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
         variant = self._variant
         return prefill_attention(
             query,
@@ -39,7 +40,9 @@ class TiledPrefillAttention:
             scale=variant.scale,
             window=variant.window,
             softcap=variant.softcap,
-            sinks=cache.sinks,
+            sinks=cache.sinks if self._causal else None,  # they are seen once
             kv_scales=cache.scales,
             out=out,
+            causal=self._causal,
+            sums=sums,
         )

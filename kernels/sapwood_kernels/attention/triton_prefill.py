@@ -27,11 +27,11 @@ _TILE_BYTES = (
 
 @triton.jit
 def _prefill_kernel(
-    query, keys, values, tiles, starts, indptr, lengths, pages, sinks, out, scale, value_scale, softcap, heads,
+    query, keys, values, tiles, starts, indptr, lengths, pages, sinks, out, sums, scale, value_scale, softcap, heads,
     page_stride, slot_stride, head_stride,
-    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, FLOAT8: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -44,14 +44,15 @@ def _prefill_kernel(
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     token = first + rows // GROUP
     wanted = ((rows < TOKENS * GROUP) & (token < count))[:, None] & (columns < D)[None, :]
-    places = ((start + token).to(tl.int64) * heads + head * GROUP + rows % GROUP)[:, None] * D + columns[None, :]
+    head_rows = (start + token).to(tl.int64) * heads + head * GROUP + rows % GROUP
+    places = head_rows[:, None] * D + columns[None, :]
     q = tl.load(query + places, mask=wanted, other=0.0)
     if FLOAT8:
         q = q.to(tl.float16)
     before = length - count + first  # the position of the tile's first token
     newest = length - count + token
     oldest = newest - WINDOW + 1
-    end = tl.minimum(before + TOKENS, length)
+    end = tl.minimum(before + TOKENS, length) if CAUSAL else length
     scale *= LOG2_E
     cap = softcap * LOG2_E
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -61,8 +62,8 @@ def _prefill_kernel(
         total += 1.0
     result = tl.zeros((ROWS, BLOCK_D), tl.float32)
     at = tl.maximum(before - WINDOW + 1, 0) if WINDOW > 0 else 0
-    # Without a window all tokens of the tile see the keys up to its first token's.
-    whole = at if WINDOW > 0 else (before + 1) // BLOCK * BLOCK
+    # Without a window all tokens of the tile see the keys up to its first token's; or all of them.
+    whole = at if WINDOW > 0 else (before + 1 if CAUSAL else length) // BLOCK * BLOCK
     if STAGES > 0:
         if WINDOW == 0:
             for block in tl.range(at, whole, BLOCK, num_stages=STAGES):
@@ -73,7 +74,7 @@ def _prefill_kernel(
         for block in tl.range(whole, end, BLOCK, num_stages=STAGES):
             highest, total, result = attend_block(
                 q, keys, values, own, block, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
-                D, PAGE, True, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                D, PAGE, True, CAUSAL, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
     else:  # Triton's interpreter cannot run such loops
         while at < whole:
@@ -85,11 +86,13 @@ def _prefill_kernel(
         while at < end:
             highest, total, result = attend_block(
                 q, keys, values, own, at, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
-                D, PAGE, True, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                D, PAGE, True, CAUSAL, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
             at += BLOCK
     result = result / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
     tl.store(out + places, result.to(out.dtype.element_ty), mask=wanted)
+    if SUMS:
+        tl.store(sums + head_rows, highest + tl.log2(total), mask=(rows < TOKENS * GROUP) & (token < count))
 
 
 def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
@@ -151,6 +154,8 @@ def prefill_attention(
     sinks: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor | None = None,
+    causal: bool = True,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Computes ``reference.paged_attention``; does not wait for the device.
 
@@ -166,10 +171,14 @@ def prefill_attention(
         scale, window, softcap, sinks: As in ``reference.attention``.
         kv_scales: Factors of the stored keys and values.
         out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
+        causal: Whether the tokens are the last ones of their request, and see what is before them; else they see all of its keys,
+            of which there is at least one, without a window.
+        sums: float32 [T, H]: gets the logarithms, to base 2, of the sums of weights.
 
     Returns:
         [T, H, D].
     """
+    assert causal or window is None
     heads, dim = query.shape[1:]
     page_size, kv_heads = key_pages.shape[1:3]
     assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
@@ -178,9 +187,10 @@ def prefill_attention(
     rows, block = tile_shape(group, dim, query.dtype)
     _prefill_kernel[(len(tiles), kv_heads)](
         query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, query if sinks is None else sinks, out,
-        scale * kv_scales[0], kv_scales[1], softcap or 1.0, heads, *key_pages.stride()[:3],
-        GROUP=group, D=dim, PAGE=page_size, WINDOW=window or 0, CAPPED=softcap is not None,
-        SINKS=sinks is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn, TOKENS=rows // group, ROWS=rows,
+        out if sums is None else sums, scale * kv_scales[0], kv_scales[1], softcap or 1.0, heads, *key_pages.stride()[:3],
+        GROUP=group, D=dim, PAGE=page_size, CAUSAL=causal, WINDOW=window or 0, CAPPED=softcap is not None,
+        SINKS=sinks is not None, SUMS=sums is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn,
+        TOKENS=rows // group, ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         STAGES=2 if query.is_cuda else 0, num_warps=num_warps(rows),
     )  # fmt: skip

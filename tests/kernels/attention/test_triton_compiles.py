@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from sapwood_kernels import triton_qkv
 from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
-from sapwood_kernels.attention import triton_shared as sharing
+from sapwood_kernels.attention import triton_merge as merging, triton_shared as sharing
 
 capability = int(sys.argv[1])
 
@@ -47,7 +47,7 @@ def kinds(text):
 
 PREFILL = kinds(
     "query:*bf16 keys:*bf16 values:*bf16 tiles:*i32 starts:*i32 indptr:*i32 lengths:*i32 pages:*i32 sinks:*fp32 out:*bf16 "
-    "scale:fp32 value_scale:fp32 softcap:fp32 heads:i32 page_stride:i32 slot_stride:i32 head_stride:i32"
+    "sums:*fp32 scale:fp32 value_scale:fp32 softcap:fp32 heads:i32 page_stride:i32 slot_stride:i32 head_stride:i32"
 )
 DECODE = kinds(
     "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 starts:*i32 counts:*i32 pages:*i32 sinks:*fp32 part:*fp32 "
@@ -80,9 +80,9 @@ for dim, group, dtype, window, capped in (
         check(
             prefilling._prefill_kernel,
             {**PREFILL, "query": "*" + dtype, "out": "*" + dtype, "keys": cache, "values": cache},
-            prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, WINDOW=window, CAPPED=capped, SINKS=dim == 64,
-            FLOAT8="fp8" in cache, TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]), ROWS=rows,
-            BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=2,
+            prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, CAUSAL=dim != 128, WINDOW=window, CAPPED=capped,
+            SINKS=dim == 64, SUMS=dim != 256, FLOAT8="fp8" in cache, TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]),
+            ROWS=rows, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=2,
         )
 for words in (False, True)[: 1 + (capability >= 89)]:
     cache = "*i32" if words else "*bf16"
@@ -105,6 +105,10 @@ for dim, group, batch, window, cache in (
 check(
     decoding._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,
     SPLITS=8, SLOTS=24, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=128, BLOCK=32,
+)
+check(
+    merging._add_kernel, kinds("out:*bf16 sums:*fp32 part:*bf16 part_sums:*fp32 rows:*i32 first:i32"), 4, HEADS=32, D=128,
+    BLOCK_D=128, BLOCK=32,
 )
 for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
     check(

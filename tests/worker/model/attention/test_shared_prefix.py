@@ -13,7 +13,9 @@ from sapwood_kernels.attention.latent import LatentHeads
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.attention import shared_prefix
 from sapwood_worker.model.attention.shared_prefix import SharedPrefixes, find_runs
+from sapwood_worker.model.attention.torch_shared import TorchSharedAttention
 from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.memory import trial_step
 from sapwood_worker.model.runner.options import RunnerOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -258,3 +260,82 @@ def test_latent_keys_that_prompts_share_are_made_once(float8, tiny_model, make_r
     assert plain.spared_tokens == 0 and shared.spared_tokens == 2 * (160 + 200)  # twice, for the logits too
     layers = json.loads((tiny.path / "config.json").read_text())["num_hidden_layers"]
     assert all_keys - made == layers * (160 + 200)
+
+
+def test_prompts_share_where_it_spares_tiles():
+    table = np.array(rows(*[list(range(500, 539))] * 16), np.int32)
+    starts = np.full(16, 39 * 16 + 5)
+    prefixes = SharedPrefixes(16)
+    assert prefixes.find_prompts([table], starts, np.full(16, 128), tile=128) is None  # as many tiles as before
+    assert prefixes.find_prompts([table], np.zeros(16, np.int64), np.full(16, 8), tile=128) is None
+    assert prefixes.take() == 0
+    found = prefixes.find_prompts([table], starts, np.full(16, 8), tile=128)
+    assert found is not None and found[0] is not None
+    assert prefixes.take() == found[0].spared == 15 * 39 * 16
+
+
+def prompted(make_runner, tiny, monkeypatch, **options):
+    """The logits of prompts of which some begin alike, beside two decodes, and what the step says."""
+    monkeypatch.setattr(shared_prefix, "LEAST_SPARED", 1)
+    runner = make_runner(tiny.path, num_pages=160, page_size=4, max_running=8, **options)
+    rng = np.random.default_rng(7)
+    common, more = rng.integers(3, 50, SHARED * 4).tolist(), rng.integers(3, 50, 34 * 4).tolist()
+    begun = [rng.integers(3, 50, 5).tolist(), common, common + more, common, common + more, []]
+    table = np.zeros((6, 90), np.int32)
+    table[1:5, :SHARED] = np.arange(SHARED)
+    table[[2, 4], SHARED : SHARED + 34] = np.arange(SHARED, SHARED + 34)
+    own = iter(range(SHARED + 34, 160))
+    for i, tokens in enumerate(begun):
+        for page in range(len(tokens) // 4, len(tokens) // 4 + 8):
+            table[i, page] = next(own)
+    tables = np.tile(table, (1, 1 + len(runner.info.windows)))
+    for i in (0, 1, 2):  # what they share is written once
+        runner.execute(step_for(runner.info, i, tables, [Part(i, begun[i], 0, 0, GREEDY)]))
+    new = [1, 5, 9, 1, 14, 20]
+    parts = [
+        Part(i, rng.integers(3, 50, count).tolist(), len(tokens), 1, GREEDY)
+        for i, (tokens, count) in enumerate(zip(begun, new, strict=True))
+    ]
+    step = step_for(runner.info, 9, tables, [parts[0], parts[3], parts[1], parts[2], parts[4], parts[5]])
+    logits = runner.logits(step).cpu()
+    return logits, runner.execute(step)
+
+
+@pytest.mark.parametrize("backend", ["auto", "prefill=torch,decode=torch"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_prompts_that_begin_alike_give_the_same_with_sharing_and_without(
+    name, backend, tiny_model, make_runner, monkeypatch
+):
+    check_prompts(tiny_model(name), make_runner, monkeypatch, attention_backend=backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_tritons_kernels_give_the_same_for_prompts(name, tiny_model, make_runner, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    options = {"attention_backend": "prefill=triton,decode=torch", "device": DEVICE, "dtype": "float32"}
+    check_prompts(tiny_model(name), make_runner, monkeypatch, **options)
+
+
+def check_prompts(tiny, make_runner, monkeypatch, **options) -> None:
+    wanted, plain = prompted(make_runner, tiny, monkeypatch, **options, shared_prefix_attention=False)
+    got, shared = prompted(make_runner, tiny, monkeypatch, **options)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert shared.token_ids == plain.token_ids
+    assert plain.spared_tokens == 0 and shared.spared_tokens >= 2 * (SHARED * 4 + 34 * 4)  # twice, for the logits too
+
+
+def test_a_trial_of_prompts_that_share_compiles_what_they_need(tiny_model, make_runner, monkeypatch):
+    planned: list[int] = []
+    plan = TorchSharedAttention.plan
+    monkeypatch.setattr(
+        TorchSharedAttention, "plan", lambda own, batch: planned.append(len(batch.runs.first)) or plan(own, batch)
+    )
+    for module in (shared_prefix, trial_step):
+        monkeypatch.setattr(module, "LEAST_SPARED", 160)
+    runner = make_runner(tiny_model("qwen3").path, num_pages=64, page_size=4, max_running=2)
+    parts = runner._model, runner._pool, runner._backend, runner._ops
+    trial_step.compute_shared_trial(160, *parts)  # no room for what follows on the 160
+    assert planned == []
+    trial_step.compute_shared_trial(200, *parts)
+    assert planned == [1] and runner._backend.take_spared() == 0

@@ -24,6 +24,9 @@ from sapwood_worker.model.pools.device_pool import DevicePool
 
 Half = Literal["prefill", "decode"]
 
+WHOLE_CHUNKS = 1 << 30
+"""Tokens of a tile as large as any chunk: each key is read once for each request."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -81,7 +84,7 @@ class AttentionBatch:
         cache_slots: int64 [T] on the device: where each token's key and value go.
         keys: The pages as kernels read them, on the device; None unless a backend ``reads_keys``.
         windows: The same step in the page table of each further group of the cache's layout.
-        runs: What the first requests, of each of which one token is computed, share, if it is to be read once.
+        runs: What requests share before the tokens that are computed of them, if it is to be read once.
         prompts: The order of requests whose common keys are to be made once; only for a backend that ``orders_prompts``.
     """
 
@@ -272,6 +275,9 @@ class AttentionBackend:
         shared: Likewise makes what makes the attention of decodes that share keys (``AttentionBatch.runs``), of so many or, for
             None, of any number; it may give None, if it cannot for this model. Only with ``graphs`` is it captured. None: each
             request reads its keys by itself.
+        shared_prompts: Makes the attention of chunks of prompts of which some share keys, likewise; not asked for latent
+            attention. None: each request reads its keys by itself.
+        prompt_tile: Tokens of a request that read keys together, without ``shared_prompts``.
         reads_keys: Whether it reads ``AttentionBatch.keys``.
         latent: The halves that it computes of latent attention, too.
         orders_prompts: Whether its prefill makes latent keys that neighbours of ``AttentionBatch.prompts`` share once.
@@ -282,6 +288,8 @@ class AttentionBackend:
     decode: Callable[[AttentionParts], StepAttention] | None = None
     graphs: Callable[[AttentionParts], Callable[[int], StepAttention]] | None = None
     shared: Callable[[AttentionParts], Callable[[int | None], StepAttention] | None] | None = None
+    shared_prompts: Callable[[AttentionParts], StepAttention] | None = None
+    prompt_tile: Callable[[AttentionNeeds], int] = lambda needs: WHOLE_CHUNKS
     reads_keys: bool = True
     latent: frozenset[Half] = frozenset()
     orders_prompts: bool = False

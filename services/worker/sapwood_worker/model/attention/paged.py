@@ -11,7 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels.attention.planned import AdvancingAttention, PagedKeys, PlannedAttention, StoredPages, Variant
+from sapwood_kernels.attention.planned import (
+    AdvancingAttention,
+    PagedKeys,
+    PlannedAttention,
+    SharedRuns,
+    StoredPages,
+    Variant,
+)
 from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,
@@ -190,8 +197,16 @@ class PagedAttention:
         makes = [decode.shared(parts) for parts in self._parts] if share and decode.shared is not None else []
         self._make_shared = [make for make in makes if make is not None]
         self._shared = self._joined([make(None) for make in self._make_shared]) if self._make_shared else None
+        self._tile = prefill.prompt_tile(needs)
+        make_prompts = prefill.shared_prompts if share and not needs.latent else None
+        self._shared_prompts = None if make_prompts is None else self._joined([make_prompts(p) for p in self._parts])
         self._orders = share and needs.latent and prefill.orders_prompts
         self._planned = ops.fence()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether chunks of prompts read what they share once, where it pays."""
+        return self._shared_prompts is not None
 
     @property
     def most_pages(self) -> int:
@@ -254,7 +269,7 @@ class PagedAttention:
         self.begin_plan()
         longer = np.flatnonzero(np.diff(batch.query_starts) > 1)
         decodes = int(longer[0]) if len(longer) else len(batch.seq_lens)
-        decode = self._decode
+        decode, prefill = self._decode, self._prefill
         runs = self.find_shared([each.page_table[:decodes] for each in batch.tables], batch.seq_lens[:decodes])
         if runs is not None:
             assert self._shared is not None
@@ -271,9 +286,26 @@ class PagedAttention:
             if decodes:
                 first, rest = batch.split(decodes)
                 decode.plan(first)
-            if self._orders and len(rest.seq_lens) > 1:
+            common = self._find_prompts(rest)
+            if common is not None:
+                assert self._shared_prompts is not None
+                prefill = self._shared_prompts
+                rest = in_tables([_with_runs(each, own) for each, own in zip(rest.tables, common, strict=True)])
+            elif self._orders and len(rest.seq_lens) > 1:
                 rest = replace(rest, prompts=self._prefixes.order(rest.page_table, rest.seq_lens))
-            self._prefill.plan(rest)
+            prefill.plan(rest)
         self.end_plan()
         slots = [each.cache_slots for each in batch.tables]
-        return PagedPlan(self._pool, decode, self._prefill, None if every else decodes, slots)
+        return PagedPlan(self._pool, decode, prefill, None if every else decodes, slots)
+
+    def _find_prompts(self, batch: AttentionBatch) -> Runs | None:
+        """What chunks of prompts share, if reading it once is possible and pays."""
+        if self._shared_prompts is None or len(batch.seq_lens) < 2:
+            return None
+        tokens = np.diff(batch.query_starts)
+        tables = [each.page_table for each in batch.tables]
+        return self._prefixes.find_prompts(tables, batch.seq_lens - tokens, tokens, self._tile)
+
+
+def _with_runs(batch: AttentionBatch, runs: SharedRuns | None) -> AttentionBatch:
+    return replace(batch, runs=runs, keys=None if batch.keys is None else replace(batch.keys, runs=runs))

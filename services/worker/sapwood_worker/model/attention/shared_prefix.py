@@ -85,6 +85,30 @@ class SharedPrefixes:
         self._spared += first.spared
         return first, *(self._find(i, table, lengths) for i, table in enumerate(tables[1:], 1))
 
+    def find_prompts(
+        self, tables: Sequence[npt.NDArray[np.int32]], starts: IntArray, tokens: IntArray, tile: int
+    ) -> Runs | None:
+        """What requests share before the tokens that are computed of them; None if it does not pay.
+
+        Args:
+            tables: As for :meth:`find`.
+            starts: int64 [B]: keys before the first of each request's tokens.
+            tokens: int64 [B]: how many tokens are computed of each.
+            tile: Tokens that read keys together: requests share for fewer tiles, not only for fewer readers.
+        """
+        if int(starts.sum()) <= LEAST_SPARED:
+            return None
+        first = find_runs(tables[0], starts + 1, self._page_size)
+        if first is None:
+            return None
+        order = tokens[first.order]
+        members = [order[begin : begin + count] for begin, count in zip(first.first, first.count, strict=True)]
+        tiles = np.array([int((-(-each // tile)).sum()) + int(-each.sum() // tile) for each in members])
+        if int((tiles * (first.end - first.begin)).sum()) < LEAST_SPARED:
+            return None
+        self._spared += first.spared
+        return first, *(find_runs(table, starts + 1, self._page_size) for table in tables[1:])
+
     def order(self, table: npt.NDArray[np.int32], lengths: IntArray) -> PromptOrder | None:
         """An order of prompts of which some begin with the same keys; None if none do. O(pages).
 

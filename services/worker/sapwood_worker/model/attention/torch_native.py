@@ -251,6 +251,7 @@ TORCH = AttentionBackend(
     prefill=_make,
     decode=_make,
     shared=lambda parts: lambda batch: TorchSharedAttention(parts.pool, parts.needs.shape.dtype),
+    shared_prompts=lambda parts: TorchSharedAttention(parts.pool, parts.needs.shape.dtype),
     reads_keys=False,
     latent=frozenset({"prefill", "decode"}),
 )

@@ -1,5 +1,5 @@
-"""Decode attention in plain torch that reads what requests share once for all of them, for any device: the reference of
-``sapwood_kernels.attention.triton_shared``, and what a CPU uses.
+"""Attention in plain torch that reads what requests share once for all of them, for any device: the reference of
+``sapwood_kernels.attention.triton_shared`` and ``shared_prefill``, and what a CPU uses.
 
 A part of the result is computed for each shared run, with the queries of all who share it as rows of one product, and one for
 each request's own keys. The parts are added, each weighted by its sum of weights (log-sum-exp), which is exact but for rounding.
@@ -19,15 +19,18 @@ from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLaye
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.records.kv_layout import KVComponent
 
+_TILE = 256
+"""The most tokens whose products with a stretch of keys are kept at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the results of N requests.
+    """A part of the results of N tokens.
 
     Attributes:
-        rows: int64 [N]: the requests.
-        keys: int64 [B * K * M]: the pool's rows of B stretches of M keys, each shared by N / B requests.
-        mask: [B, 1, N / B, M]: 0 where a request sees a key, else -inf; None: it sees all.
+        rows: int64 [N]: the tokens.
+        keys: int64 [B * K * M]: the pool's rows of B stretches of M keys, each shared by N / B tokens.
+        mask: [B, 1, N / B, M]: 0 where a token sees a key, else -inf; None: it sees all.
         size: B.
     """
 
@@ -38,8 +41,8 @@ class _Part:
 
 
 class TorchSharedAttention:
-    """Implements :class:`sapwood_worker.model.attention.backend.StepAttention` for one token of each request, where some share
-    keys: ``batch.runs``.
+    """Implements :class:`sapwood_worker.model.attention.backend.StepAttention` where requests share keys, all of which their
+    tokens see: ``batch.runs``. Made for few tokens of each.
 
     Args:
         pool: Keys and values.
@@ -86,40 +89,48 @@ class TorchSharedAttention:
 
     def _cut(self, layer: AttentionLayer) -> list[_Part]:
         batch = self._batch
-        lengths = batch.seq_lens
-        oldest = np.zeros_like(lengths) if layer.window is None else np.maximum(lengths - layer.window, 0)
+        rows, lengths = batch.query_starts, batch.seq_lens
+        tokens = np.diff(rows)
+        position = _stretches(lengths - tokens, lengths)
+        reach = np.zeros_like(position) if layer.window is None else np.maximum(position + 1 - layer.window, 0)
+        oldest = reach[rows[:-1]]  # pages that a request's first token does not see may be gone
         starts = np.zeros_like(lengths)
         parts = []
         runs = batch.runs or SharedRuns(*np.zeros((5, 0), np.int64))
         for first, count, begin, end in zip(runs.first, runs.count, runs.begin, runs.end, strict=True):
             members = runs.order[first : first + count]
             starts[members] = end
-            begin = max(int(begin), int(oldest[members].min()))  # pages that none of them sees any more may be gone
+            begin = max(int(begin), int(oldest[members].min()))
             if begin < end:
                 at = np.arange(begin, int(end))[None]
-                hidden = at < oldest[members][:, None]
-                parts.append(self._part(layer, members, members[:1], at, hidden[None]))
-        # Requests with about as many keys of their own go together.
+                every = _tiles(_stretches(rows[members], rows[members + 1]))
+                parts += [self._part(layer, some, members[:1], at, _before(at, reach[some])) for some in every]
+        # Requests with one token and about as many keys of their own go together.
         begins = np.maximum(starts, oldest)
         counts = lengths - begins
-        kinds = np.ceil(np.log2(counts)).astype(np.int64)
-        for kind in np.unique(kinds):
+        kinds = np.where(tokens == 1, np.ceil(np.log2(counts)).astype(np.int64), -1)
+        for kind in np.unique(kinds[tokens == 1]):
             members = np.flatnonzero(kinds == kind)
             nth = np.arange(int(counts[members].max()))[None]
             at = begins[members][:, None] + np.minimum(nth, counts[members][:, None] - 1)
             hidden = nth >= counts[members][:, None]
-            parts.append(self._part(layer, members, members, at, hidden[:, None]))
+            parts.append(self._part(layer, rows[members], members, at, hidden[:, None]))
+        for member in np.flatnonzero(tokens > 1):
+            for some in _tiles(np.arange(rows[member], rows[member + 1])):
+                at = np.arange(begins[member], position[some[-1]] + 1)[None]
+                hidden = (at > position[some][:, None])[None] | _before(at, reach[some])
+                parts.append(self._part(layer, some, np.array([member]), at, hidden))
         return parts
 
     def _part(
         self,
         layer: AttentionLayer,
-        members: IntArray,
+        rows: IntArray,
         pages_of: IntArray,
         at: IntArray,
         hidden: npt.NDArray[np.bool_],
     ) -> _Part:
-        """The part of some requests over keys ``at``, int64 [B, M], of B of them; ``hidden`` is [B, N / B, M]."""
+        """The part of some tokens over keys ``at``, int64 [B, M], of B requests; ``hidden`` is [B, N / B, M]."""
         size = self._pool.page_size
         pages = self._batch.page_table[pages_of[:, None], at // size]
         slots = pages.astype(np.int64) * size + at % size
@@ -127,7 +138,7 @@ class TorchSharedAttention:
         if hidden.any():
             mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None]
         return _Part(
-            rows=self._tensor(members),
+            rows=self._tensor(rows),
             keys=self._tensor(self._pool.rows(layer.index, slots).ravel()),
             mask=None if mask is None else mask.to(self._pool.device),
             size=len(pages_of),
@@ -135,6 +146,21 @@ class TorchSharedAttention:
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device)
+
+
+def _stretches(begins: IntArray, ends: IntArray) -> IntArray:
+    """The numbers from each beginning up to its end, one stretch after the other."""
+    return np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+
+
+def _tiles(rows: IntArray) -> list[IntArray]:
+    """The rows, as many at a time as are computed at once."""
+    return np.array_split(rows, -(-len(rows) // _TILE))
+
+
+def _before(at: IntArray, reach: IntArray) -> npt.NDArray[np.bool_]:
+    """[1, N, M]: whether each of M keys lies before the first that each of N tokens sees."""
+    return (at < reach[:, None])[None]
 
 
 def _attend(

@@ -8,8 +8,15 @@ from importlib.util import find_spec
 
 import torch
 
+from sapwood_kernels.attention.planned import PlannedAttention, Variant
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionParts, StepAttention
+from sapwood_worker.model.attention.backend import (
+    Abilities,
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionParts,
+    StepAttention,
+)
 from sapwood_worker.model.attention.latent_prefill import LatentPrefill
 from sapwood_worker.model.attention.paged import KernelAttention
 
@@ -41,6 +48,29 @@ def _prefill(parts: AttentionParts) -> StepAttention:
         return LatentPrefill(parts.pool, parts.ops)
     shape, kinds = parts.needs.shape, parts.needs.kinds
     return KernelAttention(parts.pool, {kind: TiledPrefillAttention(shape, kind, parts.ops) for kind in kinds})
+
+
+def _shared_prompts(parts: AttentionParts) -> StepAttention:
+    """The attention of chunks of prompts that share keys; layers with a window, which see little of those, compute as ever."""
+    from sapwood_kernels.attention.shared_prefill import SharedPrefillAttention
+    from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
+
+    shape, ops = parts.needs.shape, parts.ops
+
+    def kernel(kind: Variant) -> PlannedAttention:
+        own = TiledPrefillAttention(shape, kind, ops)
+        if kind.window is not None:
+            return own
+        return SharedPrefillAttention(own, TiledPrefillAttention(shape, kind, ops, causal=False), shape.page_size, ops)
+
+    return KernelAttention(parts.pool, {kind: kernel(kind) for kind in parts.needs.kinds})
+
+
+def _prompt_tile(needs: AttentionNeeds) -> int:
+    from sapwood_kernels.attention.triton_prefill import tile_tokens
+
+    shape = needs.shape
+    return tile_tokens(shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 
 def _decode(parts: AttentionParts) -> StepAttention:
@@ -81,6 +111,8 @@ TRITON = AttentionBackend(
     decode=_decode,
     graphs=_decodes,
     shared=shared_decodes,
+    shared_prompts=_shared_prompts,
+    prompt_tile=_prompt_tile,
     latent=frozenset({"prefill", "decode"}),
     orders_prompts=True,
 )

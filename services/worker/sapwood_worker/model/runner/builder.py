@@ -35,7 +35,7 @@ from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
 from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
 from sapwood_worker.model.runner.memory.page_counts import plan_pages
-from sapwood_worker.model.runner.memory.trial_step import compute_trial
+from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
@@ -195,6 +195,7 @@ class _Builder:
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
             compute_trial([1, 2], self._model, pool, backend, self._ops)
+            compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
         pieces = self._build_pieces(backend, pool, whole_ladder=True)
         cuts = self._micro_batches(pool, backend)
         self._model.forget_expert_tokens()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.attention.shared_prefix import LEAST_SPARED
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -18,17 +19,46 @@ from sapwood_worker.records.step import Step
 
 @torch.inference_mode()
 def compute_trial(
-    prompts: Sequence[int], model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
+    prompts: Sequence[int],
+    model: DecoderModel,
+    pool: DevicePool,
+    backend: PagedAttention,
+    ops: DeviceOps,
+    common: int = 0,
 ) -> Tensor:
-    """The hidden states of prompts of so many tokens each, in the pool's first pages."""
+    """The hidden states of prompts of so many tokens each, in the pool's first pages.
+
+    Args:
+        prompts: Tokens of each.
+        model: Computes them.
+        pool: Whose pages are written.
+        backend: The model's attention.
+        ops: The device's operations.
+        common: Pages, the pool's first, that come before all of them.
+    """
     counts = np.array(prompts, np.int64)
     needed = -(-counts // pool.page_size)
     table = np.zeros((len(counts), needed.max()), np.int32)
-    table[np.arange(needed.max()) < needed[:, None]] = np.arange(needed.sum())
+    table[np.arange(needed.max()) < needed[:, None]] = np.arange(needed.sum()) + common
+    table = np.concatenate((np.tile(np.arange(common, dtype=np.int32), (len(counts), 1)), table), 1)
     slots, zeros = np.arange(len(counts)), np.zeros_like(counts)
     tokens = np.zeros(counts.sum(), np.int64)
-    step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens)
+    starts = zeros + common * pool.page_size
+    step = Step(0, slots, starts=starts, counts=counts, samples=zeros + 1, token_ids=tokens)
     step.pages = np.tile(table, (1, len(pool.counts)))
     batch = build_forward_batch(step, pool.page_size, ops, tables=len(pool.counts))
     hidden: Tensor = model(batch.token_ids, batch.positions, backend.plan(batch.attention))
     return hidden
+
+
+def compute_shared_trial(
+    longest: int, model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
+) -> None:
+    """Computes short prompts with so much in common that it is read once, if that fits in the pool and in ``longest`` tokens.
+
+    What it takes to compile for them is then there when the first such requests come.
+    """
+    pages = -(-LEAST_SPARED // pool.page_size)
+    if backend.shares_prompts and pages + 2 < min(pool.counts) and (pages + 1) * pool.page_size <= longest:
+        compute_trial([2, 2], model, pool, backend, ops, common=pages)
+        backend.take_spared()

@@ -11,6 +11,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 ROUNDS ?= 20
+PART ?= 1/1
 SHARD ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,8 +55,8 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 test-losses: $(BIN)/.installed-dev ## Kill, stop, freeze and cut off one of four demo workers and kill the tokenizer under load, 20 times each (12 GB): ROUNDS=5
 	SAPWOOD_LOSS_WORKERS=4 SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_worker_loss.py -m slow -s $(ARGS)
 
-test-handoffs: $(BIN)/.installed-dev ## Kill, stop and cut off prefill and decode workers of the demo model at six points of a hand-over, 20 times each: ROUNDS=5
-	SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_disaggregated_losses.py -m slow -s $(ARGS)
+test-handoffs: $(BIN)/.installed-dev ## Kill, stop and cut off prefill and decode workers of the demo model at six points of a hand-over, 20 times each: ROUNDS=5 PART=1/6
+	SAPWOOD_LOSS_ROUNDS=$(ROUNDS) SAPWOOD_LOSS_PART=$(PART) $(BIN)/pytest tests/integration/test_disaggregated_losses.py -m slow -s $(ARGS)
 
 audit: $(BIN)/.installed-dev ## Look the installed packages up in the advisory database
 	@$(BIN)/pip install -qq pip-audit

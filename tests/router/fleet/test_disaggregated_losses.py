@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -129,29 +132,44 @@ async def _clear(worker: Worker) -> None:
         pass
 
 
+def _core_seconds(processes: Iterable[int]) -> tuple[float, float]:
+    """How long threads of processes have run so far, and waited for a core."""
+    ran = waited = 0
+    for process in processes:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                fields = (thread / "schedstat").read_text().split()
+                ran, waited = ran + int(fields[0]), waited + int(fields[1])
+    return ran / 1e9, waited / 1e9
+
+
 @pytest.mark.slow
 async def test_a_thousand_aborts_on_the_way_from_one_worker_to_the_other_leave_nothing() -> None:
     """Forty at a time go when one of them has come so far: none has begun, its first token, its second, more."""
     pair = [Worker("prefill"), Worker("decode")]
-    seconds: list[float] = []
+    seconds: list[tuple[float, float, float]] = []
     async with started(*pair), front(pair) as router:
+        processes = [os.getpid(), *(pid for worker in pair for pid in (worker.process.pid, *worker.ranks()))]
         for storm in range(25):
             reached = asyncio.Event()
             calls = [router.stream(new_prompt(), 200) for _ in range(40)]
             streams = [asyncio.ensure_future(_stream_until(call, storm % 5, reached)) for call in calls]
             await reached.wait()
+            ran, waited = _core_seconds(processes)
+            begun = time.monotonic()
             for call in calls:
                 call.cancel()
-            begun = time.monotonic()
             await asyncio.gather(*map(_clear, pair))
-            seconds.append(time.monotonic() - begun)
+            took = time.monotonic() - begun
+            ran_now, waited_now = _core_seconds(processes)
+            seconds.append((took, ran_now - ran, waited_now - waited))
             await asyncio.gather(*streams)
         assert router.count("handoffs") > 0
         assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)
         given, expired = await pair[0].count("handoff_tickets"), await pair[0].count("handoff_expired")
     assert expired <= given / 10  # the others were released, whatever was on its way
     seconds.sort()
-    print(
-        f"1000 aborts, 40 at a time: all gone after {seconds[12]:.3f} s (median), {seconds[-1]:.3f} s (the most); of {given:g} "
-        f"tickets {expired:g} ended by their time alone"
-    )
+    for name, (took, ran, waited) in (("median", seconds[12]), ("the most", seconds[-1])):
+        cores = f"{ran:.3f} s were run and {waited:.3f} s waited for a core"
+        print(f"{name} of 25 x 40 aborts: all gone after {took:.3f} s, in which {cores}")
+    print(f"of {given:g} tickets {expired:g} ended by their time alone")

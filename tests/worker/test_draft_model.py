@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.drafts.answers import (
     VOCAB,
@@ -21,6 +22,7 @@ from sapwood_testing.drafts.answers import (
     stop_strings,
     tokens_of,
 )
+from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.config import WorkerConfig
@@ -98,6 +100,23 @@ def plain(tiny_model: Any, store: GrammarStore) -> Callable[..., Answers]:
         return known[name, whole]
 
     return plain_
+
+
+def test_drafts_that_graphs_chain_are_right_where_the_draft_model_is_the_model(tiny_model: Any) -> None:
+    path = tiny_model("llama").path
+    runner = build_drafted_runner(options(path, page_size=4), options(path, page_size=4))
+    assert runner.draft is not None
+    with_graphs(runner.draft, [1, 2, 4])
+    scheduler = scheduler_of(runner)
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    alone = [Request(at, f"r{at}", [3 + at, 9, 11], greedy) for at in range(3)]
+    found = run(scheduler, runner, True, alone)
+    without = build_runner(options(path))
+    asked = [Request(at, f"r{at}", [3 + at, 9, 11], greedy) for at in range(3)]
+    assert_alike(found, run(scheduler_of(without), without, False, asked))
+    chaining: Any = scheduler._speculation._drafter  # type: ignore[union-attr]
+    load = scheduler.load()
+    assert chaining.chained > 3 and load.accepted_tokens == load.drafted_tokens > 30
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ async def test_the_command_line_operates_a_worker(start, capsys) -> None:
         assert (info["max_running"], info["prefill_attention"]) == (1, "")  # a stand-in for a model has no attention
         assert await asyncio.to_thread(main, ["worker", "info", "--worker", worker.address]) == 0
         first, *facts = capsys.readouterr().out.splitlines()
-        assert first == f"{worker.address}:" and "  max_running 1" in facts
+        assert first == f"{worker.address}:" and {"  max_running 1", "  speculate off"} <= set(facts)
         assert await operate("pause", "--retract") == {"state": "paused"}
         call = stub.Generate(request("r", [7] * 40, max_tokens=3))
         while (await operate("load"))["waiting_requests"] != 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionNeeds
+from sapwood_worker.model.attention.meanwhile import Compiling, meanwhile
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig
@@ -40,10 +41,13 @@ class AttentionBuilder:
         dtype: The model's.
         cached: The pool's dtype.
         ops: The device's.
+        compiling: Libraries that backends of choice may need, and that need not be waited for if there is another way; None: all
+            is there, or is waited for.
 
     Attributes:
         prefill: What computes prompts.
         decode: What computes decodes.
+        waits: Whether what ``compiling`` makes has to be there before anything is computed.
 
     Raises:
         ConfigError: A backend that the options name cannot serve the model.
@@ -58,6 +62,7 @@ class AttentionBuilder:
         dtype: torch.dtype,
         cached: torch.dtype,
         ops: DeviceOps,
+        compiling: Compiling | None = None,
     ) -> None:
         self._share = options.shared_prefix_attention
         self._model = model
@@ -72,6 +77,10 @@ class AttentionBuilder:
         self._needs = AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
         self.prefill = choose_backend(options.attention_backend, "prefill", self._needs, ops)
         self.decode = choose_backend(options.attention_backend, "decode", self._needs, ops)
+        other = None if compiling is None else meanwhile(self.prefill, self.decode, self._needs, ops, compiling)
+        self.waits = other is None
+        if other is not None:
+            self.prefill, self.decode = other
         for half, chosen in (("prefill", self.prefill), ("decode", self.decode)):
             logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
 

@@ -153,10 +153,11 @@ class _Builder:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._parallel.exchange(own))
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
+        beside = None if options.kernels_wait else compiling
         self._attention = AttentionBuilder(
-            options, self._model, self._config, self._layout, self._dtype, cached, self._ops
+            options, self._model, self._config, self._layout, self._dtype, cached, self._ops, beside
         )
-        if compiling is not None:
+        if compiling is not None and self._attention.waits:
             compiling.wait(logger.info)
 
     @property

@@ -24,8 +24,8 @@ from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
-    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class AttentionBuilder:
         make = backend.graphs() if self._captures else None
         if make is None:
             return backend, None
-        from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
+        from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, ladder
 
         sizes = ladder(largest) if whole_ladder else [largest]
         makes = make, backend.shared_graphs()
@@ -145,7 +145,7 @@ class AttentionBuilder:
         if not self._captures:
             return None
         assert not isinstance(self._model, Head)
-        from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+        from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
         worth = worth_capturing(self._model.layer_size(), float8=float8, sparse=self._config.sparse is not None)
         largest = min(worth, most)

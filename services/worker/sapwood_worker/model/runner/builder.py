@@ -45,7 +45,7 @@ from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo, SumChoices
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 # Pages beyond those that the scheduler knows of, to which padding rows write.

@@ -63,6 +63,7 @@ class CudaOps(DeviceOps):
 
     asynchronous = True
     captures = True
+    groups_experts = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -164,6 +164,7 @@ class DeviceOps:
         default_dtype: The dtype in which a model runs unless it is told another.
         asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
         captures: Whether launches can be captured in CUDA graphs.
+        groups_experts: Whether :meth:`expert_sum` reads experts' matrices of few bits as they are stored, all in one tensor.
         processors: Its multiprocessors: programs that run at once.
         tuning: Where the tiles of experts come from.
     """
@@ -171,6 +172,7 @@ class DeviceOps:
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     asynchronous = False
     captures = False
+    groups_experts = False
     processors = 1
 
     def __init__(self, device: torch.device) -> None:

@@ -70,12 +70,16 @@ class GroupedMethod(LinearMethod):
     def finish(self) -> None:
         if not self._adds_bias:
             self._bias = None
-        weights = self.weights()
+        weights = self._weights()
         self._products = [self._ops.grouped(weight) for weight in weights]
         if len(weights) == 1:
             self._few = self._ops.grouped_few(weights[0], self._bias, self._dtype)
 
-    def weights(self) -> list[GroupedWeight]:
+    def grouped(self) -> GroupedWeight | None:
+        weights = self._weights()
+        return weights[0] if len(weights) == 1 else None
+
+    def _weights(self) -> list[GroupedWeight]:
         """What the slots were filled with, which it gives away: all rows, in one weight if they are laid out alike."""
         parts, self._parts = self._parts, []
         return joined([part.weight() for part in parts])

@@ -282,7 +282,7 @@ class _Builder:
             shortened=sentences.shortened,
             prefill_attention=self._attention.prefill.name,
             decode_attention=self._attention.decode.name,
-            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.captures else "",
+            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.groups_experts else "",
             expert_tile_sizes=self._ops.tuning.sizes,
             attention_reason=self._attention.reason,
             special_ids=sentences.special_ids,

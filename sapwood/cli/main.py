@@ -77,6 +77,7 @@ _ELSEWHERE = {
     "disable-radix-cache": "--no-worker-prefix-cache",
     "dp": "--workers",
     "dp-size": "--workers",
+    "enable-dp-attention": "--worker-data-parallel-attention",
     "enforce-eager": "--no-worker-cuda-graphs",
     "gpu-memory-utilization": "--worker-memory-fraction",
     "guided-decoding-backend": "--worker-grammar-backend",

@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.device import KVDestination
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.gemma3 import GEMMA3
@@ -25,7 +28,7 @@ from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.latent_attention import LatentAttention, LatentConfig
 from sapwood_worker.model.layers.norm import RMSNorm
-from sapwood_worker.model.loader import LoadedModel
+from sapwood_worker.model.loader import LoadedModel, load_model
 
 ARCHITECTURE = "Gemma3LatentForCausalLM"
 _FLAT = 16
@@ -62,7 +65,7 @@ class _NormedAttention(LatentAttention):
 class _TwinLayer(SandwichDecoderLayer):
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)
-        self.attention = _NormedAttention(config, index, context.inside("self_attn"))
+        self.attention = _NormedAttention(config, index, context.attending.inside("self_attn"))
 
 
 def _from_hf(found: HfValues) -> ModelConfig:
@@ -115,3 +118,26 @@ def _attention(
         f"{place}.kv_a_layernorm.weight": torch.ones(width),
         f"{place}.kv_b_proj.weight": torch.cat((flat, up.expand(heads, -1, -1)), 1).flatten(0, 1),
     }
+
+
+def write_demo_twin(folder: Path) -> None:
+    """Writes the demo model's twin."""
+    options: dict[str, Any] = {"context_length": None, "threads": 1, "seed": 0, "stored_weights": "widen"}
+    demo = load_model(demo_path(), "auto", torch.float32, device_ops("cpu"), **options)
+    config = demo.config
+    write_twin(
+        demo,
+        folder,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=1,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position,
+        rms_norm_eps=config.rms_norm_eps,
+        sliding_window=next(window for window in config.windows if window),
+        query_pre_attn_scalar=config.head_dim,
+        rope_theta=1_000_000.0,
+    )

@@ -54,6 +54,9 @@ class ThreadGroup(Group):
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x).unbind(), -1)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x).unbind())
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self._exchange(x).sum(0).chunk(self.size)[self.rank].clone()
 

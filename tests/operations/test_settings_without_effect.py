@@ -17,6 +17,7 @@ from sapwood_worker.model.runner.factory import OF_ENCODERS, ON_CPU, make_runner
 
 ROUTER, TOKENIZER, WORKER = RouterConfig, TokenizerConfig, WorkerConfig
 TIER = "--host-cache-gb 1"
+SPLIT = "--tensor-parallel 2 --data-parallel-attention"
 
 REFUSED = [
     # What is given; what is refused of it; with what added it has an effect.
@@ -94,6 +95,12 @@ REFUSED = [
         "--redundant-experts",
         None,
     ),
+    (WORKER, "--data-parallel-attention", "--data-parallel-attention", "--tensor-parallel 2"),
+    (WORKER, f"{SPLIT} --pipeline-parallel 2", "--data-parallel-attention", None),
+    (WORKER, f"{SPLIT} {TIER} --storage file:///x --storage-share 0.9", "--storage --storage-share", None),
+    (WORKER, f"{SPLIT} --role prefill", "--role", None),
+    (WORKER, f"{SPLIT} --all-reduce backend", "--all-reduce", None),
+    (WORKER, f"{SPLIT} --speculate draft:demo", "--speculate", f"{SPLIT} --speculate prefix"),
     (WORKER, "--node-rank 1", "--node-rank", "--nnodes 2"),
     (WORKER, "--rendezvous a:1", "--rendezvous", "--nnodes 2"),
     (WORKER, f"--nnodes 2 {TIER} --storage file:///x", "--storage", None),
@@ -105,14 +112,7 @@ REFUSED = [
 ]
 OF_BERT = [
     *("--quantization fp8", "--kv-cache-dtype fp8_e4m3", "--kv-cache-gb 1", "--num-pages 99", "--page-size 8"),
-    *(
-        "--memory-fraction 0.5",
-        "--no-overlap",
-        "--kernels-wait",
-        "--no-prefix-cache",
-        "--eviction fifo",
-        "--kv-events-port 0",
-    ),
+    *("--memory-fraction 0.5", "--no-overlap", "--no-prefix-cache", "--eviction fifo", "--kv-events-port 0"),
     *("--kv-events-port 0 --kv-events-replay-port 0 --kv-events-topic t --kv-events-keep 9",),
     *(TIER, "--host-cache-ratio 1 --host-write-policy write_back --storage file:///x --storage-prefetch best_effort"),
     *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
@@ -128,6 +128,7 @@ OF_BERT = [
     ),
     *(
         "--tensor-parallel 2 --expert-parallel --redundant-experts 2 --all-reduce backend",
+        "--tensor-parallel 2 --data-parallel-attention",
         "--pipeline-parallel 2",
         "--stored-weights widen",
         "--role prefill",
@@ -187,14 +188,7 @@ def test_what_changes_nothing_for_an_encoder_is_refused_when_the_model_is_known(
 
 @pytest.mark.parametrize(
     "flag",
-    [
-        "--memory-fraction 0.5",
-        "--no-overlap",
-        "--no-cuda-graphs",
-        "--cuda-graph-max-batch 8",
-        "--expert-tuning 9",
-        "--kernels-wait",
-    ],
+    ["--memory-fraction 0.5", "--no-overlap", "--no-cuda-graphs", "--cuda-graph-max-batch 8", "--expert-tuning 9"],
 )
 def test_what_is_for_gpus_is_refused_on_a_cpu(tmp_path: Path, flag: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

@@ -11,7 +11,7 @@ import pytest
 
 from sapwood_common.contract.sampling import LogitProcessorCall, SamplingParams
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
-from sapwood_testing.worker.group_of_threads import run_group
+from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request

@@ -27,7 +27,7 @@ from sapwood_testing.drafts.answers import (
     tokens_of,
 )
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
-from sapwood_testing.worker.group_of_threads import run_group
+from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request

@@ -24,7 +24,7 @@ _LOAD = (
 _INFO = (
     *("model", "architecture", "dtype", "context_length", "max_running", "max_step_tokens", "page_size", "num_pages"),
     *("weights", "prefill_attention", "decode_attention", "attention_reason", "sizes_reason", "tensor_parallel"),
-    *("pipeline_parallel", "all_reduce", "speculate"),
+    *("pipeline_parallel", "attention_ranks", "all_reduce", "speculate"),
 )
 
 

@@ -167,7 +167,9 @@ async def _run(
                 replays = None if publisher is None else asyncio.ensure_future(publisher.serve_replays())
             epoch = time.time_ns()
             engine.scheduler_started(epoch)
-            service.model = ServedModel(name, info, epoch, grammars, config.max_running or info.max_running)
+            service.model = ServedModel(
+                name, info, epoch, grammars, info.attention_ranks * (config.max_running or 0) or info.max_running
+            )
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
             reason = await scheduler.run(engine.receive, engine.vitals, health.changed)

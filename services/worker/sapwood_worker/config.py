@@ -123,6 +123,13 @@ class WorkerConfig(ServiceConfig):
         "them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a layer on "
         "several hosts have the backend.",
     )
+    data_parallel_attention: bool = Field(
+        False,
+        description="Whether each rank of --tensor-parallel has requests of its own: it computes their attention whole and keeps "
+        "their pages, while MLPs and experts are split over all ranks as ever. For models whose KV cache ranks cannot split "
+        "(latent attention, few key heads): then it holds N times as many tokens. --max-running, --max-step-tokens and "
+        "--num-pages are each rank's.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model, which its ranks share; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
     kv_cache_gb: float | None = Field(
@@ -164,11 +171,6 @@ class WorkerConfig(ServiceConfig):
         None,
         description="On a GPU, an archive that `sapwood kernels build` has written, or a folder of them, of which the one for "
         "this GPU and these packages is taken: kernels that are in it need not be compiled. What has changed since is compiled.",
-    )
-    kernels_wait: bool = Field(
-        False,
-        description="On a GPU where FlashInfer's libraries have to be compiled, in a minute, wait for them before the first "
-        "request; else Triton's kernels compute prompts until they are there, and decodes until the worker is started again.",
     )
     cuda_graphs: bool = Field(
         True,

@@ -40,24 +40,7 @@ class CrashDump:
 
     def planned(self, step: Step) -> None:
         """A step is about to be computed. O(parts): its arrays may change later."""
-        arrays: dict[str, np.ndarray[Any, Any]] = {
-            "token_ids": step.token_ids,
-            "pages": step.pages,
-            "masked": step.masked,
-        }
-        self._steps.append(
-            {
-                "number": step.number,
-                "at": time.time(),
-                "rows": step.rows.tolist(),
-                "starts": step.starts.tolist(),
-                "counts": step.counts.tolist(),
-                "samples": step.samples.tolist(),
-                "shapes": {name: [*array.shape, str(array.dtype)] for name, array in arrays.items()},
-                "entered": [{"row": entry.row, "serial": entry.serial} for entry in step.entries],
-                "copies": step.copies is not None,
-            }
-        )
+        self._steps.append({"number": step.number, "at": time.time()} | _shape_of(step))
 
     def write(self, error: BaseException, requests: Sequence[str], load: Load) -> Path | None:
         """Writes a file; a folder that cannot be written is logged, for the failure itself matters more.
@@ -91,3 +74,23 @@ class CrashDump:
             return None
         logger.error("what the last steps were is in %s", path)
         return path
+
+
+def _shape_of(step: Step) -> dict[str, Any]:
+    """What a step computes, or each rank's part of it, but for the tokens."""
+    if step.parts:
+        return {"ranks": [_shape_of(part) for part in step.parts]}
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "token_ids": step.token_ids,
+        "pages": step.pages,
+        "masked": step.masked,
+    }
+    return {
+        "rows": step.rows.tolist(),
+        "starts": step.starts.tolist(),
+        "counts": step.counts.tolist(),
+        "samples": step.samples.tolist(),
+        "shapes": {name: [*array.shape, str(array.dtype)] for name, array in arrays.items()},
+        "entered": [{"row": entry.row, "serial": entry.serial} for entry in step.entries],
+        "copies": step.copies is not None,
+    }

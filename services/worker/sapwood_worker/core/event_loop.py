@@ -16,10 +16,12 @@ from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.pending_grammars import PendingGrammars
+from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.step_clock import StepClock
 from sapwood_worker.core.tiering import Tiering, device_report
+from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
 from sapwood_worker.ipc.messages import (
     CACHE_FIELDS,
     Abort,
@@ -103,13 +105,13 @@ class EventLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | RankPlanner,
         runner: Runner,
         mailbox: Mailbox,
         grammars: GrammarBackend | None = None,
         operations: Operations | None = None,
         progress: StepProgress | None = None,
-        tiering: Tiering | None = None,
+        tiering: Tiering | TiersOfRanks | None = None,
         *,
         dump: CrashDump | None = None,
         experts: ExpertWatch | None = None,

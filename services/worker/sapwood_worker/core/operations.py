@@ -6,6 +6,7 @@ from array import array
 from typing import Protocol
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import (
     Answered,
@@ -41,7 +42,7 @@ class Operations:
         profiler: Records; None: this process cannot record.
     """
 
-    def __init__(self, scheduler: Scheduler, profiler: Profiler | None = None) -> None:
+    def __init__(self, scheduler: Scheduler | RankPlanner, profiler: Profiler | None = None) -> None:
         self._scheduler = scheduler
         self._profiler = profiler
         self._recording = False

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -26,14 +27,17 @@ from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.experts.balancer import ExpertBalancer
 from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.group.ways import accept
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
+from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.core.tiering import build_tiering
+from sapwood_worker.core.tiering import Tiering, build_tiering
+from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
 from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
 from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
@@ -60,42 +64,58 @@ class RunnerFactory(Protocol):
 def build_scheduler(
     config: WorkerConfig,
     info: ModelInfo,
-    tiers: HierarchicalCache | None = None,
-    masks: MaskFiller | None = None,
+    tiers: Sequence[HierarchicalCache] = (),
+    masks: Callable[[], MaskFiller] | None = None,
     draft: DraftRunner | None = None,
-) -> Scheduler:
-    """The scheduler for a loaded model, and the one that drafts for it."""
+) -> Scheduler | RankPlanner:
+    """The scheduler for a loaded model, and the one that drafts for it.
+
+    Args:
+        config: The worker's configuration.
+        info: The model's.
+        tiers: The KV cache's lower tiers: of each rank that has requests of its own; empty: there are none.
+        masks: Makes what fills grammar masks, which does so for one scheduler; None: no requests with a grammar come.
+        draft: Runs a model that drafts.
+    """
     max_running = config.max_running or info.max_running
     drafter = None
     if draft is not None:
         head = config.speculate.startswith(("eagle:", "mtp"))
         most = max(max_running, draft.info.max_step_tokens)
         drafter = DraftModel(draft, draft.info.context_length, most, config.speculate.partition(":")[0], int(head))
-    return Scheduler(
-        SchedulerConfig(
-            page_size=info.page_size,
-            num_pages=info.num_pages,
-            context_length=info.context_length,
-            eos_token_ids=frozenset(info.eos_token_ids),
-            max_running=max_running,
-            max_waiting=config.max_waiting,
-            max_step_tokens=config.max_step_tokens or info.max_step_tokens,
-            policy=config.policy,
-            starved_after=config.starved_after,
-            prefix_cache=config.prefix_cache and not info.encodes,
-            whole_prompts=info.encodes,
-            eviction=config.eviction,
-            kv_events=True,
-            conservativeness=config.conservativeness,
-            jump_forward=config.jump_forward,
-            speculate=_speculate(config) if info.generates else "off",
-            windows=info.windows,
-            lanes=info.lanes,
-        ),
-        tiers,
-        masks=masks,
-        drafter=drafter,
+    settings = SchedulerConfig(
+        page_size=info.page_size,
+        num_pages=info.num_pages,
+        context_length=info.context_length,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        max_running=max_running,
+        max_waiting=config.max_waiting,
+        max_step_tokens=config.max_step_tokens or info.max_step_tokens,
+        policy=config.policy,
+        starved_after=config.starved_after,
+        prefix_cache=config.prefix_cache and not info.encodes,
+        whole_prompts=info.encodes,
+        eviction=config.eviction,
+        kv_events=True,
+        conservativeness=config.conservativeness,
+        jump_forward=config.jump_forward,
+        speculate=_speculate(config) if info.generates else "off",
+        windows=info.windows,
+        lanes=info.lanes,
     )
+    ranks = info.attention_ranks
+    schedulers = [
+        Scheduler(settings, below, masks=None if masks is None else masks(), drafter=drafter)
+        for below in tiers or (None,) * ranks
+    ]
+    return schedulers[0] if ranks == 1 else RankPlanner(settings, schedulers)
+
+
+def build_tiers(config: WorkerConfig, runner: LoadedRunner) -> Tiering | TiersOfRanks | None:
+    """The tiers below the device's pages; None: there are none. Raises as :class:`Tiering`."""
+    if runner.info.attention_ranks == 1 or runner.host_pool is None or not config.prefix_cache:
+        return build_tiering(config, runner)
+    return TiersOfRanks(config, runner, runner.host_pool)
 
 
 def _speculate(config: WorkerConfig) -> SpeculateName:
@@ -114,8 +134,11 @@ def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend
 
 
 def _described(runner: LoadedRunner, speculate: str) -> ModelInfo:
-    """What the runner says of itself, with its vocabulary's facts and with what drafts for it."""
-    info = msgspec.structs.replace(runner.info, speculate=speculate)
+    """What others are told of the model: of all ranks together, with its vocabulary's facts and with what drafts for it."""
+    info, ranks = runner.info, runner.info.attention_ranks
+    info = msgspec.structs.replace(
+        info, num_pages=ranks * info.num_pages, max_running=ranks * info.max_running, speculate=speculate
+    )
     if runner.vocabulary is None:
         return info
     return msgspec.structs.replace(
@@ -141,10 +164,10 @@ def main() -> int:
     Pulse(arguments.folder / PROGRESS_FILE)
     try:
         runner = _make_runner(arguments, config)
-        tiering = build_tiering(config, runner)
+        tiering = build_tiers(config, runner)
         grammars = build_grammars(config, runner)
-        masks = None if grammars is None else grammars.masks()
-        tiers = None if tiering is None else tiering.cache
+        masks = None if grammars is None else grammars.masks
+        tiers = () if tiering is None else tiering.caches
         scheduler = build_scheduler(config, runner.info, tiers, masks, runner.draft)
     except Exception as error:
         if not isinstance(error, ConfigError):
@@ -205,7 +228,8 @@ def _make_runner(arguments: argparse.Namespace, config: WorkerConfig) -> LoadedR
         with socket.socket(fileno=arguments.steps) as listener:
             elsewhere = range(place.on_node, place.size)
             followers += accept(listener, bytes.fromhex(arguments.key), elsewhere, _COMING_SECONDS)
-    return GroupRunner(factory(config, place), followers)
+    runner = factory(config, place)
+    return (SplitRequestsRunner if runner.info.attention_ranks > 1 else GroupRunner)(runner, followers)
 
 
 def _profiler() -> Profiler | None:

@@ -22,7 +22,7 @@ class StepClock:
         self._clock = clock
         self._waiting: set[int] = set()
         self._times: list[StepTime] = []
-        self._current: deque[tuple[float, int, int, list[int], tuple[CacheLoad, ...]]] = deque()
+        self._current: deque[tuple[float, int, int, list[int], list[CacheLoad]]] = deque()
 
     def submitted(self, serial: int) -> None:
         """Notes that a request waits."""
@@ -34,12 +34,17 @@ class StepClock:
 
     def planned(self, step: Step) -> None:
         """Notes that a step begins. O(requests that enter with it), and a look at the others' numbers."""
-        started = [entry.serial for entry in step.entries if entry.serial in self._waiting]
+        started: list[int] = []
+        loads: list[CacheLoad] = []
+        prefill = decode = 0
+        for part in step.parts or (step,):
+            started += [entry.serial for entry in part.entries if entry.serial in self._waiting]
+            decodes = (part.starts > 0) & ((part.counts == 1) | (part.samples > 1))
+            prefill += len(part.token_ids) - int(part.counts[decodes].sum())
+            decode += int(decodes.sum())
+            loads += () if part.copies is None else part.copies.loads
         self._waiting.difference_update(started)
-        decodes = (step.starts > 0) & ((step.counts == 1) | (step.samples > 1))
-        prefill = len(step.token_ids) - int(step.counts[decodes].sum())
-        loads = () if step.copies is None else step.copies.loads
-        self._current.append((self._clock(), prefill, int(decodes.sum()), started, loads))
+        self._current.append((self._clock(), prefill, decode, started, loads))
 
     def done(self, load_seconds: float = 0.0, spared_tokens: int = 0) -> None:
         """Notes that the oldest unfinished step has ended; its loads took so many seconds, and so many tokens were not read."""

@@ -74,6 +74,7 @@ class Tiering:
 
     Attributes:
         cache: The tiers as the scheduler knows them.
+        caches: The same alone.
         opener: Attaches and detaches stores.
 
     Raises:
@@ -95,6 +96,7 @@ class Tiering:
         storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
         self._config, self._runner, self._pool = config, runner, pool
         self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
+        self.caches = (self.cache,)
         self._take_role(config.role)
         counts = [info.num_pages, *(window.num_pages for window in info.windows)]
         longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)

@@ -118,6 +118,7 @@ class WorkerMetrics:
         )
         self._watch_store(load)
         self._watch_handoffs(load)
+        self._watch_ranks(load)
 
     def watch_vitals(self, vitals: Vitals) -> None:
         """Adds the metrics that read the vitals at each scrape."""
@@ -213,6 +214,25 @@ class WorkerMetrics:
             bytes=OneOf(*map(str, SUM_SIZES)),
         )
 
+    def _watch_ranks(self, load: Callable[[], Load]) -> None:
+        described = {
+            "requests": (
+                "counter",
+                "_total",
+                "Requests that each rank has got, where ranks have requests of their own.",
+            ),
+            "running": ("gauge", "_requests", "Of these, in its batch."),
+            "step_tokens": ("gauge", "", "What a step of these takes, as the tokens that could be computed meanwhile."),
+        }
+        for field, (kind, suffix, text) in described.items():
+            self._metrics.polled(
+                kind,
+                f"sapwood_worker_rank_{field}{suffix}",
+                text,
+                partial(_by_rank, load, field),
+                rank=OneOf(*map(str, range(_RANKS))),
+            )
+
     def _watch_store(self, load: Callable[[], Load]) -> None:
         self._metrics.polled(
             "counter",
@@ -269,6 +289,10 @@ def _field(load: Callable[[], Load], name: str) -> float:
 
 def _drafter(load: Load) -> str:
     return load.drafter or "prefix"
+
+
+def _by_rank(load: Callable[[], Load], name: str) -> list[tuple[tuple[str, ...], float]]:
+    return [((str(rank),), float(getattr(each, name))) for rank, each in enumerate(load().ranks)]
 
 
 def _by_expert(tokens: tuple[int, ...]) -> list[tuple[tuple[str], float]]:

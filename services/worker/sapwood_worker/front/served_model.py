@@ -46,6 +46,7 @@ def to_model_info(model: ServedModel, role: Role) -> worker_pb2.GetModelInfoResp
         tensor_parallel=info.tensor_parallel,
         pipeline_parallel=info.pipeline_parallel,
         all_reduce=info.all_reduce.words,
+        attention_ranks=info.attention_ranks,
         weights=info.weights,
         logit_processors=info.logit_processors,
         max_running=model.max_running,

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+
+class RankLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The load of a rank that has requests of its own.
+
+    Attributes:
+        requests: Requests that it has got so far.
+        running: Those that run now.
+        step_tokens: What a step of theirs takes, as many tokens as could be computed meanwhile.
+    """
+
+    requests: int
+    running: int
+    step_tokens: float
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -48,6 +64,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         storage_id: Names the third tier's store for all who share it; empty: there is none, or nothing is read from it.
         drafts: Drafts of requests' next tokens that were checked, whatever their length.
         drafter: What makes them; empty: nothing does.
+        ranks: Those of the ranks that have requests of their own; empty: all have all.
     """
 
     running_requests: int = 0
@@ -89,3 +106,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     drafts: int = 0
     drafter: str = ""
     pulled_early_bytes: int = 0
+    ranks: tuple[RankLoad, ...] = ()
+
+
+def sum_loads(loads: Sequence[Load], ranks: tuple[RankLoad, ...]) -> Load:
+    """The load of all ranks together, given each one's; names are the first rank's."""
+    first = msgspec.structs.asdict(loads[0])
+    sums = {name: sum(getattr(load, name) for load in loads) for name, value in first.items() if isinstance(value, int)}
+    return msgspec.structs.replace(loads[0], **sums, ranks=ranks)

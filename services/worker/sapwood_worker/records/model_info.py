@@ -86,6 +86,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             earlier one; empty: there are none.
         expert_tile_sizes: Batch sizes whose tiles were measured.
         tensor_parallel: Ranks that its layers are split over.
+        attention_ranks: Ranks that have requests of their own, each with so many pages; 1: all have all of them.
         pipeline_parallel: Stages that its layers are spread over.
         all_reduce: What sums tensors over the ranks of a layer.
         lanes: Steps that its stages compute at once, of other requests each; 1 on a GPU, where a decode's graph holds all of it.
@@ -122,6 +123,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_tiles: str = ""
     expert_tile_sizes: int = 0
     tensor_parallel: int = 1
+    attention_ranks: int = 1
     pipeline_parallel: int = 1
     all_reduce: SumChoices = SumChoices()
     lanes: int = 1

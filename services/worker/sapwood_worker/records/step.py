@@ -80,6 +80,10 @@ class Step:
         masks: What these may be; None if ``masked`` is empty.
         copies: Pages to copy before the step is computed; None: none, and no report is expected. A step may have copies only.
         moves: Experts that move between ranks before the step is computed.
+        rank_tokens: int64: where each rank has requests of its own, how many tokens each of them computes in this step, of which
+            this is one rank's part; empty: all ranks compute the same, or there is but one.
+        decodes: Whether ``rank_tokens`` are of decodes only, one token each.
+        parts: What each rank computes, of a step of ranks with requests of their own, which has but number, moves and parts.
     """
 
     number: int
@@ -94,10 +98,13 @@ class Step:
     masks: LateMasks | None = None
     copies: Copies | None = None
     moves: tuple[ExpertMove, ...] = ()
+    rank_tokens: IntArray = field(default_factory=lambda: _NONE)
+    decodes: bool = False
+    parts: tuple[Step, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(len(self.rows)) or self.copies is not None
+        return bool(len(self.rows)) or self.copies is not None or any(self.parts)
 
     def sampled(self) -> IntArray:
         """int64 [R]: after which of the T tokens to sample. O(parts)."""
@@ -126,6 +133,7 @@ class ModelOutput:
         logprobs: The log probabilities of ``token_ids`` (of -1 none), by the part's index, where they were asked for.
         failures: Why a part's token is -1, by its index, where a logit processor failed.
         spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
+        parts: The answers to the step's parts, of a step that has parts.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
             the first.
@@ -139,6 +147,7 @@ class ModelOutput:
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     spared_tokens: int = 0
+    parts: tuple[ModelOutput, ...] = ()
 
 
 class LaunchedStep(Protocol):

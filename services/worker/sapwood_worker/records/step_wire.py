@@ -18,9 +18,9 @@ from sapwood_worker.records.experts import ExpertMove
 from sapwood_worker.records.page_copies import Copies
 from sapwood_worker.records.step import Entry, IntArray, LateMasks, Masks, Step
 
-_MAGIC = 0x5345_5453_0003
-_FIELDS = 8
-_, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS = range(_FIELDS)
+_MAGIC = 0x5345_5453_0004
+_FIELDS = 10
+_, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS, _RANKS, _DECODES = range(_FIELDS)
 
 _Records = tuple[tuple[Entry, ...], Copies | None, tuple[ExpertMove, ...]]
 
@@ -39,19 +39,20 @@ _decoder: msgspec.msgpack.Decoder[_Records] = msgspec.msgpack.Decoder(_Records, 
 
 
 def encode(step: Step) -> bytearray:
-    """The step, but for its masks."""
+    """The step, but for its masks; a part of one that has parts."""
+    assert not step.parts, "each rank gets its own"
     held = step.entries, step.copies, step.moves
     records = _encoder.encode(held) if step.entries or step.copies is not None or step.moves else b""
     parts, width = step.pages.shape
     numbers = (_MAGIC, 0, step.number, parts, len(step.token_ids), width, len(step.masked), len(records))
-    header = np.array(numbers, np.int64)
+    header = np.array((*numbers, len(step.rank_tokens), step.decodes), np.int64)
     header[_BYTES] = _size(header)
     buffer = bytearray(int(header[_BYTES]))
     np.frombuffer(buffer, np.int64, _FIELDS)[:] = header
-    places, tokens, masked, pages, packed = _views(header, buffer)
+    places, tokens, masked, ranks, pages, packed = _views(header, buffer)
     for place, array in zip(places, (step.rows, step.starts, step.counts, step.samples), strict=True):
         place[:] = array
-    tokens[:], masked[:], pages[:] = step.token_ids, step.masked, step.pages
+    tokens[:], masked[:], ranks[:], pages[:] = step.token_ids, step.masked, step.rank_tokens, step.pages
     packed[:] = np.frombuffer(records, np.uint8)
     return buffer
 
@@ -71,13 +72,15 @@ def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
     header = np.frombuffer(buffer, np.int64, _FIELDS)
     if header[0] != _MAGIC or (header < 0).any() or not _size(header) == header[_BYTES] <= len(buffer):
         raise ValueError("the buffer does not hold a whole step")
-    parts, tokens, masked, pages, records = _views(header, buffer)
+    parts, tokens, masked, ranks, pages, records = _views(header, buffer)
     entries, copies, moves = _decoder.decode(records.data) if len(records) else ((), None, ())
     rows, starts, counts, samples = parts
     late = masks if len(masked) else None
-    return Step(
+    step = Step(
         int(header[_NUMBER]), rows, starts, counts, samples, tokens, pages, entries, masked, late, copies, moves
     )
+    step.rank_tokens, step.decodes = ranks, bool(header[_DECODES])
+    return step
 
 
 def encode_masks(masks: Masks) -> bytes:
@@ -92,11 +95,12 @@ def read_masks(buffer: bytearray, count: int) -> Masks:
 
 def _shapes(header: IntArray) -> tuple[tuple[type[np.generic], tuple[int, ...]], ...]:
     """The arrays behind a header, in order: dtype and shape."""
-    _, _, _, parts, tokens, width, masked, records = header.tolist()
+    _, _, _, parts, tokens, width, masked, records, ranks, _ = header.tolist()
     return (
         (np.int64, (4, parts)),
         (np.int64, (tokens,)),
         (np.int64, (masked,)),
+        (np.int64, (ranks,)),
         (np.int32, (parts, width)),
         (np.uint8, (records,)),
     )

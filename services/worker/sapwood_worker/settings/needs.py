@@ -50,6 +50,23 @@ NEEDS = (
     ),
     Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
     Needs(("all_reduce",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+    Needs(("data_parallel_attention",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+    Needs(("data_parallel_attention",), lambda config: config.pipeline_parallel == 1, "with {pipeline_parallel}"),
+    Needs(
+        ("storage", *_STORE_OPTIONS, "role"),
+        lambda config: not config.data_parallel_attention,
+        "with {data_parallel_attention}: each rank has pages of its own",
+    ),
+    Needs(
+        ("all_reduce",),
+        lambda config: not config.data_parallel_attention,
+        "with {data_parallel_attention}, where a rank gets the sums of its own rows only",
+    ),
+    Needs(
+        ("speculate",),
+        lambda config: not config.data_parallel_attention or config.speculate in ("auto", "prefix", "off"),
+        "with {data_parallel_attention}, unless it is auto, prefix or off",
+    ),
     Needs(("redundant_experts",), lambda config: config.expert_parallel, "without {expert_parallel}"),
     Needs(
         ("redundant_experts",),

@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.group_of_threads import run_group
+from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.scheduler.config import SchedulerConfig

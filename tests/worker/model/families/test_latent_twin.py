@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.latent_twin import write_twin
+from sapwood_testing.worker.latent_twin import write_demo_twin, write_twin
 from sapwood_worker.model.loader import load_model
 
 TWIN = "from sapwood_testing.worker.latent_twin import TWIN"
@@ -45,25 +44,8 @@ def test_a_tiny_models_twin_gives_its_logits(plugin, tiny_model, make_runner, ma
 @pytest.mark.model
 def test_the_demo_models_twin_says_what_it_says(plugin, demo_runner, make_runner, make_driver):
     plugin("sapwood.model_families", "gemma3_latent", TWIN, "TWIN")
-    demo = load(demo_path())
-    config = demo.config
-    settings = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": 1,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.rms_norm_eps,
-        "sliding_window": next(window for window in config.windows if window),
-        "query_pre_attn_scalar": config.head_dim,
-        "rope_theta": 1_000_000.0,
-    }
     with tempfile.TemporaryDirectory() as folder:
-        write_twin(demo, Path(folder), **settings)
-        del demo
+        write_demo_twin(Path(folder))
         twin = make_runner(Path(folder), num_pages=1024, max_running=4)
     # "The capital of France is", "Water is made of the atoms hydrogen and oxygen", and one longer than the window of 512.
     prompts = {0: [2, 818, 5279, 529, 7001, 563], 1: [2, 7925, 563, 1603, 529, 506], 2: [2, *range(1000, 1550)]}

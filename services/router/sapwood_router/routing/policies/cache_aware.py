@@ -123,16 +123,15 @@ class CacheAware:
             for address in addresses:
                 if blocks.knows(address):
                     told[address] = int(exact.get(address, _NOTHING)[1])
-                elif (pages := index.overlap(address, hashes)) > 0:
-                    sent[address] = pages
+                else:
+                    sent[address] = index.overlap(address, hashes)
             sent |= index.beyond(told, hashes, _EVENT_SECONDS)
             if hot.handing:
                 handed |= {address: HANDED_WEIGHT * hot.handed(address, hashes) for address in addresses}
-        found = [(view.address, view.page_size, *exact.get(view.address, _NOTHING)) for view in workers]
-        if not sent and not handed:
-            return [(pages * size, weight * size) for _, size, pages, weight in found]
         result = []
-        for address, size, pages, weight in found:
+        for view in workers:
+            address, size = view.address, view.page_size
+            pages, weight = exact.get(address, _NOTHING)
             more = sent.get(address, 0)
             result.append((max(pages, more) * size, max(weight, more, handed.get(address, 0.0)) * size))
         return result

@@ -39,6 +39,7 @@ def follow(runner: LoadedRunner, leader: Connection) -> None:
     """
     leader.send_bytes(READY)
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
+    whole = runner.info.attention_ranks > 1
     lanes, unasked = runner.info.lanes > 1, 0
     while True:
         try:
@@ -61,7 +62,7 @@ def follow(runner: LoadedRunner, leader: Connection) -> None:
             if unasked:
                 unasked -= 1
             else:
-                leader.send_bytes(_report(*launched.popleft()).to_bytes())
+                leader.send_bytes(_report(*launched.popleft(), whole=whole).to_bytes())
             continue
         # With lanes the leader goes on before it asks, and then waits for what this rank should have sent.
         if isinstance(failed, Exception) and (lanes or not leader.poll(_ALONE_SECONDS)):
@@ -88,11 +89,11 @@ def finished(launched: LaunchedStep | Exception) -> LaunchedStep | Exception:
         return error
 
 
-def _report(number: int, launched: LaunchedStep | Exception) -> RankReport:
+def _report(number: int, launched: LaunchedStep | Exception, *, whole: bool = False) -> RankReport:
     if isinstance(launched, Exception):
         return RankReport.of_failure(number, launched)
     try:
-        return RankReport.of(launched.result())
+        return RankReport.of(launched.result(), whole=whole)
     except Exception as error:
         logger.exception("step %d failed", number)
         return RankReport.of_failure(number, error)

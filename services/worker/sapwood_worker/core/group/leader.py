@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from sapwood_common.errors import ConfigError
-from sapwood_worker.core.group.follower import COLLECT, READY, attempt, finished
+from sapwood_worker.core.group.follower import attempt
+from sapwood_worker.core.group.followers import Followers
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
@@ -17,23 +17,18 @@ from sapwood_worker.records.step import (
     LaunchedStep,
     Masks,
     ModelOutput,
-    RankGoneError,
     RankLostError,
     ReadyMasks,
     Step,
 )
 from sapwood_worker.records.step_wire import encode, encode_masks
 
-_ALONE_SECONDS = 1.0
-"""Seconds that followers get to report a step that has failed here."""
-
 
 class GroupRunner:
     """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0 of a group.
 
     Ranks exchange what the layers need among themselves, and each samples from the same logits; so a step goes one way, and
-    nothing comes back but a report. A step is a few kilobytes: it goes over a socket to each, whose other end the kernel wakes at
-    once, and which ends with either process. No tokens leave before all ranks have reported the same.
+    nothing comes back but a report. No tokens leave before all ranks have reported the same.
 
     Args:
         runner: This rank's part of the model.
@@ -52,15 +47,8 @@ class GroupRunner:
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
         self._runner = runner
-        self._followers = followers
+        self._followers = Followers(followers, asynchronous=runner.asynchronous)
         self._copies = _GroupCopies(1 + len(followers))
-        for rank, follower in enumerate(followers, 1):
-            try:
-                said = follower.recv_bytes()
-            except (EOFError, OSError):
-                said = b"it has ended"
-            if said != READY:
-                raise ConfigError(f"rank {rank} of {1 + len(followers)}: {said.decode(errors='replace')}")
 
     def cache_identity(self) -> str:
         return self._runner.cache_identity()
@@ -78,11 +66,7 @@ class GroupRunner:
 
     def tell(self, message: bytes | bytearray) -> None:
         """Sends a message to all followers. Raises RankLostError if one is gone."""
-        for rank, follower in enumerate(self._followers, 1):
-            try:
-                follower.send_bytes(message)
-            except OSError as error:
-                raise RankGoneError(f"rank {rank} is gone") from error
+        self._followers.tell(message)
 
     def collect(self, launched: LaunchedStep | Exception) -> ModelOutput:
         """Waits until all ranks have computed the oldest unfinished step.
@@ -94,42 +78,13 @@ class GroupRunner:
             RankLostError: Some have not, or not the same.
             Exception: What the step failed with, on all ranks.
         """
-        self.tell(COLLECT)
-        launched = finished(launched)
-        reports = [self._report_of(rank, launched) for rank in range(1, 1 + len(self._followers))]
-        failed = [(rank, report.error) for rank, report in enumerate(reports, 1) if report.error]
-        if failed and (len(failed) < len(reports) or (self.asynchronous and not isinstance(launched, Exception))):
-            raise RankLostError("rank {} failed: {}".format(*failed[0]))
-        try:
-            output = _result(launched)
-        except Exception as error:
-            if failed:
-                raise
-            raise RankLostError(f"rank 0 failed alone: {error}") from error
+        output, reports = self._followers.collect(launched)
         own = RankReport.of(output)
         for rank, report in enumerate(reports, 1):
-            if report.error:
-                raise RankLostError(f"rank {rank} failed: {report.error}")
             if (report.step, report.digest) != (own.step, own.digest):
                 raise RankLostError(f"rank {rank} diverged: in step {own.step} it sampled other tokens than rank 0")
         output.copied = self._copies.merge([own.copied, *(report.copied for report in reports)])
         return output
-
-    def _report_of(self, rank: int, launched: LaunchedStep | Exception) -> RankReport:
-        """A follower's report: it comes when the step is over there, which it never is if this rank alone has failed."""
-        follower = self._followers[rank - 1]
-        if isinstance(launched, Exception) and not follower.poll(_ALONE_SECONDS):
-            raise RankLostError(f"rank 0 failed alone: {launched}") from launched
-        try:
-            return RankReport.from_bytes(follower.recv_bytes())
-        except Exception as error:  # the end of the connection, or what the rank says of its own
-            raise RankGoneError(f"rank {rank} is gone") from error
-
-
-def _result(launched: LaunchedStep | Exception) -> ModelOutput:
-    if isinstance(launched, Exception):
-        raise launched
-    return launched.result()
 
 
 class _GroupStep:

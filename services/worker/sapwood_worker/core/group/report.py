@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from sapwood_worker.records.page_copies import NOTHING, CopyReport
 from sapwood_worker.records.step import ModelOutput
@@ -18,16 +21,20 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         digest: A hash of the sampled tokens; if it is not equal on all ranks, one of them computes something else.
         copied: The copies between tiers that have ended there.
         error: What the step failed with; empty: it has not.
+        output: What the rank has sampled for requests of its own; None: all ranks sample the same.
     """
 
     step: int
     digest: int = 0
     copied: CopyReport = NOTHING
     error: str = ""
+    output: ModelOutput | None = None
 
     @staticmethod
-    def of(output: ModelOutput) -> RankReport:
-        """The report of a step's output. O(parts)."""
+    def of(output: ModelOutput, *, whole: bool = False) -> RankReport:
+        """The report of a step's output, with it or with a digest of it. O(parts)."""
+        if whole:
+            return RankReport(output.step, copied=output.copied, output=output)
         return RankReport(output.step, zlib.crc32(_encoder.encode(output.token_ids)), output.copied)
 
     @staticmethod
@@ -45,5 +52,14 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         return _decoder.decode(data)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RankReport)
+def _pack(value: Any) -> bytes:
+    assert isinstance(value, np.ndarray)
+    return value.astype(np.float32, copy=False).tobytes()
+
+
+def _unpack(_: type, data: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(data, np.float32)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoder = msgspec.msgpack.Decoder(RankReport, dec_hook=_unpack)

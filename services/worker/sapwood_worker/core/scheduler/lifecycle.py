@@ -5,6 +5,8 @@ Complexity: O(1), but for a lookup in the cache's third tier when a request come
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
@@ -90,6 +92,16 @@ class Lifecycle:
             request.held = self._tiers.queued(
                 request.serial, request.reusable[:-1], request.namespace, cached, request.ticket
             )
+
+    def give_away(self, request: Request | None, suits: Callable[[Request], bool]) -> Request | None:
+        """Forgets a waiting request as if it had not come, if it has never run and suits who takes it; returns it then."""
+        if request is None or request.cached is not None or not suits(request):
+            return None
+        self._waiting.remove(request, request.remaining)
+        if self._tiers is not None:
+            self._tiers.settle(request.serial)
+        self._fairness.ended(request.tenant)
+        return self.requests.pop(request.serial)
 
     def abort(self, serial: int) -> bool:
         """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).

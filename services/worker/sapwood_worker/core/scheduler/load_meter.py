@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import NamedTuple
+
 import msgspec
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.page_allocator import PageAllocator
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission
+from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.core.scheduler.speculation.speculation import Speculation
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 from sapwood_worker.records.load import Load
+
+
+class Demand(NamedTuple):
+    """What a scheduler's next step could compute.
+
+    Attributes:
+        rows: Running requests.
+        context: Tokens that they have cached.
+        prompts: Tokens of prompts that are still to be computed, with those of the next few requests that there are rows for.
+    """
+
+    rows: int
+    context: int
+    prompts: int
+
+
+_LOOKED_AT = 8
+"""Waiting requests of which it is looked up how much they would have to compute."""
+
+
+def measure_demand(running: RunningBatch, admissible: Iterable[Request], cached: Callable[[Request], int]) -> Demand:
+    """The demand now; changes nothing.
+
+    Args:
+        running: What runs.
+        admissible: The waiting requests that there are rows for, in their order.
+        cached: Tells how many tokens of one the prefix cache has.
+    """
+    prompts = sum(request.remaining - cached(request) for request in islice(admissible, _LOOKED_AT))
+    context = 0
+    for request in running.requests:
+        context += request.planned
+        if (left := request.remaining) > 1:
+            prompts += left
+    return Demand(len(running), context, prompts)
 
 
 def measure_load(

@@ -17,6 +17,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
@@ -27,7 +28,7 @@ from sapwood_worker.core.scheduler.admission import Admission
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.consistency import check_requests
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
-from sapwood_worker.core.scheduler.load_meter import measure_load
+from sapwood_worker.core.scheduler.load_meter import Demand, measure_demand, measure_load
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
 from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
@@ -99,7 +100,9 @@ class Scheduler:
         self._running = RunningBatch(table, self._cache, config.page_size)
         self._fairness = TenantFairness()
         self._order = AdmissionOrder(
-            make_policy(config.policy, self._match_length, self._match_path),
+            make_policy(
+                config.policy, self.cached_tokens, lambda each: self._cache.path(each.reusable, each.namespace)
+            ),
             self._fairness,
             by_priority=config.policy == "priority",
             starved_after=config.starved_after,
@@ -236,12 +239,29 @@ class Scheduler:
             return len(self._in_flight) < self.lanes
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
-    def schedule(self) -> Step:
+    @property
+    def demand(self) -> Demand:
+        """What the next step could compute. O(running), and a look into the cache for a few that wait."""
+        first = islice(self._order.order(self._waiting, self._steps), self._config.max_running - len(self._running))
+        return measure_demand(self._running, first, self.cached_tokens)
+
+    def give_away(self, suits: Callable[[Request], bool]) -> Request | None:
+        """Forgets the request that is admitted next, if it has never run and suits another scheduler; returns it."""
+        return self._lifecycle.give_away(next(self._order.order(self._waiting, self._steps), None), suits)
+
+    def cached_tokens(self, request: Request) -> int:
+        """How many tokens of a request the prefix cache has."""
+        return self._cache.probe(request.reusable, request.namespace)[0] * self._config.page_size
+
+    def schedule(self, most_tokens: int | None = None) -> Step:
         """Plans the next step; the result is false if there is nothing to do, or nothing until :meth:`update`.
 
         With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end, as if it sampled
         no end tokens. What is computed in vain is thrown away, and no request is retracted meanwhile. With lanes it computes no
         request of which a step in flight samples a token.
+
+        Args:
+            most_tokens: The step's token budget; None: what the configuration says.
         """
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
@@ -256,7 +276,7 @@ class Scheduler:
         plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight, lanes=self.lanes)
         if plan is None:
             return Step(self._steps)
-        budget = max(1, self._config.max_step_tokens - len(plan.decodes) - len(plan.last_tokens))
+        budget = max(1, (most_tokens or self._config.max_step_tokens) - len(plan.decodes) - len(plan.last_tokens))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running(plan.unfinished)
@@ -378,9 +398,3 @@ class Scheduler:
             while self._retract_all and self._running.requests:
                 self._retraction.put_back(self._running.requests[-1], self._steps)
             self._retract_all = False
-
-    def _match_length(self, request: Request) -> int:
-        return self._cache.probe(request.reusable, request.namespace)[0]
-
-    def _match_path(self, request: Request) -> list[int]:
-        return self._cache.path(request.reusable, request.namespace)

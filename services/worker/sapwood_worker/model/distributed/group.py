@@ -20,11 +20,13 @@ class Group:
         rank: This process's place in the group, from 0.
         size: Ranks in the group.
         sums: How it sums tensors, where there is a choice.
+        partial: Whether :meth:`all_reduce` leaves each rank its part, which whoever calls the layer sums.
     """
 
     rank: int = 0
     size: int = 1
     sums: AllReduce | None = None
+    partial: bool = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over the ranks, in place; returns x."""
@@ -32,6 +34,10 @@ class Group:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors [..., N] side by side in their order: [..., size * N]."""
+        return x
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The ranks' rows below each other in their order: [T, ...] -> [size * T, ...]."""
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

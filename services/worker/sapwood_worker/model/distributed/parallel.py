@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.group import Group, ValueT
+from sapwood_worker.model.distributed.own_rows import OwnRows, PartialSums
 from sapwood_worker.model.distributed.stages import split_layers
 from sapwood_worker.model.weight_slot import Span, whole
 
@@ -21,6 +22,8 @@ class Parallel:
         dp: Data parallel: requests are split.
         ep: Expert parallel: each rank has some of the experts, whole; of one rank: all have a part of each by ``tp``.
         redundant_experts: Slots of a layer beyond one for each expert, over the ranks of ``ep``.
+        rows: With data-parallel attention, how the ranks of ``tp``, each of which has requests of its own, compute MLPs together;
+            None: all ranks have all rows.
     """
 
     tp: Group = field(default_factory=Group)
@@ -28,6 +31,17 @@ class Parallel:
     dp: Group = field(default_factory=Group)
     ep: Group = field(default_factory=Group)
     redundant_experts: int = 0
+    rows: OwnRows | None = None
+
+    @property
+    def attending(self) -> Parallel:
+        """The groups of what is not split where ranks have requests of their own: attention and vocabulary."""
+        return self if self.rows is None else Parallel(pp=self.pp)
+
+    @property
+    def joined(self) -> Parallel:
+        """The groups of what all ranks compute together: MLPs and experts."""
+        return self if self.rows is None else replace(self, tp=PartialSums(self.tp))
 
     def own_layers(self, costs: Sequence[int]) -> range:
         """The layers that this rank's stage has, given what each costs.

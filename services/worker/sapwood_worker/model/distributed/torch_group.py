@@ -99,8 +99,16 @@ class TorchGroup(Group):
             return torch.cat(self.parts.gather(x).unbind(), -1)
         return torch.cat(self.backend.gather(x).unbind(), -1)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        result = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(result, x.contiguous(), group=self._group)
+        return result
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         result = x.new_empty(len(x) // self.size, *x.shape[1:])
+        if x.is_cpu:
+            add_up([part.chunk(self.size)[self.rank] for part in self.backend.gather(x)], result)
+            return result
         dist.reduce_scatter_tensor(result, x.contiguous(), group=self._group)
         return result
 

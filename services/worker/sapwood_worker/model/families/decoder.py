@@ -13,6 +13,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from sapwood_worker.model.layers.joined_mlp import JoinedMLP
 from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
@@ -73,7 +74,7 @@ def _norm(config: ModelConfig, context: LayerContext) -> AnyNorm:
     )
 
 
-def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | PlainMLP | SparseMLP:
+def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | PlainMLP | SparseMLP | JoinedMLP:
     """A layer's MLP, or the mixture of experts in its place.
 
     Args:
@@ -81,6 +82,12 @@ def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> Gate
         index: The layer's index.
         context: Where and how the layer is built.
     """
+    rows = context.parallel.rows
+    mlp = _feed_forward(config, index, context.joined)
+    return mlp if rows is None else JoinedMLP(mlp, rows)
+
+
+def _feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | PlainMLP | SparseMLP:
     width, sparse, activation = config.hidden_size, config.sparse, config.activation
     if sparse is not None and index not in sparse.dense_layers:
         return SparseMLP(width, sparse, activation=activation, context=context.inside(sparse.block))
@@ -101,7 +108,7 @@ class DecoderLayer(Layer, ABC):
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
-        self.attention = self_attention(config, index, context.inside("self_attn"))
+        self.attention = self_attention(config, index, context.attending.inside("self_attn"))
         self.mlp = feed_forward(config, index, context)
         self.norms = nn.ModuleDict({name: _norm(config, context.inside(name)) for name in self.norm_names()})
 
@@ -142,23 +149,23 @@ class DecoderModel(Layer):
         super().__init__()
         self.config = config
         vocab, width = config.vocab_size, config.hidden_size
-        inside = context.inside("model")
+        inside, vocabulary = context.inside("model"), context.attending
         self._stages = context.parallel.pp
         self.own = context.parallel.own_layers([config.layer_cost(i) for i in range(config.num_layers)])
         tied = config.tie_word_embeddings and config.labels is None
         self.embedding: VocabParallelEmbedding | None = None
         if self._stages.rank == 0 or tied:
-            named = inside.inside("embed_tokens")
+            named = vocabulary.inside("model").inside("embed_tokens")
             self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, named)
         self.layers = nn.ModuleList(layer_class(config, i, inside.inside(f"layers.{i}")) for i in self.own)
         self.norm = _norm(config, inside.inside("norm"))
         if config.labels is None:
             table = self.embedding.table if tied and self.embedding is not None else None
-            inside, scale, softcap = context.inside("lm_head"), config.logit_scale, config.final_softcap
+            inside, scale, softcap = vocabulary.inside("lm_head"), config.logit_scale, config.final_softcap
             self.head = VocabParallelHead(vocab, width, tied=table, softcap=softcap, scale=scale, context=inside)
         else:
             count = len(config.labels.names)
-            self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=context.inside("score"))
+            self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=vocabulary.inside("score"))
         ropes = list(dict.fromkeys(config.ropes))
         dim, longest = config.head_dim, config.max_position
         self.rotary = nn.ModuleList(

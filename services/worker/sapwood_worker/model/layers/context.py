@@ -40,6 +40,16 @@ class LayerContext:
         return self.parallel.tp if self.parallel.tp.size > 1 else None
 
     @property
+    def attending(self) -> LayerContext:
+        """The same for attention or the vocabulary, which ranks with requests of their own have whole."""
+        return replace(self, parallel=self.parallel.attending)
+
+    @property
+    def joined(self) -> LayerContext:
+        """The same for an MLP, which all ranks compute together."""
+        return replace(self, parallel=self.parallel.joined)
+
+    @property
     def device(self) -> torch.device:
         """Where the weights lie."""
         return self.ops.device

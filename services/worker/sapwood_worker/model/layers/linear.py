@@ -111,8 +111,9 @@ class RowLinear(Linear):
         result = method.apply(x, gate_before=gate)
         if group is not None:
             result = group.all_reduce(result)
-            for bias in self._late_bias.values():
-                result += bias.target
+            if not group.partial or group.rank == 0:
+                for bias in self._late_bias.values():
+                    result += bias.target
         if residual is None:
             return result
         residual += result

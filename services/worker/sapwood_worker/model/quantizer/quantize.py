@@ -22,7 +22,6 @@ from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.quantizer.checkpoint import CheckpointWriter
 from sapwood_worker.model.quantizer.layers import LayerRun
 from sapwood_worker.model.quantizer.schemes import Scheme
-from sapwood_worker.model.runner.options import DTYPES
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -76,7 +75,7 @@ def quantize(
     if target.exists():
         raise ConfigError(f"{target} is there already")
     ops = device_ops(device)
-    dtype = DTYPES[ops.default_dtype]
+    dtype = torch.float32 if ops.device.type == "cpu" else torch.bfloat16
 
     def load(path: Path) -> LoadedModel:
         return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0)

@@ -12,7 +12,6 @@ from torch import Tensor
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionNeeds
-from sapwood_worker.model.attention.meanwhile import Compiling, meanwhile
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig
@@ -24,8 +23,8 @@ from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
-    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +40,10 @@ class AttentionBuilder:
         dtype: The model's.
         cached: The pool's dtype.
         ops: The device's.
-        compiling: Libraries that backends of choice may need, and that need not be waited for if there is another way; None: all
-            is there, or is waited for.
 
     Attributes:
         prefill: What computes prompts.
         decode: What computes decodes.
-        waits: Whether what ``compiling`` makes has to be there before anything is computed.
 
     Raises:
         ConfigError: A backend that the options name cannot serve the model.
@@ -62,25 +58,21 @@ class AttentionBuilder:
         dtype: torch.dtype,
         cached: torch.dtype,
         ops: DeviceOps,
-        compiling: Compiling | None = None,
     ) -> None:
         self._share = options.shared_prefix_attention
+        self._alone = options.parallel.rows is None
         self._model = model
         self._config = config
         self._ops = ops
         generates = config.labels is None  # a graph ends with the choice of a token
         self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and generates
         [kept] = {(each.heads, each.dim) for each in layout.components}  # kernels are planned for one shape
-        heads = options.parallel.shard("num_attention_heads", config.num_heads).size
+        heads = options.parallel.attending.shard("num_attention_heads", config.num_heads).size
         shape = AttentionShape(heads, *kept, options.page_size, dtype)
         kinds = tuple(dict.fromkeys(config.kinds))
         self._needs = AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
         self.prefill = choose_backend(options.attention_backend, "prefill", self._needs, ops)
         self.decode = choose_backend(options.attention_backend, "decode", self._needs, ops)
-        other = None if compiling is None else meanwhile(self.prefill, self.decode, self._needs, ops, compiling)
-        self.waits = other is None
-        if other is not None:
-            self.prefill, self.decode = other
         for half, chosen in (("prefill", self.prefill), ("decode", self.decode)):
             logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
 
@@ -123,10 +115,11 @@ class AttentionBuilder:
         make = backend.graphs() if self._captures else None
         if make is None:
             return backend, None
-        from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, ladder
+        from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
 
         sizes = ladder(largest) if whole_ladder else [largest]
-        makes = make, backend.shared_graphs()
+        # Ranks that compute a step together replay graphs of one size.
+        makes = make, backend.shared_graphs() if self._alone else None
         return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, last_tokens, self._ops, shifted)
 
     @torch.inference_mode()
@@ -145,7 +138,7 @@ class AttentionBuilder:
         if not self._captures:
             return None
         assert not isinstance(self._model, Head)
-        from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+        from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
         worth = worth_capturing(self._model.layer_size(), float8=float8, sparse=self._config.sparse is not None)
         largest = min(worth, most)

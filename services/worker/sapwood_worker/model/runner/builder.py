@@ -45,7 +45,7 @@ from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo, SumChoices
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 # Pages beyond those that the scheduler knows of, to which padding rows write.
@@ -141,7 +141,7 @@ class _Builder:
         logger.info("linear layers: %s", self._weights)
         kept = "float8_e4m3fn" if float8 else self._dtype_name
         self._whole = loaded.family.kv_layout(self._config, kept, options.page_size)
-        layout = self._whole.stage(self._model.own).shard(self._tp.size)
+        layout = self._whole.stage(self._model.own).shard(self._parallel.attending.tp.size)
         self._layout = layout.kept_whole() if options.one_table else layout
         self._sizes = self._choose_sizes()
         running = self._sizes.max_running
@@ -153,11 +153,10 @@ class _Builder:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._parallel.exchange(own))
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
-        beside = None if options.kernels_wait else compiling
         self._attention = AttentionBuilder(
-            options, self._model, self._config, self._layout, self._dtype, cached, self._ops, beside
+            options, self._model, self._config, self._layout, self._dtype, cached, self._ops
         )
-        if compiling is not None and self._attention.waits:
+        if compiling is not None:
             compiling.wait(logger.info)
 
     @property
@@ -282,7 +281,7 @@ class _Builder:
             shortened=sentences.shortened,
             prefill_attention=self._attention.prefill.name,
             decode_attention=self._attention.decode.name,
-            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.groups_experts else "",
+            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.captures else "",
             expert_tile_sizes=self._ops.tuning.sizes,
             attention_reason=self._attention.reason,
             special_ids=sentences.special_ids,
@@ -293,6 +292,7 @@ class _Builder:
                 if group
             ),
             tensor_parallel=self._tp.size,
+            attention_ranks=1 if self._parallel.rows is None else self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
             all_reduce=SumChoices() if self._tp.sums is None else self._tp.sums.report,
             lanes=1 if self._ops.asynchronous else self._parallel.pp.size,

@@ -16,6 +16,7 @@ from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
 from sapwood_worker.model.compiled_kernels import take_kernels
+from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
@@ -30,11 +31,12 @@ from sapwood_worker.records.place import ALONE, Place
 logger = logging.getLogger(__name__)
 
 _GRAPHS = ("cuda_graphs", "cuda_graph_max_batch", "expert_tuning")
-ON_CPU = (Needs(("memory_fraction", "overlap", "kernels_wait", *_GRAPHS), lambda config: False, "on a CPU"),)
+ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
     Needs(
         (
-            *("tensor_parallel", "pipeline_parallel", "expert_parallel", "redundant_experts", "all_reduce"),
+            *("tensor_parallel", "pipeline_parallel", "data_parallel_attention"),
+            *("expert_parallel", "redundant_experts", "all_reduce"),
             *("quantization", "stored_weights"),
             *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
@@ -47,7 +49,6 @@ OF_ENCODERS = (
                 "grammar_timeout",
                 "grammar_backend",
                 "attention_backend",
-                "kernels_wait",
                 "shared_prefix_attention",
                 *_GRAPHS,
             ),
@@ -148,7 +149,6 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         cuda_graph_max_batch=config.cuda_graph_max_batch,
         attention_backend=config.attention_backend,
         shared_prefix_attention=config.shared_prefix_attention == "auto",
-        kernels_wait=config.kernels_wait,
         threads=_threads(config, place),
         structured_output=config.structured_output and place.rank == 0,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
@@ -194,7 +194,6 @@ def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> 
         max_step_tokens=options.max_step_tokens,
         cuda_graphs=options.cuda_graphs,
         cuda_graph_max_batch=options.cuda_graph_max_batch,
-        kernels_wait=options.kernels_wait,
         threads=options.threads,
     )
 
@@ -214,8 +213,10 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         exchange_timeout=_EXCHANGE_SECONDS,
         listener=place.listener,
     )
-    choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
-    return replace(parallel, redundant_experts=config.redundant_experts)
+    rows = OwnRows(parallel.tp) if config.data_parallel_attention else None
+    if rows is None:
+        choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
+    return replace(parallel, redundant_experts=config.redundant_experts, rows=rows)
 
 
 def _threads(config: WorkerConfig, place: Place) -> int | None:

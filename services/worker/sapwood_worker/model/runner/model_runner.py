@@ -22,7 +22,7 @@ from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.transfer import Transfer
-from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, decode_rows
+from sapwood_worker.model.runner.decode_rows import DecodeRows, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.pooling import pool_chunk
@@ -36,8 +36,8 @@ from sapwood_worker.records.page_copies import NOTHING, CopyReport
 from sapwood_worker.records.step import DeferredStep, Entry, ModelOutput, RankLostError, Step
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
-    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
 
 # Prompt tokens whose logits are computed at once for log probabilities; more would take more memory.
 _LOGPROB_ROWS = 256
@@ -107,6 +107,7 @@ class ModelRunner:
         self._transfer = transfer
         self._identity = identity
         self._cuts = cuts
+        self._own_rows = parallel.rows
         self._layers = len(pool.layout.layers)
         self._shifted = shifted
         self._defers = info.lanes > 1 and parallel.pp.rank < parallel.pp.size - 1
@@ -127,12 +128,16 @@ class ModelRunner:
             self._transfer.start(step.copies)
         for entry in step.entries:
             self._enter(entry)
+        if self._own_rows is not None and len(step.rank_tokens):
+            self._own_rows.begin(step.rank_tokens.tolist(), self._ops.device)
         if not len(step.rows):
+            if len(step.rank_tokens):
+                self._keep_pace(step)
             return LaunchedStep(step, None, None, {}, self._copied, self._ops)
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
         at = Positions.of(step)
-        if self._graphs is not None and not explained:
+        if self._graphs is not None and not explained and self._graphed(step):
             # A graph waits for all layers' loaded pages, other steps layer by layer.
             loads = step.copies is not None and step.copies.load is not None
             rows = self._rows(self._graphs, step, prompts=not loads)
@@ -225,6 +230,22 @@ class ModelRunner:
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
 
+    def _graphed(self, step: Step) -> bool:
+        """Whether a step may be computed by a decode graph: the ranks that compute it together all do, or none does."""
+        assert self._graphs is not None
+        return not len(step.rank_tokens) or (step.decodes and int(step.rank_tokens.max()) <= self._graphs.largest)
+
+    def _keep_pace(self, step: Step) -> None:
+        """Computes MLPs with the other ranks, which have something to compute while this one has not."""
+        scratch = np.array([self._pool.scratch_slots()]) // self._pool.page_size
+        zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        idle = replace(step, rows=zero, starts=zero, counts=one, samples=zero, token_ids=zero)
+        idle.pages = scratch.astype(np.int32)
+        if self._graphs is not None and self._graphed(step):
+            self._graphs.run(DecodeRows(idle.token_ids, idle.starts, idle.rows, idle.pages, None, None), _most(step))
+        else:
+            self._compute(idle)
+
     def _forward(self, step: Step) -> Tensor:
         """The hidden states after every token, [T, hidden_size]."""
         cuts = [step] if self._cuts is None else self._cuts.of(step)
@@ -242,8 +263,9 @@ class ModelRunner:
     def _compute(self, step: Step) -> Tensor:
         shown = step if self._shifted is None else self._shifted.shift(step)
         batch = build_forward_batch(shown, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
-        if self._pieces is not None and len(batch.token_ids) <= self._pieces.largest:
-            return self._pieces.run(batch)
+        least = _most(step)
+        if self._pieces is not None and max(len(batch.token_ids), least) <= self._pieces.largest:
+            return self._pieces.run(batch, least)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         if self._shifted is not None:
             self._shifted.leave(hidden, self._ops.to_device(self._shifted.left(step)))
@@ -251,7 +273,7 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
         self._pool.await_all()
-        result = graphs.run(rows)
+        result = graphs.run(rows, _most(step))
         if not len(at.rows):
             return None
         if rows.last is not None:
@@ -291,3 +313,8 @@ class ModelRunner:
             logits = self._model.logits(hidden[start : start + len(chosen)]).float()
             parts.append(Distribution(logits, entry.prompt_logprobs).of(chosen))
         return join(parts)
+
+
+def _most(step: Step) -> int:
+    """The tokens of the rank that has most of a step; 0: all compute the same."""
+    return int(step.rank_tokens.max(initial=0))

@@ -40,7 +40,7 @@ class LongestPrefixMatch:
     Complexity: one match in the tree for each of at most WINDOW requests.
 
     Args:
-        match_length: Cached pages of a request's prefix; changes nothing.
+        match_length: Cached tokens of a request's prefix; changes nothing.
     """
 
     def __init__(self, match_length: Callable[[Request], int]) -> None:

@@ -15,7 +15,8 @@ def build_host_pool(
 ) -> HostPool | None:
     """The second tier; None: the options want none. Each rank has its part of every record.
 
-    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes.
+    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes. Ranks with requests of their
+    own have a tier each, all equally large.
 
     Args:
         options: Say how large it is.
@@ -26,6 +27,14 @@ def build_host_pool(
     """
     if not options.host_cache_gb and not options.host_cache_ratio:
         return None
+    if parallel.rows is not None:  # each rank has pages of its own requests
+        own = host_pool_pages(
+            page_bytes=parallel.tp.size // options.nodes * layout.page_bytes,
+            num_device_pages=num_pages,
+            gigabytes=options.host_cache_gb,
+            ratio=options.host_cache_ratio,
+        )
+        return HostPool(min(parallel.exchange(own)), layout.page_bytes)
     rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
     each //= options.nodes
     first = rank // each * each

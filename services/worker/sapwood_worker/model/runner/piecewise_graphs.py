@@ -143,17 +143,23 @@ class PiecewiseGraphs:
         """The most tokens that :meth:`run` takes."""
         return self._sizes[-1]
 
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Computes :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call."""
+    def run(self, batch: ForwardBatch, least: int = 0) -> Tensor:
+        """Computes :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call.
+
+        Args:
+            batch: The tokens.
+            least: As :meth:`DecodeGraphs.run` takes it.
+        """
         plan = self._backend.plan(batch.attention)
         count = batch.lines.shape[1]
-        size = self._sizes[bisect_left(self._sizes, count)]
+        size = self._sizes[bisect_left(self._sizes, max(count, least))]
         self._inputs[:, :count].copy_(batch.lines)
         if count < size:
             self._inputs[2:, count:size].copy_(self._scratch)
         cut, hidden = self._captured[size]
         query, context = self._query[:count], self._context[:count]
-        with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
+        sparse = self._model.config.sparse and not least  # with other ranks' rows, padding is not at the end
+        with self._ops.padded(count) if sparse and count < size else nullcontext():
             for graph, layer in zip(cut.graphs, cut.layers, strict=False):
                 graph.replay()
                 plan.attend_into(layer, query, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.split_requests import SplitRequestsRunner
+from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -18,7 +21,14 @@ ResultT = TypeVar("ResultT")
 
 
 def run_group(
-    size: int, path: Path, work: Callable[[GroupRunner], ResultT], *, stages: int = 1, **options: Any
+    size: int,
+    path: Path,
+    work: Callable[[Any], ResultT],
+    *,
+    stages: int = 1,
+    own_requests: bool = False,
+    whole_experts: bool = False,
+    **options: Any,
 ) -> ResultT:
     """What ``work`` returns, given the runner of a model that is split over so many threads.
 
@@ -27,17 +37,24 @@ def run_group(
         path: The model.
         work: Runs steps, in rank 0's thread.
         stages: Stages of a pipeline.
+        own_requests: Whether each rank has requests of its own.
+        whole_experts: Whether ranks have some of the experts each, whole.
         **options: As :class:`RunnerOptions` takes them.
     """
     pipes = [Pipe() for _ in range(size * stages - 1)]
 
     def one(rank: int, parallel: Parallel) -> list[ResultT]:
+        if own_requests:
+            parallel = replace(parallel, rows=OwnRows(parallel.tp))
+        if whole_experts:
+            parallel = replace(parallel, ep=parallel.tp)
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))
         if rank:
             follow(runner, pipes[rank - 1][1])
             return []
         try:
-            return [work(GroupRunner(runner, [here for here, _ in pipes]))]
+            leader = SplitRequestsRunner if own_requests else GroupRunner
+            return [work(leader(runner, [here for here, _ in pipes]))]
         finally:
             for here, _ in pipes:
                 here.close()

@@ -26,8 +26,8 @@ from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
-from sapwood_worker.model.runner.graphs.decode_chain import stage_chain
-from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
+from sapwood_worker.model.runner.decode_chain import stage_chain
+from sapwood_worker.model.runner.decode_rows import DecodeRows
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
 """The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""
@@ -132,8 +132,13 @@ class DecodeGraphs:
         """The most pages that the rows of a batch may name together."""
         return self._backend.most_pages - self.largest  # a padding row names one
 
-    def run(self, step: DecodeRows) -> DecodeResult:
-        """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other."""
+    def run(self, step: DecodeRows, least: int = 0) -> DecodeResult:
+        """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other.
+
+        Args:
+            step: The tokens.
+            least: Rows of the smallest graph to replay: those of the rank with most, where ranks replay graphs together.
+        """
         self._backend.begin_plan()
         count = len(step.token_ids)
         positions, lengths = step.positions, step.positions + 1
@@ -144,7 +149,7 @@ class DecodeGraphs:
             runs = self._backend.find_shared(list(tables), together)
         graphs = self._captured if runs is None else self._shared
         sizes = list(graphs)
-        size = sizes[bisect_left(sizes, count)]
+        size = sizes[bisect_left(sizes, max(count, least))]
         captured = graphs[size]
         page_size = self._pool.page_size
         rows = np.arange(count)
@@ -165,7 +170,8 @@ class DecodeGraphs:
         lengths = np.concatenate((lengths, np.ones(size - count, np.int64)))
         self._plan(captured.attention, lengths, padded, runs)
         self._backend.end_plan()
-        with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
+        sparse = self._model.config.sparse and not least  # with other ranks' rows, padding is not at the end
+        with self._ops.padded(count) if sparse and count < size else nullcontext():
             captured.graph.replay()
         result = captured.result
         if count == size:

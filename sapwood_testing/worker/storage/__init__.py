@@ -1,1 +1,0 @@
-"""Stand-ins for stores of pages."""

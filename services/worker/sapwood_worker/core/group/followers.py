@@ -1,0 +1,96 @@
+"""The followers of a group, as its leader sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.core.group.follower import COLLECT, READY, finished
+from sapwood_worker.core.group.report import RankReport
+from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankGoneError, RankLostError
+
+_ALONE_SECONDS = 1.0
+"""Seconds that followers get to report a step that has failed here."""
+
+
+class Followers:
+    """Ranks 1 and up. A step is a few kilobytes: it goes over a socket to each, whose other end the kernel wakes at once, and
+    which ends with either process.
+
+    Args:
+        ways: The ways to them; their models are waited for.
+        asynchronous: Whether steps are computed while their leader goes on.
+
+    Raises:
+        ConfigError: A rank could not load its part of the model.
+    """
+
+    def __init__(self, ways: Sequence[Connection], *, asynchronous: bool) -> None:
+        self._ways = ways
+        self._asynchronous = asynchronous
+        for rank, way in enumerate(ways, 1):
+            try:
+                said = way.recv_bytes()
+            except (EOFError, OSError):
+                said = b"it has ended"
+            if said != READY:
+                raise ConfigError(f"rank {rank} of {1 + len(ways)}: {said.decode(errors='replace')}")
+
+    def __len__(self) -> int:
+        return len(self._ways)
+
+    def tell(self, message: bytes | bytearray) -> None:
+        """Sends a message to all. Raises RankLostError if one is gone."""
+        for rank in range(1, 1 + len(self._ways)):
+            self.tell_one(rank, message)
+
+    def tell_one(self, rank: int, message: bytes | bytearray) -> None:
+        """Sends a message to one of them. Raises RankLostError if it is gone."""
+        try:
+            self._ways[rank - 1].send_bytes(message)
+        except OSError as error:
+            raise RankGoneError(f"rank {rank} is gone") from error
+
+    def collect(self, launched: LaunchedStep | Exception) -> tuple[ModelOutput, list[RankReport]]:
+        """Waits until all ranks have computed the oldest unfinished step; returns what the leader got, and the others' reports.
+
+        Args:
+            launched: The step here, or what it failed with.
+
+        Raises:
+            RankLostError: Some have not.
+            Exception: What the step failed with, on all ranks.
+        """
+        self.tell(COLLECT)
+        launched = finished(launched)
+        reports = [self._report_of(rank, launched) for rank in range(1, 1 + len(self._ways))]
+        failed = [(rank, report.error) for rank, report in enumerate(reports, 1) if report.error]
+        if failed and (len(failed) < len(reports) or (self._asynchronous and not isinstance(launched, Exception))):
+            raise RankLostError("rank {} failed: {}".format(*failed[0]))
+        try:
+            output = _result(launched)
+        except Exception as error:
+            if failed:
+                raise
+            raise RankLostError(f"rank 0 failed alone: {error}") from error
+        for rank, report in enumerate(reports, 1):
+            if report.error:
+                raise RankLostError(f"rank {rank} failed: {report.error}")
+        return output, reports
+
+    def _report_of(self, rank: int, launched: LaunchedStep | Exception) -> RankReport:
+        """A follower's report: it comes when the step is over there, which it never is if this rank alone has failed."""
+        way = self._ways[rank - 1]
+        if isinstance(launched, Exception) and not way.poll(_ALONE_SECONDS):
+            raise RankLostError(f"rank 0 failed alone: {launched}") from launched
+        try:
+            return RankReport.from_bytes(way.recv_bytes())
+        except Exception as error:  # the end of the connection, or what the rank says of its own
+            raise RankGoneError(f"rank {rank} is gone") from error
+
+
+def _result(launched: LaunchedStep | Exception) -> ModelOutput:
+    if isinstance(launched, Exception):
+        raise launched
+    return launched.result()

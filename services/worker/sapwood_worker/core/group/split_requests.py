@@ -1,0 +1,114 @@
+"""The leader's runner where each rank has requests of its own: hands every rank its part of a step, and takes its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from sapwood_worker.core.group.follower import attempt
+from sapwood_worker.core.group.followers import Followers
+from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.records.page_copies import CopyReport
+from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankLostError, Step
+from sapwood_worker.records.step_wire import encode, encode_masks
+
+
+class SplitRequestsRunner:
+    """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0 of ranks with requests of their own.
+
+    The ranks compute a step's parts at the same time, as their layers wait for each other: a rank without a part keeps pace with
+    the others. Each samples for its own requests, and its report brings all that it has sampled.
+
+    Args:
+        runner: This rank's part of the model.
+        followers: The ways to ranks 1 and up, whose models are waited for.
+
+    Raises:
+        ConfigError: A rank could not load its part of the model.
+    """
+
+    draft = None
+
+    def __init__(self, runner: LoadedRunner, followers: Sequence[Connection]) -> None:
+        self.info = runner.info
+        self.vocabulary = runner.vocabulary
+        self.experts = runner.experts
+        self.sums = runner.sums
+        self.host_pool = runner.host_pool
+        self.asynchronous = runner.asynchronous
+        self._runner = runner
+        self._followers = Followers(followers, asynchronous=runner.asynchronous)
+
+    def cache_identity(self) -> str:
+        return self._runner.cache_identity()
+
+    def execute(self, step: Step) -> ModelOutput:
+        return self.launch(step).result()
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """Begins a step that has a part for each rank."""
+        own, *others = together(step)
+        for rank, part in enumerate(others, 1):
+            self._followers.tell_one(rank, encode(part))
+        for rank, part in enumerate(others, 1):  # each rank reads its masks in the middle of a step that all are in
+            if part.masks is not None:
+                self._followers.tell_one(rank, encode_masks(part.masks.result()))
+        return _SplitStep(self, step.number, attempt(self._runner, own))
+
+    def collect(self, number: int, launched: LaunchedStep | Exception) -> ModelOutput:
+        """Waits until all ranks have computed the oldest unfinished step, and returns their answers as its parts.
+
+        Args:
+            number: The step's.
+            launched: Its part here, or what that failed with.
+
+        Raises:
+            RankLostError: Some have not.
+            Exception: What the step failed with, on all ranks.
+        """
+        output, reports = self._followers.collect(launched)
+        parts = [output]
+        for rank, report in enumerate(reports, 1):
+            if report.step != number or report.output is None:
+                raise RankLostError(
+                    f"rank {rank} diverged: it has computed step {report.step}, the others step {number}"
+                )
+            parts.append(report.output)
+        seconds = CopyReport(load_seconds=max(part.copied.load_seconds for part in parts))
+        spared = sum(part.spared_tokens for part in parts)
+        return ModelOutput(number, [], seconds, spared_tokens=spared, parts=tuple(parts))
+
+
+def together(step: Step) -> list[Step]:
+    """A step's parts, each of which says what all ranks compute."""
+    tokens = np.array([len(part.token_ids) for part in step.parts], np.int64)
+    decodes = all((part.counts == 1).all() and (part.samples == 1).all() for part in step.parts)
+    return [
+        replace(
+            part,
+            number=step.number,
+            moves=step.moves,
+            rank_tokens=tokens if tokens.any() else tokens[:0],
+            decodes=decodes,
+        )
+        for part in step.parts
+    ]
+
+
+class _SplitStep:
+    """Implements :class:`~sapwood_worker.records.step.LaunchedStep`.
+
+    Args:
+        group: The runner that has launched it.
+        number: Its number.
+        launched: What rank 0 computes of it, or has failed with.
+    """
+
+    def __init__(self, group: SplitRequestsRunner, number: int, launched: LaunchedStep | Exception) -> None:
+        self._group, self._number, self._launched = group, number, launched
+
+    def result(self) -> ModelOutput:
+        return self._group.collect(self._number, self._launched)

@@ -1,0 +1,75 @@
+"""How ranks that wait for each other in every layer get equally much to do: which has a new request, and how far prompts go.
+
+Work is counted in tokens to compute. Every rank waits for the slowest, so what counts is the longest of their steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sapwood_worker.core.scheduler.load_meter import Demand
+
+CONTEXT_TOKENS = 512
+"""Cached tokens that take as long to attend to as one token takes to compute, about: 70B shapes and DeepSeek-V3's on an H200."""
+_STEPS = 128
+"""Steps for which a request is expected to be there: what makes each of them longer counts so many times."""
+_UNEVEN = 1.05
+"""How much longer than the mean the longest of the ranks' steps may be before prompts are held back."""
+
+
+def decode_work(demand: Demand) -> float:
+    """What a rank's running requests take of a step if none of them is at its prompt."""
+    return demand.rows + demand.context / CONTEXT_TOKENS
+
+
+def choose_rank(
+    demands: Sequence[Demand], waiting: Sequence[int], queued: Sequence[int], missing: Sequence[int]
+) -> int:
+    """The rank that has least to do once it has a new request; of equals the first.
+
+    Args:
+        demands: What each rank could compute in the next step.
+        waiting: Requests in each rank's queue.
+        queued: Tokens of prompts that each rank has not computed.
+        missing: The new request's tokens that each rank does not have in its cache.
+    """
+
+    def work(rank: int) -> float:
+        steady = decode_work(demands[rank]) + waiting[rank] + queued[rank] / CONTEXT_TOKENS
+        return queued[rank] + missing[rank] + _STEPS * steady
+
+    return min(range(len(demands)), key=work)
+
+
+def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
+    """How many tokens of prompts each rank computes in the next step, so that the ranks' steps take about equally long.
+
+    What one rank has more of than others waits for theirs: all that decode wait for what is computed of one prompt alone. So it
+    is held back for about as many steps as there are of these. Ranks that have nothing to do at all do not count. O(ranks).
+
+    Args:
+        demands: What each could.
+        most: Tokens of a rank's step at most.
+    """
+    busy = [demand for demand in demands if demand.rows or demand.prompts]
+    decodes = [decode_work(demand) for demand in busy]
+    low = max(decodes, default=0.0)
+    high = low + most
+
+    def added(demand: Demand, decode: float, level: float) -> float:
+        return max(0.0, min(demand.prompts, level - decode, most - demand.rows))
+
+    def is_even(level: float) -> bool:
+        times = [decode + added(demand, decode, level) for demand, decode in zip(busy, decodes, strict=True)]
+        return max(times) * len(times) <= _UNEVEN * sum(times)
+
+    # The longest step over the mean only grows with the level: what ranks compute is a concave function of it.
+    while busy and high - low > 1.0:
+        level = (low + high) / 2
+        low, high = (level, high) if is_even(level) else (low, level)
+    patience = max(1, sum(demand.rows for demand in demands))
+    found = []
+    for demand in demands:
+        least = min(-(-demand.prompts // patience), most - demand.rows)
+        found.append(int(max(added(demand, decode_work(demand), high), least)))
+    return found

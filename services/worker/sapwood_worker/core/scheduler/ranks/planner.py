@@ -1,0 +1,243 @@
+"""Plans the steps of ranks that have requests of their own: of each step a part for every rank.
+
+Each rank has a scheduler, with rows, pages, prefix cache and tiers of its own; all are in this process, so what goes to which
+rank is decided in one place (``balance.py``). A new request goes to the rank that will have least to do with it, where what a
+rank has cached of its prompt counts as done. A request that waits at one rank moves on to another that has room while nothing
+waits there. How far prompts are computed in a step is levelled over the ranks, since in each layer all wait for the one with most
+tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from sapwood_common.errors import ResourceExhaustedError
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.ranks.balance import choose_rank, decode_work, prompt_tokens
+from sapwood_worker.core.scheduler.ranks.merged_events import MergedEvents
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.records.handoff import HandoffTicket
+from sapwood_worker.records.kv_events import KvEvent
+from sapwood_worker.records.load import Load, RankLoad, sum_loads
+from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.step import ModelOutput, Step
+
+
+class RankPlanner:
+    """Does for several ranks what a :class:`Scheduler` does for one, called in the same way; its steps have parts.
+
+    Args:
+        config: The limits of each rank; ``max_waiting`` is that of all together.
+        schedulers: One for each rank.
+
+    Attributes:
+        lanes: Always 1.
+    """
+
+    lanes = 1
+
+    def __init__(self, config: SchedulerConfig, schedulers: Sequence[Scheduler]) -> None:
+        self._config = config
+        self._ranks = schedulers
+        self._events = MergedEvents(len(schedulers))
+        self._steps = 0
+        # For each step in flight the number that each rank's scheduler has given its part; -1: it has none.
+        self._in_flight: deque[list[int]] = deque()
+        self._requests = [0] * len(schedulers)
+
+    @property
+    def speculates(self) -> bool:
+        """As :attr:`Scheduler.speculates`."""
+        return self._ranks[0].speculates
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return any(each.has_work for each in self._ranks)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is scheduled until :meth:`resume`."""
+        return self._ranks[0].paused
+
+    @property
+    def can_step(self) -> bool:
+        """Whether :meth:`schedule` would have something to do for a request."""
+        return any(each.can_step for each in self._ranks)
+
+    @property
+    def has_copies(self) -> bool:
+        """As :attr:`Scheduler.has_copies`."""
+        return any(each.has_copies for each in self._ranks)
+
+    def wait_for_storage(self, seconds: float) -> None:
+        """Returns after so many seconds: there is no third tier."""
+        time.sleep(seconds)
+
+    def add(self, request: Request) -> None:
+        """Lets a request in, at the rank where it fits best.
+
+        Raises:
+            InvalidArgumentError: As :meth:`Lifecycle.add`.
+            ResourceExhaustedError: The queues are full.
+        """
+        loads = [each.load() for each in self._ranks]
+        waiting = [load.waiting_requests for load in loads]
+        if sum(waiting) >= self._config.max_waiting:
+            raise ResourceExhaustedError(
+                f"the queue is full: {self._config.max_waiting} requests wait", retry_after=1.0
+            )
+        rank = choose_rank(
+            [each.demand for each in self._ranks],
+            waiting,
+            [load.queued_tokens for load in loads],
+            [request.remaining - each.cached_tokens(request) for each in self._ranks],
+        )
+        self._ranks[rank].add(request)
+        self._requests[rank] += 1
+
+    def abort(self, serial: int) -> bool:
+        """As :meth:`Scheduler.abort`."""
+        return any(each.abort(serial) for each in self._ranks)
+
+    def handed_off(self) -> list[RequestOutput]:
+        """As :meth:`Scheduler.handed_off`."""
+        return [output for each in self._ranks for output in each.handed_off()]
+
+    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
+        """As :meth:`Scheduler.announced`."""
+        for each in self._ranks:
+            each.announced(ticket, prompt, namespace)
+
+    def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
+        """As :meth:`Scheduler.keep_handoffs`."""
+        for each in self._ranks:
+            each.keep_handoffs(renewed, released)
+
+    def expire(self) -> list[RequestOutput]:
+        """As :meth:`Scheduler.expire`."""
+        return [output for each in self._ranks for output in each.expire()]
+
+    def pause(self, *, retract: bool = False) -> None:
+        """As :meth:`Scheduler.pause`."""
+        for each in self._ranks:
+            each.pause(retract=retract)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        for each in self._ranks:
+            each.resume()
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the next step may be planned while one is in flight: only if every rank's may."""
+        return len(self._in_flight) < 2 and all(each.plans_ahead for each in self._ranks)
+
+    def schedule(self) -> Step:
+        """Plans the next step, as :meth:`Scheduler.schedule` does; with the parts of all ranks if it is true."""
+        if not self.paused:
+            self._spread()
+        demands = [each.demand for each in self._ranks]
+        prompts = prompt_tokens(demands, self._config.max_step_tokens)
+        parts = [
+            each.schedule(demand.rows + tokens)
+            for each, demand, tokens in zip(self._ranks, demands, prompts, strict=True)
+        ]
+        if not any(parts):
+            return Step(self._steps)
+        self._in_flight.append([part.number if part else -1 for part in parts])
+        step = Step(self._steps, parts=tuple(parts))
+        self._steps += 1
+        return step
+
+    def update(self, output: ModelOutput) -> list[RequestOutput]:
+        """Takes the tokens of the step longest in flight; returns what each request gets."""
+        assert output.step == self._steps - len(self._in_flight)
+        outputs: list[RequestOutput] = []
+        for each, number, part in zip(self._ranks, self._in_flight.popleft(), output.parts, strict=True):
+            if number >= 0:
+                part.step = number
+                outputs += each.update(part)
+        return outputs
+
+    def in_flight(self) -> list[str]:
+        """The ids of the requests that the steps in flight compute."""
+        return [name for each in self._ranks for name in each.in_flight()]
+
+    def fail_step(self, error: str) -> list[RequestOutput]:
+        """As :meth:`Scheduler.fail_step`."""
+        self._in_flight.clear()
+        return [output for each in self._ranks for output in each.fail_step(error)]
+
+    def flush_cache(self) -> int:
+        """As :meth:`Scheduler.flush_cache`."""
+        return sum(each.flush_cache() for each in self._ranks)
+
+    def clear_device(self) -> int:
+        """As :meth:`Scheduler.clear_device`."""
+        return sum(each.clear_device() for each in self._ranks)
+
+    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
+        """As :meth:`Scheduler.pin`, at every rank for what that has cached; returns the most tokens that any has pinned.
+
+        Raises:
+            ResourceExhaustedError: A rank would not have enough pages left; what others have pinned is let go of.
+        """
+        try:
+            return max([each.pin(name, token_ids, namespace, seconds) for each in self._ranks])
+        except ResourceExhaustedError:
+            self.unpin(name)
+            raise
+
+    def unpin(self, name: str) -> bool:
+        """Lets go of a pinned prefix; returns whether there was one of this name."""
+        return sum(each.unpin(name) for each in self._ranks) > 0  # of all, not up to the first
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """As :meth:`Scheduler.take_kv_events`: a block is removed when no rank has it any more."""
+        return self._events.merge([each.take_kv_events() for each in self._ranks])
+
+    def load(self) -> Load:
+        """The load of all ranks together. O(running)."""
+        ranks = []
+        for each, admitted in zip(self._ranks, self._requests, strict=True):
+            demand = each.demand
+            ranks.append(RankLoad(admitted, demand.rows, decode_work(demand)))
+        return sum_loads([each.load() for each in self._ranks], tuple(ranks))
+
+    def check_idle(self) -> None:
+        """As :meth:`Scheduler.check_idle`."""
+        for each in self._ranks:
+            each.check_idle()
+
+    def check(self) -> None:
+        """As :meth:`Scheduler.check`."""
+        for each in self._ranks:
+            each.check()
+
+    def _spread(self) -> None:
+        """Moves requests that wait to ranks that could admit them, while nothing waits there."""
+        for rank, taker in enumerate(self._ranks):
+            load = taker.load()
+            if load.waiting_requests or load.running_requests >= self._config.max_running:
+                continue
+            loads = [each.load() for each in self._ranks]
+            busiest = max(
+                range(len(loads)), key=lambda other: (loads[other].waiting_requests > 0, loads[other].queued_tokens)
+            )
+            more = loads[busiest].queued_tokens - load.queued_tokens
+            moved = self._ranks[busiest].give_away(partial(_sooner, taker, more))
+            if moved is not None:
+                taker.add(moved)
+                self._requests[busiest] -= 1
+                self._requests[rank] += 1
+
+
+def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
+    """Whether a request begins sooner at a scheduler that has to compute ``more`` tokens less before it."""
+    return request.remaining - taker.cached_tokens(request) < more

@@ -1,0 +1,71 @@
+"""Ranks that have rows of their own, and layers that all of them compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sapwood_worker.model.distributed.group import Group
+
+
+class OwnRows:
+    """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
+
+    Each rank sends as many rows as the one that has most; those that pad them are left out of what is computed, unless
+    :meth:`begin` was told no numbers, as where a graph is captured: then every rank has as many.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._most = self._own = 0
+        self._filled: Tensor | None = None
+        self._told = False
+
+    def begin(self, counts: Sequence[int] | None, device: torch.device) -> None:
+        """Tells how many rows each rank has in what is computed next.
+
+        Args:
+            counts: Of each rank; None: each has as many as this one.
+            device: Where the rows are.
+        """
+        self._told, self._filled = counts is not None, None
+        if counts is None:
+            return
+        self._most, self._own = max(counts), counts[self._group.rank]
+        if min(counts) < self._most:
+            places = [rank * self._most + row for rank, count in enumerate(counts) for row in range(count)]
+            self._filled = torch.tensor(places, device=device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here."""
+        if not self._told:
+            return self._group.gather_rows(x)
+        every = self._group.gather_rows(F.pad(x[: self._own], (0, 0, 0, self._most - self._own)))
+        return every if self._filled is None else every.index_select(0, self._filled)
+
+    def scatter_sum(self, x: Tensor, rows: int) -> Tensor:
+        """This rank's part of the sum for all rows, in the order of :meth:`gather` -> the sum for its own: [rows, W]."""
+        if not self._told:
+            return self._group.reduce_scatter(x)
+        if self._filled is not None:
+            x = x.new_zeros(self._most * self._group.size, x.shape[1]).index_copy_(0, self._filled, x)
+        return F.pad(self._group.reduce_scatter(x)[: self._own], (0, 0, 0, rows - self._own))
+
+
+class PartialSums(Group):
+    """A group whose ranks keep their parts of sums: whoever calls the layer takes them to the ranks that need them.
+
+    Args:
+        group: The ranks.
+    """
+
+    partial = True
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size

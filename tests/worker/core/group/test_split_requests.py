@@ -1,0 +1,182 @@
+"""Planner, leader and followers together where each rank has requests of its own: the answers are those of one process."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, deque
+from functools import partial
+from typing import Any
+
+import pytest
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB, Answer, build_grammar
+from sapwood_testing.worker.ranks.group_of_threads import run_group
+from sapwood_testing.worker.split_models import SHAPE
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler_process import build_scheduler, build_tiers
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.records.step import LaunchedStep, RankLostError
+
+OPTIONS: dict[str, Any] = {"num_pages": 40, "max_running": 9, "page_size": 16}
+
+
+class Asking:
+    """Asks everything that can be asked, three times, with a retraction of all in the middle.
+
+    Args:
+        most: Tokens of an answer at most.
+        **flags: The worker's.
+
+    Attributes:
+        steps: How many steps so many of the ranks have computed something in.
+        requests: How many requests each rank got; empty: there is one rank.
+        retractions: How often a request was sent back for want of pages.
+    """
+
+    def __init__(self, most: int = 16, **flags: Any) -> None:
+        self._most = most
+        self._flags = {"max_running": 9, "max_step_tokens": 64, **flags}
+        self.steps: Counter[int] = Counter()
+        self.requests: list[int] = []
+        self.retractions = 0
+
+    def __call__(self, runner: Any) -> list[Answer]:
+        scheduler: Any = build_scheduler(WorkerConfig(**self._flags), runner.info, masks=partial(TokenMasks, VOCAB))
+        chance = random.Random(5)
+        count = 3 * len(ASKED)
+        for serial in range(count):
+            asked = dict(ASKED[serial % len(ASKED)])
+            grammar = build_grammar(asked.pop("grammar")) if "grammar" in asked else None
+            prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randrange(2, 40))]
+            params = SamplingParams(**{"seed": serial, "max_tokens": self._most, **asked})
+            scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params, grammar=grammar))
+        for serial, pooling in enumerate(("mean", "last"), count):
+            prompt = [chance.randrange(3, VOCAB) for _ in range(70)]
+            scheduler.add(Request(serial, f"r{serial}", array("I", prompt), SamplingParams(), pooling=pooling))
+        found = [Answer() for _ in range(count + 2)]
+        launched: deque[LaunchedStep] = deque()
+        steps = 0
+        while scheduler.has_work:
+            planned = scheduler.schedule()
+            if planned:
+                self.steps[sum(len(part.rows) > 0 for part in planned.parts or (planned,))] += 1
+                launched.append(runner.launch(planned))
+            while launched:
+                for output in scheduler.update(launched.popleft().result()):
+                    found[output.serial].take(output)
+            steps += 1
+            if steps == 9:
+                scheduler.pause(retract=True)
+                scheduler.resume()
+            scheduler.check()
+        load = scheduler.load()
+        self.requests = [each.requests for each in load.ranks]
+        assert load.num_pages == runner.info.attention_ranks * runner.info.num_pages
+        parts = scheduler._ranks if load.ranks else [scheduler]
+        self.retractions = sum(each.num_retractions for each in parts)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "whole_experts"),
+    [
+        (2, "deepseek-v3", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                *((2, "llama", False), (2, "gemma3", False), (4, "qwen3-moe", True), (4, "deepseek-v3", False)),
+                *((2, "gpt-oss", True), (3, "llama-biased-tied", False)),
+            ]
+        ),
+    ],
+)
+def test_ranks_with_requests_of_their_own_answer_as_one_process_does(
+    tiny_model: Any, make_runner: Any, size: int, name: str, whole_experts: bool
+) -> None:
+    path = tiny_model(name, **SHAPE).path
+    one, group = Asking(), Asking()
+    alone = one(make_runner(path, **OPTIONS))
+    theirs = run_group(size, path, group, own_requests=True, whole_experts=whole_experts, **OPTIONS)
+    for mine, other in zip(theirs, alone, strict=True):
+        mine.assert_is(other)
+    assert len(group.requests) == size and min(group.requests) > 0, "every rank has had some"
+    assert group.steps[size] > 0, "all had something to compute at once"
+    assert sum(group.steps[each] for each in range(1, size)) > 0, "some were idle while others computed"
+
+
+@pytest.mark.slow
+def test_requests_go_back_for_want_of_pages_and_end_all_the_same(tiny_model: Any, make_runner: Any) -> None:
+    path = tiny_model("deepseek-v3", **SHAPE).path
+    options = OPTIONS | {"num_pages": 10}
+    one, group = Asking(60, conservativeness=0.0), Asking(60, conservativeness=0.0)
+    alone = one(make_runner(path, **options))
+    theirs = run_group(2, path, group, own_requests=True, whole_experts=True, **options)
+    for mine, other in zip(theirs, alone, strict=True):
+        mine.assert_is(other)
+    assert group.retractions > 0
+
+
+class Tiered:
+    """Asks about a few documents in turns: together far more than the first tier of a rank holds.
+
+    Attributes:
+        hits: Tokens from the second tier.
+    """
+
+    def __init__(self, **flags: Any) -> None:
+        self._flags, self.hits = flags, 0
+
+    def __call__(self, runner: Any) -> list[list[int]]:
+        config = WorkerConfig(max_running=3, max_step_tokens=24, **self._flags)
+        tiering = build_tiers(config, runner)
+        assert tiering is not None
+        scheduler: Any = build_scheduler(config, runner.info, tiering.caches)
+        chance = random.Random(5)
+        documents = [[chance.randrange(3, VOCAB) for _ in range(70)] for _ in range(6)]
+        received: dict[int, list[int]] = {}
+        for serial in range(24):
+            prompt = documents[serial % 6] + [chance.randrange(3, VOCAB) for _ in range(3)]
+            params = SamplingParams(temperature=0.7, seed=serial, max_tokens=6, ignore_eos=True)
+            scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params))
+            if serial % 3 == 2:
+                while scheduler.has_work or scheduler.has_copies:
+                    planned = scheduler.schedule()
+                    if planned:
+                        for output in scheduler.update(runner.execute(planned)):
+                            received.setdefault(output.serial, []).extend(output.token_ids)
+                    scheduler.check()
+        self.hits = scheduler.load().host_hit_tokens
+        return [received[serial] for serial in range(24)]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_each_rank_has_a_second_tier_of_its_own(tiny_model: Any, make_runner: Any, name: str) -> None:
+    path = tiny_model(name, **SHAPE).path
+    options: dict[str, Any] = {"num_pages": 14, "max_running": 3, "page_size": 16, "host_cache_ratio": 4.0}
+    one, group = Tiered(host_cache_ratio=4.0), Tiered(host_cache_ratio=4.0)
+    alone = one(make_runner(path, **options))
+    assert run_group(2, path, group, own_requests=True, **options) == alone
+    assert group.hits > 0
+
+
+def test_a_rank_that_fails_alone_ends_the_group(tiny_model: Any, monkeypatch: Any) -> None:
+    launch = ModelRunner.launch
+    leaders: list[Any] = []
+
+    def fail_in_the_leader(self: ModelRunner, step: Any) -> Any:
+        if self in leaders and step.number == 3:
+            raise MemoryError("no room here")
+        return launch(self, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", fail_in_the_leader)
+
+    def work(runner: Any) -> None:
+        leaders.append(runner._runner)
+        Asking()(runner)
+
+    with pytest.raises(RankLostError, match="rank 0 failed alone: no room here"):
+        run_group(2, tiny_model("llama", **SHAPE).path, work, own_requests=True, **OPTIONS)

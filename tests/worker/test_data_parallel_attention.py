@@ -1,0 +1,195 @@
+"""Real workers whose ranks have requests of their own: they answer as one process does, and tell what each rank got."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.models.model_files import demo_path
+from sapwood_testing.models.upcycled import upcycle
+from sapwood_testing.worker.latent_twin import write_demo_twin
+from sapwood_testing.worker.split_models import SHAPE
+
+SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
+TIGHT = (
+    "--num-pages",
+    "16",
+    "--max-running",
+    "5",
+    "--conservativeness",
+    "0",
+    "--host-cache-ratio",
+    "3",
+    "--threads",
+    "1",
+)
+"""Pages for little more than one request: others go back to the queue, and find their prompts in the second tier."""
+
+
+class Worker:
+    """A worker that listens.
+
+    Args:
+        stub: For its calls.
+        metrics: Where its metrics are.
+    """
+
+    def __init__(self, stub: Any, metrics: str) -> None:
+        self.stub, self._metrics = stub, metrics
+
+    def by_rank(self, name: str) -> list[float]:
+        """A metric of each rank."""
+        with urllib.request.urlopen(self._metrics) as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+        samples = [sample for family in families for sample in family.samples]
+        return [each.value for each in samples if each.name == f"sapwood_worker_rank_{name}" and "rank" in each.labels]
+
+    def host_hits(self) -> int:
+        """Tokens found in the second tier."""
+        tiers = self.stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
+        return next(int(each.hit_tokens) for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST)
+
+    def answers(self, prompts: list[list[int]], *, grammars: bool) -> list[tuple[list[int], list[float]]]:
+        """The tokens and log probabilities of prompts, all at once, in each of several ways."""
+        samplings = [
+            common_pb2.SamplingParams(temperature=0, logprobs=2),
+            common_pb2.SamplingParams(temperature=0.8, seed=5, top_p=0.9),
+            common_pb2.SamplingParams(temperature=0, presence_penalty=0.5, repetition_penalty=1.2),
+            common_pb2.SamplingParams(temperature=0.7, seed=9),
+        ]
+
+        def ask(number: int) -> tuple[list[int], list[float]]:
+            kind = number % len(samplings)
+            sampling = common_pb2.SamplingParams()
+            sampling.CopyFrom(samplings[kind])
+            sampling.max_tokens = 24
+            grammar = common_pb2.Grammar(json_schema=SCHEMA) if grammars and kind == 3 else None
+            request = worker_pb2.WorkerGenerateRequest(
+                request_id=f"r{number}", token_ids=prompts[number], sampling=sampling, grammar=grammar
+            )
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            for response in self.stub.Generate(request):
+                tokens += response.token_ids
+                logprobs += [each.logprob for each in response.logprobs]
+            return tokens, logprobs
+
+        with ThreadPoolExecutor(len(prompts)) as executor:
+            return list(executor.map(ask, range(len(prompts))))
+
+
+@contextlib.contextmanager
+def started(model: Path, log: Path, *flags: str) -> Iterator[Worker]:
+    """A worker."""
+    command = [
+        sys.executable,
+        "-m",
+        "sapwood_worker",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        *flags,
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while (found := re.search(r"listening on (\S+)", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        metrics = re.search(r"metrics at (\S+/metrics)", log.read_text())
+        assert metrics is not None
+        with grpc.insecure_channel(found[1]) as channel:
+            yield Worker(worker_pb2_grpc.WorkerStub(channel), metrics[1])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def split(ranks: int, *, experts: bool) -> list[str]:
+    flags = ["--tensor-parallel", str(ranks), "--data-parallel-attention"]
+    return [*flags, "--expert-parallel"] if experts else flags
+
+
+def near(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> None:
+    for (tokens, logprobs), (theirs, their_logprobs) in zip(found, expected, strict=True):
+        assert tokens == theirs
+        assert logprobs == pytest.approx(their_logprobs, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("deepseek-v3", 2), ("qwen3-moe", 4)])
+def test_processes_with_requests_of_their_own_answer_as_one(
+    tiny_model: Any, tmp_path: Path, name: str, ranks: int
+) -> None:
+    path = tiny_model(name, **SHAPE).path
+    shared = [3 + 7 * place % 90 for place in range(48)]
+    prompts = [
+        shared[: 16 * (number % 4)] + [3 + (11 * number + place) % 90 for place in range(9)] for number in range(12)
+    ]
+    flags = ("--num-pages", "16", "--max-running", "5", "--host-cache-ratio", "3", "--threads", "1")
+    flags += ("--no-structured-output",)
+    with started(path, tmp_path / "log", *flags) as one:
+        expected = one.answers(prompts, grammars=False)
+    with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=True)) as worker:
+        info = worker.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
+        assert (info.attention_ranks, info.num_pages, info.max_running) == (ranks, ranks * 16, ranks * 5)
+        near(worker.answers(prompts, grammars=False), expected)
+        requests = worker.by_rank("requests_total")
+        assert len(requests) == ranks and sum(requests) == 12 and min(requests) > 0
+        # A single request leaves all ranks but one idle.
+        near(worker.answers(prompts[:1], grammars=False), expected[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_demo_model_in_experts_gives_its_text(plugin: Any, tmp_path: Path, ranks: int) -> None:
+    """Experts are equal: whatever the routing, and whichever rank has a request, the text is the dense model's."""
+    plugin("sapwood.model_families", "gemma3_sparse", "from sapwood_testing.models.upcycled import FAMILY", "FAMILY")
+    path = tmp_path / "equal"
+    upcycle(demo_path(), path, experts=4, chosen=2)
+    shared = [2, *(1000 + 7 * place for place in range(63))]
+    prompts = [[*shared, *(3000 + 11 * number + place for place in range(20 + 6 * number))] for number in range(10)]
+    with started(demo_path(), tmp_path / "log", *TIGHT) as one:
+        expected = one.answers(prompts, grammars=True)
+    with started(path, tmp_path / "log-ranks", *TIGHT, *split(ranks, experts=True)) as worker:
+        near(worker.answers(prompts, grammars=True), expected)
+        worker.stub.ClearCache(worker_pb2.ClearCacheRequest(tiers=[worker_pb2.CACHE_TIER_DEVICE]))
+        near(worker.answers(prompts, grammars=True), expected)
+        assert worker.host_hits() > 0
+        assert min(worker.by_rank("requests_total")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_demo_models_latent_twin_gives_its_text(plugin: Any, tmp_path: Path, ranks: int) -> None:
+    twin_source = "from sapwood_testing.worker.latent_twin import TWIN"
+    plugin("sapwood.model_families", "gemma3_latent", twin_source, "TWIN")
+    path = tmp_path / "twin"
+    path.mkdir()
+    write_demo_twin(path)
+    prompts = [[2, *(3000 + 11 * number + place for place in range(20 + 6 * number))] for number in range(8)]
+    flags = (*TIGHT, "--no-structured-output")
+    with started(path, tmp_path / "log", *flags) as one:
+        expected = one.answers(prompts, grammars=False)
+    with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=False)) as worker:
+        near(worker.answers(prompts, grammars=False), expected)
+        assert min(worker.by_rank("requests_total")) > 0

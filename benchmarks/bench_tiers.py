@@ -27,7 +27,7 @@ from report import Figure, Goal, print_figures, print_table
 
 from sapwood.cli.model import fetch_demo
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_testing.worker.mooncake_cluster import MooncakeCluster
+from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.decode_rows import decode_rows
+from sapwood_worker.model.runner.graphs.decode_rows import decode_rows
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import Entry, Step

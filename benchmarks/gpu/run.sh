@@ -48,8 +48,8 @@ END
 }
 check() { # The two do not measure, so they may share the machine.
   "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/model/attention tests/worker/model/test_gpu.py \
-    tests/worker/model/runner/test_piecewise_graphs.py \
-    tests/worker/model/quantization tests/worker/model/runner/test_decode_rows.py \
+    tests/worker/model/runner/graphs/test_piecewise_graphs.py \
+    tests/worker/model/quantization tests/worker/model/runner/graphs/test_decode_rows.py \
     tests/worker/model/sampling/test_token_sampler.py >"$out.tests" 2>&1 &
   local tests=$!
   part 150 "$python" $gpu/check_correctness.py ${CUT_DEMO:+--cut-demo "$CUT_DEMO"}

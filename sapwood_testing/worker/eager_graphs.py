@@ -14,7 +14,7 @@ from sapwood_kernels.attention.planned import PagedKeys, StoredPages, Variant
 from sapwood_worker.model.attention.backend import AttentionParts, StepAttention
 from sapwood_worker.model.attention.paged import KernelAttention, PagedAttention, PagedPlan
 from sapwood_worker.model.attention.torch_native import TORCH
-from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, DecodeResult, _Captured
+from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, DecodeResult, _Captured
 from sapwood_worker.model.runner.model_runner import ModelRunner
 
 

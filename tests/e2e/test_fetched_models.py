@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from sapwood_testing.models.hub_server import HubServer, Repo
-from sapwood_testing.worker.object_store import ObjectStoreServer
+from sapwood_testing.worker.storage.object_store import ObjectStoreServer
 
 
 @pytest.fixture

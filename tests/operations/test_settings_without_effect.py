@@ -112,7 +112,14 @@ REFUSED = [
 ]
 OF_BERT = [
     *("--quantization fp8", "--kv-cache-dtype fp8_e4m3", "--kv-cache-gb 1", "--num-pages 99", "--page-size 8"),
-    *("--memory-fraction 0.5", "--no-overlap", "--no-prefix-cache", "--eviction fifo", "--kv-events-port 0"),
+    *(
+        "--memory-fraction 0.5",
+        "--no-overlap",
+        "--kernels-wait",
+        "--no-prefix-cache",
+        "--eviction fifo",
+        "--kv-events-port 0",
+    ),
     *("--kv-events-port 0 --kv-events-replay-port 0 --kv-events-topic t --kv-events-keep 9",),
     *(TIER, "--host-cache-ratio 1 --host-write-policy write_back --storage file:///x --storage-prefetch best_effort"),
     *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
@@ -188,7 +195,14 @@ def test_what_changes_nothing_for_an_encoder_is_refused_when_the_model_is_known(
 
 @pytest.mark.parametrize(
     "flag",
-    ["--memory-fraction 0.5", "--no-overlap", "--no-cuda-graphs", "--cuda-graph-max-batch 8", "--expert-tuning 9"],
+    [
+        "--memory-fraction 0.5",
+        "--no-overlap",
+        "--no-cuda-graphs",
+        "--cuda-graph-max-batch 8",
+        "--expert-tuning 9",
+        "--kernels-wait",
+    ],
 )
 def test_what_is_for_gpus_is_refused_on_a_cpu(tmp_path: Path, flag: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

@@ -18,8 +18,8 @@ from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.models.tiny_models import TINY, Tiny, make_tiny
 from sapwood_testing.worker.fake_worker_process import FakeWorkerProcess
-from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_testing.worker.steps import Part, step_for
+from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner

@@ -24,7 +24,7 @@ from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import continuation
-from sapwood_testing.worker.mooncake_cluster import MooncakeCluster
+from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster
 
 VOCAB = 1000
 TIERS = ("--host-cache-ratio", "2", "--storage-min-tokens", "16", "--storage-prefetch", "wait_complete")

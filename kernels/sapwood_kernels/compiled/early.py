@@ -30,6 +30,21 @@ class EarlyBuild:
         self._thread = threading.Thread(target=self._run, name="kernels", daemon=True)
         self._thread.start()
 
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it has failed; None: it has not."""
+        return self._error
+
+    @property
+    def seconds(self) -> float:
+        """Since it was begun."""
+        return time.monotonic() - self._began
+
     def wait(self, tell: Callable[[str], None], every: float = _TELL_EVERY) -> None:
         """Returns once all is made.
 
@@ -43,7 +58,7 @@ class EarlyBuild:
         while self._thread.is_alive():
             self._thread.join(every)
             if self._thread.is_alive():
-                tell(f"waiting for FlashInfer's compiler: {', '.join(self._names)}; {self._seconds():.0f} s so far")
+                tell(f"waiting for FlashInfer's compiler: {', '.join(self._names)}; {self.seconds:.0f} s so far")
         if self._error is not None:
             raise RuntimeError(f"FlashInfer's kernels could not be compiled: {self._error}") from self._error
 
@@ -52,9 +67,6 @@ class EarlyBuild:
             self._work()
         except Exception as error:
             self._error = error
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
 
 
 def begin_flashinfer(

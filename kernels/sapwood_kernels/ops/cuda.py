@@ -26,6 +26,7 @@ from sapwood_kernels.ops.device import (
     DeviceOps,
     ExpertSum,
     Fence,
+    FewRows,
     Float8,
     Gate,
     HostCopies,
@@ -34,7 +35,7 @@ from sapwood_kernels.ops.device import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.triton_latent_store import store_latent
@@ -62,14 +63,18 @@ class CudaOps(DeviceOps):
 
     asynchronous = True
     captures = True
+    groups_experts = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._tune: tuple[float, Path] = (0.0, Path())
         self._tables: dict[str, TileTable] = {}
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
+        self._hopper = False
         if torch.cuda.is_available():  # else Triton's interpreter stands in
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+            properties = torch.cuda.get_device_properties(device)
+            self.processors = properties.multi_processor_count
+            self._hopper = torch.version.hip is None and properties.major == 9
 
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         # A copy from memory that is not pinned would wait for all that is queued on the device.
@@ -121,8 +126,12 @@ class CudaOps(DeviceOps):
             return super().grouped(weight)
         return partial(triton_grouped.product, weight=weight, processors=self.processors)
 
-    def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
-        return partial(triton_row.row_product, weight=weight, bias=bias) if triton_row.serves(weight) else None
+    def grouped_few(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> FewRows | None:
+        if self._hopper and triton_few.serves(weight, dtype):
+            return FewRows(partial(triton_few.few_rows, weight=weight, bias=bias), triton_few.MOST, norm=False)
+        if not triton_row.serves(weight):
+            return None
+        return FewRows(partial(triton_row.row_product, weight=weight, bias=bias), 1, norm=True)
 
     def tune_experts(self, seconds: float, folder: Path) -> None:
         self._tune = seconds, folder

@@ -47,6 +47,21 @@ class OneRow(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """A product that takes a gated activation after it and the sum with a residual along.
+
+    Attributes:
+        product: As of :class:`OneRow`, for x [T, K].
+        most: Largest T.
+        norm: Whether it takes the norm before it along, too.
+    """
+
+    product: OneRow
+    most: int
+    norm: bool
+
+
 class StoredProduct(Protocol):
     """``gate(norm(x) @ weight.T)`` of float32 rows [T, K] by matrices that are read as they are stored, outputs side by side.
 
@@ -149,6 +164,7 @@ class DeviceOps:
         default_dtype: The dtype in which a model runs unless it is told another.
         asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
         captures: Whether launches can be captured in CUDA graphs.
+        groups_experts: Whether :meth:`expert_sum` reads experts' matrices of few bits as they are stored, all in one tensor.
         processors: Its multiprocessors: programs that run at once.
         tuning: Where the tiles of experts come from.
     """
@@ -156,6 +172,7 @@ class DeviceOps:
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     asynchronous = False
     captures = False
+    groups_experts = False
     processors = 1
 
     def __init__(self, device: torch.device) -> None:
@@ -284,8 +301,8 @@ class DeviceOps:
         """``x @ weight.T`` with a weight of 4 or 8 bits, [T, K] -> [T, N]; it may hold the weight in a layout of its own."""
         return plain_product(weight)
 
-    def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
-        """The fused product of a single row with such a weight; None: there is none."""
+    def grouped_few(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> FewRows | None:
+        """The fused product of few rows in a dtype with such a weight; None: there is none."""
         return None
 
     def tune_experts(self, seconds: float, folder: Path) -> None:

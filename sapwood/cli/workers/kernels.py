@@ -100,7 +100,8 @@ def _config(flags: str) -> str:
         raise CliError(
             f'--worker "{flags}": kernels are built on one GPU; a model that is split compiles its own', REFUSED
         )
-    return config.model_copy(update={"load_format": "dummy", "device": "cuda", "kernels": None}).model_dump_json()
+    changed = {"load_format": "dummy", "device": "cuda", "kernels": None, "kernels_wait": True}
+    return config.model_copy(update=changed).model_dump_json()
 
 
 def _rehearse(config: str, folder: Path, *, verbose: bool) -> None:

@@ -7,8 +7,8 @@ from collections import deque
 
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep
-from sapwood_testing.worker.fake_storage import FakeExecutor
 from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
+from sapwood_testing.worker.storage.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls

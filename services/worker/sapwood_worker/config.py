@@ -172,6 +172,11 @@ class WorkerConfig(ServiceConfig):
         description="On a GPU, an archive that `sapwood kernels build` has written, or a folder of them, of which the one for "
         "this GPU and these packages is taken: kernels that are in it need not be compiled. What has changed since is compiled.",
     )
+    kernels_wait: bool = Field(
+        False,
+        description="On a GPU where FlashInfer's libraries have to be compiled, in a minute, wait for them before the first "
+        "request; else Triton's kernels compute prompts until they are there, and decodes until the worker is started again.",
+    )
     cuda_graphs: bool = Field(
         True,
         description="On a GPU, capture decode steps and small prefill steps as CUDA graphs when the worker starts; without them "

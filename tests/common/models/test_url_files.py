@@ -12,7 +12,7 @@ import pytest
 from sapwood_common.errors import ConfigError
 from sapwood_common.models import model_files
 from sapwood_common.models.url_files import UrlModels
-from sapwood_testing.worker.object_store import ObjectStoreServer
+from sapwood_testing.worker.storage.object_store import ObjectStoreServer
 
 from .conftest import DESCRIPTION, OTHERS, WEIGHTS
 

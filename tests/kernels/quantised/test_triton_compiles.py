@@ -20,20 +20,21 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_row
 
-def check(kernel, kinds, warps, stages=2, **constants):
+def check(kernel, kinds, warps, stages=2, language=ASTSource, **constants):
     kinds = dict(each.split(":") for each in kinds.split())
     names = {name for name, kind in kinds.items() if kind.startswith("*") or "stride" in name}
     every = [each for each in kernel.arg_names]
     signature = {name: kinds.get(name, "constexpr") for name in every}
     assert set(every) == set(kinds) | set(constants), set(every) ^ (set(kinds) | set(constants))
-    source = ASTSource(
+    source = language(
         kernel, signature=signature, constexprs=constants,
         attrs={(every.index(name),): [["tt.divisibility", 16]] for name in names},
     )
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps} | ({"num_stages": stages} if language is ASTSource else {})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(kernel.__name__, made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async"))
 
@@ -62,6 +63,17 @@ for codes, scales, settings in KINDS.values():
         N=N, HAS_ORDER=False, HAS_NORM=True, HAS_BIAS=False, ADDS=False, GATE=1, BLOCK_N=block_n, BLOCK_W=block_w,
         PER=group * settings["BITS"] // 8,
     )
+for rows, columns, count, gate in ((28672, 4096, 1, 1), (4096, 14336, 8, 0), (6144, 4096, 1, 0), (128, 640, 16, 2)):
+    splits, wide, tall, depth = triton_few.block_shape(count, rows, columns, gated=gate != 0)
+    block_m = 8 if count <= 8 else triton_few.MOST
+    codes, inputs = triton_few.layouts(splits, wide, tall, block_m)
+    check(
+        triton_few._few_kernel,
+        "x:*bf16 codes:*u16 scales:*fp16 zeros:*u8 factors:*fp32 bias:*bf16 residual:*bf16 out:*bf16 M:i32 x_stride:i32",
+        splits * wide, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, GROUPS=columns // 128,
+        HAS_ZEROS=not gate, HAS_FACTORS=gate == 2, HAS_BIAS=gate == 2, ADDS=not gate, GATE=gate, SPLITS=splits, WIDE=wide,
+        TALL=tall, DEPTH=depth, BLOCK_M=block_m, CODES=codes, INPUTS=inputs,
+    )
 check(triton_int8._quantise_kernel, "x:*bf16 out:*i8 scales:*fp32 x_stride:i32", 8, N=K, BLOCK=4096)
 for count in (16, 8192):
     block_m, block_n, block_k, warps, stages = triton_int8.block_shape(count, N, 132)
@@ -77,6 +89,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 19
     for line in lines:
         assert int(line.split()[1]) <= SHARED_KIB * 1024, line

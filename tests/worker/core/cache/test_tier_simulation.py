@@ -18,7 +18,7 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.fake_runner import FakeRunner, continuation, random_windows
-from sapwood_testing.worker.fake_storage import FakeExecutor, FakeStorage
+from sapwood_testing.worker.storage.fake_storage import FakeExecutor, FakeStorage
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.storage.connection import Connection

@@ -137,6 +137,6 @@ def test_they_move_between_ranks_where_they_are_multiplied_as_stored(published, 
 
     with pytest.raises(ConfigError, match=r"--redundant-experts: model.layers.0.mlp.experts: on this device"):
         run_ranks(2, work)
-    monkeypatch.setattr(CpuOps, "captures", True)  # as on a GPU, multiplied by the reference of its kernels
+    monkeypatch.setattr(CpuOps, "groups_experts", True)  # as on a GPU, multiplied by the reference of its kernels
     for part in run_ranks(2, work):
         assert_near(part, theirs)

@@ -123,15 +123,16 @@ class CacheAware:
             for address in addresses:
                 if blocks.knows(address):
                     told[address] = int(exact.get(address, _NOTHING)[1])
-                else:
-                    sent[address] = index.overlap(address, hashes)
+                elif (pages := index.overlap(address, hashes)) > 0:
+                    sent[address] = pages
             sent |= index.beyond(told, hashes, _EVENT_SECONDS)
             if hot.handing:
                 handed |= {address: HANDED_WEIGHT * hot.handed(address, hashes) for address in addresses}
+        found = [(view.address, view.page_size, *exact.get(view.address, _NOTHING)) for view in workers]
+        if not sent and not handed:
+            return [(pages * size, weight * size) for _, size, pages, weight in found]
         result = []
-        for view in workers:
-            address, size = view.address, view.page_size
-            pages, weight = exact.get(address, _NOTHING)
+        for address, size, pages, weight in found:
             more = sent.get(address, 0)
             result.append((max(pages, more) * size, max(weight, more, handed.get(address, 0.0)) * size))
         return result

@@ -57,9 +57,9 @@ def choose_backend(setting: str, half: Half, needs: AttentionNeeds, ops: DeviceO
         backend = find_part(GROUP, name, _BACKENDS)
     except ConfigError as error:
         raise ConfigError(f"{_FLAG} {setting}: {error}") from error
-    refusal = _refusal(backend, half, needs, ops)
-    if refusal is not None:
-        raise ConfigError(f"{_FLAG} {setting}: {name} cannot compute the {half} of this model here: {refusal}")
+    refused_for = refusal(backend, half, needs, ops)
+    if refused_for is not None:
+        raise ConfigError(f"{_FLAG} {setting}: {name} cannot compute the {half} of this model here: {refused_for}")
     return ChosenBackend(name, backend, "as told")
 
 
@@ -86,20 +86,21 @@ def names() -> str:
 def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBackend:
     if ops.device.type != "cuda" or needs.shape.dtype == torch.float32:  # the others are made for a GPU's matrix units
         reason = f"{str(needs.shape.dtype).removeprefix('torch.')} on {ops.device.type}"
-        if _refusal(NATIVE, half, needs, ops) is None:
+        if refusal(NATIVE, half, needs, ops) is None:
             return ChosenBackend("native", NATIVE, reason)
         return ChosenBackend("torch", TORCH, reason)
     refused: list[str] = []
     for name, backend in _BACKENDS.items():
-        refusal = _refusal(backend, half, needs, ops)
-        if refusal is None:
+        refused_for = refusal(backend, half, needs, ops)
+        if refused_for is None:
             reason = "; ".join(refused) if refused else f"the fastest on {ops.device.type}"
             return ChosenBackend(name, backend, reason)
-        refused.append(f"not {name}: {refusal}")
+        refused.append(f"not {name}: {refused_for}")
     raise ConfigError(f"{_FLAG}: no backend computes the {half} of this model: {'; '.join(refused)}")
 
 
-def _refusal(backend: AttentionBackend, half: Half, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
+def refusal(backend: AttentionBackend, half: Half, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
+    """Why a backend cannot compute a half of a model's attention on a device; None: it can."""
     if (backend.prefill if half == "prefill" else backend.decode) is None:
         return f"it has no {half}"
     if needs.latent and half not in backend.latent:

@@ -60,4 +60,30 @@ def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float)
     )
 
 
-_CHOICES: Mapping[str, Callable[[TorchGroup, str, torch.device, float], AllReduce]] = {"cpu": _on_cpus}
+def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float) -> AllReduce:
+    from sapwood_worker.model.distributed import peer_sums  # only CUDA builds of torch have triton
+
+    made: list[peer_sums.PeerSum] = []
+    try:
+        made = peer_sums.make_peer_sums(group, device)
+    except RuntimeError as error:
+        logger.warning("all-reduce: ranks do not reach each other's memory, NCCL sums: %s", error)
+    table = choose(
+        group,
+        group.backend,
+        {each.name: each for each in made},
+        name=name,
+        device=device,
+        dtypes=(torch.bfloat16, torch.float32),
+        timer=peer_sums.time_on_gpu,
+        replay=peer_sums.captured,
+    )
+    for each in made:  # from now on they wait for as long as it takes
+        each.wait_forever()
+    return table
+
+
+_CHOICES: Mapping[str, Callable[[TorchGroup, str, torch.device, float], AllReduce]] = {
+    "cpu": _on_cpus,
+    "cuda": _on_gpus,
+}

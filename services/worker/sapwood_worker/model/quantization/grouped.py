@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, Gate, OneRow
+from sapwood_kernels.ops.device import DeviceOps, FewRows, Gate
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
-from sapwood_worker.model.quantization.dense import ONE_ROW
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Norm, Stored
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
@@ -46,7 +45,7 @@ class GroupedMethod(LinearMethod):
     def __init__(
         self, shape: LinearShape, parts: Sequence[GroupedPart], dtype: torch.dtype, ops: DeviceOps, stored: Stored
     ) -> None:
-        self._ops = ops
+        self._ops, self._dtype = ops, dtype
         self._parts = list(parts)
         self._biases: WeightSlots = {}
         biased = shape.bias or any(f"{part.name}.bias" in stored.tensors for part in shape.parts)
@@ -60,7 +59,7 @@ class GroupedMethod(LinearMethod):
                 self._biases[f"{part.name}.bias"] = WeightSlot(self._bias[start:end], spans=(part.rows,))
             start = end
         self._products: list[Callable[[Tensor], Tensor]] = []
-        self._one_row: OneRow | None = None
+        self._few: FewRows | None = None
 
     def slots(self) -> WeightSlots:
         slots = dict(self._biases)
@@ -71,18 +70,25 @@ class GroupedMethod(LinearMethod):
     def finish(self) -> None:
         if not self._adds_bias:
             self._bias = None
-        weights = self.weights()
+        weights = self._weights()
         self._products = [self._ops.grouped(weight) for weight in weights]
         if len(weights) == 1:
-            self._one_row = self._ops.grouped_row(weights[0], self._bias)
+            self._few = self._ops.grouped_few(weights[0], self._bias, self._dtype)
 
-    def weights(self) -> list[GroupedWeight]:
+    def grouped(self) -> GroupedWeight | None:
+        weights = self._weights()
+        return weights[0] if len(weights) == 1 else None
+
+    def _weights(self) -> list[GroupedWeight]:
         """What the slots were filled with, which it gives away: all rows, in one weight if they are laid out alike."""
         parts, self._parts = self._parts, []
         return joined([part.weight() for part in parts])
 
     def fuses(self, rows: int) -> Fuses:
-        return ONE_ROW if rows == 1 and self._one_row is not None else Fuses()
+        few = self._few
+        if few is None or rows > few.most:
+            return Fuses()
+        return Fuses(norm=few.norm, gate_after=True, residual=True)
 
     def apply(
         self,
@@ -93,9 +99,9 @@ class GroupedMethod(LinearMethod):
         gate_after: Gate | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if self._one_row is not None and x.shape[0] == 1:
+        if self._few is not None and x.shape[0] <= self._few.most:
             before = None if norm is None else (norm.weight, norm.eps)
-            return self._one_row(x, norm=before, gate=gate_after, add_to=residual)
+            return self._few.product(x, norm=before, gate=gate_after, add_to=residual)
         results = [product(x) for product in self._products]
         result = results[0] if len(results) == 1 else torch.cat(results, 1)
         return result if self._bias is None else result.add_(self._bias)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import DeviceOps, Gate
+from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot, WeightSlots
 
 
@@ -98,6 +99,13 @@ class LinearMethod(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Readies the weights for use; called once when the slots are filled."""
+
+    def grouped(self) -> GroupedWeight | None:
+        """What its slots were filled with, for one product with many layers: asked for in place of :meth:`finish`.
+
+        None: it is not one weight of 4 or 8 bits.
+        """
+        return None
 
     @abstractmethod
     def fuses(self, rows: int) -> Fuses:

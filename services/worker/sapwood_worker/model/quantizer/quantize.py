@@ -22,6 +22,7 @@ from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.quantizer.checkpoint import CheckpointWriter
 from sapwood_worker.model.quantizer.layers import LayerRun
 from sapwood_worker.model.quantizer.schemes import Scheme
+from sapwood_worker.model.runner.options import DTYPES
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -75,7 +76,7 @@ def quantize(
     if target.exists():
         raise ConfigError(f"{target} is there already")
     ops = device_ops(device)
-    dtype = torch.float32 if ops.device.type == "cpu" else torch.bfloat16
+    dtype = DTYPES[ops.default_dtype]
 
     def load(path: Path) -> LoadedModel:
         return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0)

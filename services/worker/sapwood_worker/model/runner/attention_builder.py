@@ -12,6 +12,7 @@ from torch import Tensor
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionNeeds
+from sapwood_worker.model.attention.meanwhile import Compiling, meanwhile
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig
@@ -23,8 +24,8 @@ from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
-    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,13 @@ class AttentionBuilder:
         dtype: The model's.
         cached: The pool's dtype.
         ops: The device's.
+        compiling: Libraries that backends of choice may need, and that need not be waited for if there is another way; None: all
+            is there, or is waited for.
 
     Attributes:
         prefill: What computes prompts.
         decode: What computes decodes.
+        waits: Whether what ``compiling`` makes has to be there before anything is computed.
 
     Raises:
         ConfigError: A backend that the options name cannot serve the model.
@@ -58,6 +62,7 @@ class AttentionBuilder:
         dtype: torch.dtype,
         cached: torch.dtype,
         ops: DeviceOps,
+        compiling: Compiling | None = None,
     ) -> None:
         self._share = options.shared_prefix_attention
         self._alone = options.parallel.rows is None
@@ -73,6 +78,10 @@ class AttentionBuilder:
         self._needs = AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
         self.prefill = choose_backend(options.attention_backend, "prefill", self._needs, ops)
         self.decode = choose_backend(options.attention_backend, "decode", self._needs, ops)
+        other = None if compiling is None else meanwhile(self.prefill, self.decode, self._needs, ops, compiling)
+        self.waits = other is None
+        if other is not None:
+            self.prefill, self.decode = other
         for half, chosen in (("prefill", self.prefill), ("decode", self.decode)):
             logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
 
@@ -115,7 +124,7 @@ class AttentionBuilder:
         make = backend.graphs() if self._captures else None
         if make is None:
             return backend, None
-        from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
+        from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, ladder
 
         sizes = ladder(largest) if whole_ladder else [largest]
         # Ranks that compute a step together replay graphs of one size.
@@ -138,7 +147,7 @@ class AttentionBuilder:
         if not self._captures:
             return None
         assert not isinstance(self._model, Head)
-        from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+        from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
         worth = worth_capturing(self._model.layer_size(), float8=float8, sparse=self._config.sparse is not None)
         largest = min(worth, most)

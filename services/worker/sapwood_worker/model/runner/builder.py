@@ -45,7 +45,7 @@ from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo, SumChoices
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 # Pages beyond those that the scheduler knows of, to which padding rows write.
@@ -153,10 +153,11 @@ class _Builder:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._parallel.exchange(own))
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
+        beside = None if options.kernels_wait else compiling
         self._attention = AttentionBuilder(
-            options, self._model, self._config, self._layout, self._dtype, cached, self._ops
+            options, self._model, self._config, self._layout, self._dtype, cached, self._ops, beside
         )
-        if compiling is not None:
+        if compiling is not None and self._attention.waits:
             compiling.wait(logger.info)
 
     @property
@@ -281,7 +282,7 @@ class _Builder:
             shortened=sentences.shortened,
             prefill_attention=self._attention.prefill.name,
             decode_attention=self._attention.decode.name,
-            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.captures else "",
+            expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.groups_experts else "",
             expert_tile_sizes=self._ops.tuning.sizes,
             attention_reason=self._attention.reason,
             special_ids=sentences.special_ids,

@@ -31,7 +31,7 @@ from sapwood_worker.records.place import ALONE, Place
 logger = logging.getLogger(__name__)
 
 _GRAPHS = ("cuda_graphs", "cuda_graph_max_batch", "expert_tuning")
-ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, "on a CPU"),)
+ON_CPU = (Needs(("memory_fraction", "overlap", "kernels_wait", *_GRAPHS), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
     Needs(
         (
@@ -49,6 +49,7 @@ OF_ENCODERS = (
                 "grammar_timeout",
                 "grammar_backend",
                 "attention_backend",
+                "kernels_wait",
                 "shared_prefix_attention",
                 *_GRAPHS,
             ),
@@ -149,6 +150,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         cuda_graph_max_batch=config.cuda_graph_max_batch,
         attention_backend=config.attention_backend,
         shared_prefix_attention=config.shared_prefix_attention == "auto",
+        kernels_wait=config.kernels_wait,
         threads=_threads(config, place),
         structured_output=config.structured_output and place.rank == 0,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
@@ -194,6 +196,7 @@ def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> 
         max_step_tokens=options.max_step_tokens,
         cuda_graphs=options.cuda_graphs,
         cuda_graph_max_batch=options.cuda_graph_max_batch,
+        kernels_wait=options.kernels_wait,
         threads=options.threads,
     )
 

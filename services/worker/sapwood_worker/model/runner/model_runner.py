@@ -22,7 +22,7 @@ from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.transfer import Transfer
-from sapwood_worker.model.runner.decode_rows import DecodeRows, decode_rows
+from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.pooling import pool_chunk
@@ -36,8 +36,8 @@ from sapwood_worker.records.page_copies import NOTHING, CopyReport
 from sapwood_worker.records.step import DeferredStep, Entry, ModelOutput, RankLostError, Step
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
-    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 # Prompt tokens whose logits are computed at once for log probabilities; more would take more memory.
 _LOGPROB_ROWS = 256

@@ -42,6 +42,8 @@ class RunnerOptions:
         seed: Seed of made-up weights.
         attention_backend: As ``attention.registry.choose_backend`` takes it.
         shared_prefix_attention: Whether decodes read what they share once for all of them, where it can and pays.
+        kernels_wait: Whether libraries that have to be compiled are waited for, instead of prompts being computed in another way
+            until they are there.
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
@@ -72,6 +74,7 @@ class RunnerOptions:
     seed: int = 0
     attention_backend: str = "auto"
     shared_prefix_attention: bool = True
+    kernels_wait: bool = True
     structured_output: bool = False
     host_cache_gb: float = 0.0
     host_cache_ratio: float = 0.0

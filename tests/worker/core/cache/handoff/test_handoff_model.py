@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sapwood_testing.clock import Clock
-from sapwood_testing.worker.fake_storage import FakeExecutor
+from sapwood_testing.worker.storage.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.pulls import NEWS_SECONDS, PATIENCE_SECONDS, Pulls

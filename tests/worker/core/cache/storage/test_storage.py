@@ -14,7 +14,7 @@ import pytest
 
 from sapwood_common.contract.page_hash import hash_pages
 from sapwood_common.errors import ConfigError
-from sapwood_testing.worker.mooncake_cluster import mooncake_is_installed
+from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
 from sapwood_worker.core.cache.page_key import PageChain, PageKey
 from sapwood_worker.core.cache.storage.backend import StorageError
 from sapwood_worker.core.cache.storage.breaker import CircuitBreaker

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sapwood_testing.worker.fake_storage import FakeStorage
-from sapwood_testing.worker.mooncake_cluster import MooncakeCluster
-from sapwood_testing.worker.object_store import ObjectStoreServer
+from sapwood_testing.worker.storage.fake_storage import FakeStorage
+from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster
+from sapwood_testing.worker.storage.object_store import ObjectStoreServer
 from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError
 from sapwood_worker.core.cache.storage.factory import parse_storage

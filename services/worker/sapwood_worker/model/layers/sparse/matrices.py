@@ -115,7 +115,7 @@ def expert_matrices(
 
 def stack_of(stored: StoredStack, context: LayerContext) -> ExpertStack:
     """Experts' matrices in few bits: for a GPU's grouped product as they are, else by a product of each."""
-    if context.ops.captures:
+    if context.ops.groups_experts:
         return stored
     return StackOfProducts([context.ops.grouped(each) for each in stored.weights()], stored.outputs, stored.bias)
 

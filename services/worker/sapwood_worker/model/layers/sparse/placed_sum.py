@@ -53,7 +53,7 @@ class PlacedSum:
             )
         self._sum = context.ops.expert_sum(gate_up, down, activation, chosen)
         self._group = context.parallel.ep
-        self._exact = places.movable and not context.ops.captures
+        self._exact = places.movable and not context.ops.groups_experts
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], to be summed over the ranks."""

@@ -13,7 +13,6 @@ from sapwood_kernels.experts.stack import ExpertStack, StackOfProducts, StoredSt
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
-from sapwood_worker.model.quantization.grouped import GroupedMethod
 from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlots
 
@@ -62,7 +61,7 @@ class StoredMatrices:
             ConfigError: The grouped product does not take this format.
         """
         self._slots = {}  # what was read is freed, expert by expert
-        if self._context.ops.captures:
+        if self._context.ops.groups_experts:
             return _stacked(self._methods, self._places.size)
         for method in self._methods.values():
             method.finish()
@@ -93,15 +92,13 @@ def _stacked(methods: dict[str, LinearMethod], slots: int) -> StoredStack:
 
 def _integers(name: str, method: LinearMethod) -> GroupedWeight:
     """An expert's weight; ConfigError if the grouped product does not take it."""
-    weights = method.weights() if isinstance(method, GroupedMethod) else []
-    alike = len(weights) == 1
-    for weight in weights:
+    weight = method.grouped()
+    if weight is not None:
         # A tile's columns are whole groups, or part of one.
         even = weight.group >= weight.columns or (weight.group >= 16 and weight.group & (weight.group - 1) == 0)
         plain = weight.table is None and weight.factors is None and weight.order is None and weight.zeros is not None
-        alike = alike and even and plain and weight.columns % 2 == 0
-    if not alike:
-        raise ConfigError(
-            f"{name}: on a GPU experts are read in integers of 4 and 8 bits without an order, MXFP4 and float8"
-        )
-    return weights[0]
+        if even and plain and weight.columns % 2 == 0:
+            return weight
+    raise ConfigError(
+        f"{name}: on a GPU experts are read in integers of 4 and 8 bits without an order, MXFP4 and float8"
+    )

@@ -10,8 +10,8 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.graphs.piecewise_graphs import token_ladder, worth_capturing
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.model.runner.piecewise_graphs import token_ladder, worth_capturing
 
 GREEDY = SamplingParams(temperature=0.0)
 TINY = {

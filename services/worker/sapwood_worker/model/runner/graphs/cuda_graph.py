@@ -26,8 +26,8 @@ from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
-from sapwood_worker.model.runner.decode_chain import stage_chain
-from sapwood_worker.model.runner.decode_rows import DecodeRows
+from sapwood_worker.model.runner.graphs.decode_chain import stage_chain
+from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
 """The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""

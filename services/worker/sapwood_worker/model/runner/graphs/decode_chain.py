@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.model.runner.decode_rows import DecodeRows
+from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.records.step import IntArray
 
 

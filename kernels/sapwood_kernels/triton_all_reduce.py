@@ -1,0 +1,178 @@
+"""Triton: sums over ranks whose memory each of them can read: one GPU's ranks by CUDA IPC, over NVLink.
+
+Each rank has a region: signals, then two slots that take turns. A program sums a piece of the tensor, and meets only the
+programs of the same number on the other ranks: it copies the piece to its rank's slot, tells the others, waits for them,
+and reads their slots. One that writes into a slot for the second time knows that all have read what it wrote first, since
+all have come to the call between. Calls are counted in device memory, so that CUDA graphs go on where other calls ended.
+One-shot, each rank reads all parts of a piece; two-shot, it reads a share of them, and then the others' sums. Both add up
+in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks.
+
+Bound: for small tensors the time of one write to the other GPUs and one read, twice that two-shot; for large ones the link, which
+carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. The one-shot idea is that of vLLM's
+and TensorRT-LLM's custom all-reduce; no multicast is used.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 64
+"""Programs of a call, at most: fewer than a GPU has multiprocessors, so that all run at once."""
+WAIT_FOREVER = (1 << 31) - 1
+"""Looks for signals that are never over: 32 bits, so that no other kernel is compiled for it."""
+_BLOCK = 2048
+_LEAST_BYTES = 8192
+"""Bytes of a program's piece below which there are fewer programs."""
+_VECTOR_BYTES = 16
+
+
+@triton.jit
+def _piece(
+    peers, rank, program, slot, KIND: tl.constexpr,
+    SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Where a program's piece is in a slot of a rank."""
+    place = SIGNAL_BYTES + (slot * PROGRAMS + program).to(tl.int64) * PIECE_BYTES
+    return tl.multiple_of((tl.load(peers + rank) + place).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def _meet(peers, broken, rank, program, count, most, SIZE: tl.constexpr, FOREVER: tl.constexpr):
+    """Returns when this program has come to ``count`` on all ranks; what they wrote before is there."""
+    tl.debug_barrier()
+    for peer in tl.static_range(SIZE):
+        signals = tl.load(peers + peer).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(signals + program * SIZE + rank, count, sem="release", scope="sys")
+    signals = tl.load(peers + rank).to(tl.pointer_type(tl.int64)) + program * SIZE
+    for peer in tl.static_range(SIZE):
+        seen = tl.atomic_add(signals + peer, 0, sem="acquire", scope="sys")
+        tries = 0
+        while (seen < count) & ((tries < most) | (most == FOREVER)):
+            seen = tl.atomic_add(signals + peer, 0, sem="acquire", scope="sys")
+            tries += 1
+        if seen < count:
+            tl.store(broken, 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _added(
+    peers, program, slot, at, mask, KIND: tl.constexpr, SIZE: tl.constexpr,
+    SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """float32: the ranks' numbers at these places of a piece, added up in their order."""
+    total = tl.zeros(at.shape, tl.float32)
+    for peer in tl.static_range(SIZE):
+        part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+        value = tl.load(part + at, mask=mask, other=0.0).to(tl.float32)
+        total = value if peer == 0 else total + value
+    return total
+
+
+@triton.jit(do_not_specialize=["count", "each", "rank", "most"])
+def _sum_kernel(
+    x, peers, calls, done, broken, count, each, rank, most,
+    SIZE: tl.constexpr, TWO: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+):  # fmt: skip
+    KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
+    program = tl.program_id(0)
+    call = tl.load(calls + program) + 1
+    slot = (call & 1).to(tl.int32)
+    # All in whole vectors, so that the compiler knows that they can be moved at once.
+    first = program * each * VECTOR
+    vectors = tl.maximum(tl.minimum(each, count - program * each), 0)
+    length = vectors * VECTOR
+    own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+    places = tl.arange(0, BLOCK)
+    for start in range(0, length, BLOCK):
+        at = start + places
+        tl.store(own + at, tl.load(x + first + at, mask=at < length), mask=at < length)
+    _meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+    if TWO:
+        share = each // SIZE
+        last = tl.minimum((rank + 1) * share, vectors) * VECTOR
+        for start in range(rank * share * VECTOR, last, BLOCK):
+            at = start + places
+            total = _added(peers, program, slot, at, at < last, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            tl.store(own + at, total.to(KIND), mask=at < last)  # nobody else has read this share here
+        _meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
+        for peer in tl.static_range(SIZE):
+            part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            last = tl.minimum((peer + 1) * share, vectors) * VECTOR
+            for start in range(peer * share * VECTOR, last, BLOCK):
+                at = start + places
+                tl.store(x + first + at, tl.load(part + at, mask=at < last), mask=at < last)
+    else:
+        for start in range(0, length, BLOCK):
+            at = start + places
+            total = _added(peers, program, slot, at, at < length, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            tl.store(x + first + at, total.to(KIND), mask=at < length)
+    tl.store(calls + program, call)
+    if program == 0:
+        tl.store(done, tl.load(done) + 1)
+
+
+class PeerSums:
+    """Sums over ranks by this kernel.
+
+    Args:
+        addresses: Of each rank's region in this process, :attr:`region_bytes` each, zero at first, aligned to 256 bytes.
+        rank: This process, from 0.
+        most_bytes: Bytes of the largest tensor, a multiple of ``PROGRAMS * 16 * ranks``.
+        device: Where the tensors are.
+
+    Attributes:
+        most_bytes: The argument.
+    """
+
+    def __init__(self, addresses: list[int], rank: int, most_bytes: int, device: torch.device) -> None:
+        self.most_bytes = most_bytes
+        self._size, self._rank = len(addresses), rank
+        assert most_bytes % (PROGRAMS * _VECTOR_BYTES * self._size) == 0, most_bytes
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
+        self._done = torch.zeros(2, dtype=torch.int64, device=device)
+        self._broken = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def region_bytes(most_bytes: int, size: int) -> int:
+        """Bytes of a rank's region."""
+        return _signal_bytes(size) + 2 * most_bytes
+
+    def sum(self, x: Tensor, *, two_shot: bool, tries: int = WAIT_FOREVER) -> None:
+        """Sums a contiguous tensor over the ranks, in place; asynchronous on the current stream.
+
+        Args:
+            x: At most :attr:`most_bytes` large.
+            two_shot: Whether each rank sums a share only, and reads the others' sums.
+            tries: How often signals that do not come are looked for before the sum is given up and wrong.
+        """
+        assert x.is_contiguous() and x.nbytes <= self.most_bytes
+        vector = _VECTOR_BYTES // x.element_size()
+        step = vector * self._size
+        if x.numel() % vector:
+            vector = 1
+        piece = self.most_bytes // PROGRAMS
+        programs = min(PROGRAMS, -(-x.nbytes // min(_LEAST_BYTES, piece)))
+        each = -(-x.numel() // (programs * step)) * step
+        _sum_kernel[(programs,)](
+            x, self._peers, self._calls, self._done[int(two_shot):], self._broken, x.numel() // vector, each // vector,
+            self._rank, tries, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=_signal_bytes(self._size), PIECE_BYTES=piece,
+            PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER, num_warps=8,
+        )  # fmt: skip
+
+    def calls(self, *, two_shot: bool) -> int:
+        """How often the device has summed in this way; waits for it."""
+        return int(self._done[int(two_shot)])
+
+    def broken(self) -> bool:
+        """Whether a sum was given up; waits for the device."""
+        return bool(self._broken.item())
+
+
+def _signal_bytes(size: int) -> int:
+    return -(-PROGRAMS * size * 8 // 256) * 256

@@ -1,0 +1,1 @@
+"""Stand-ins for stores of pages."""

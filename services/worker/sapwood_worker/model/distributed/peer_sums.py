@@ -1,0 +1,94 @@
+"""Sums of ranks that have a GPU each on one host, over memory that they reach of each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.triton_all_reduce import PROGRAMS, WAIT_FOREVER, PeerSums
+from sapwood_worker.model.distributed.peer_memory import PeerMemory
+from sapwood_worker.model.distributed.torch_group import TorchGroup
+
+MOST_BYTES = 8 << 20
+"""Bytes of the largest tensors, about; NCCL is quicker for larger ones."""
+_TRIAL_TRIES = 1 << 23
+"""How often signals are looked for while a method is tried: some seconds, in which another rank may yet compile the kernel."""
+_REPLAYS = 10
+
+
+class PeerSum:
+    """Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`.
+
+    Args:
+        sums: The kernel; both methods share it.
+        two_shot: Which of the two it is.
+
+    Until :meth:`wait_forever` is called, it gives up, and is wrong, where signals do not come.
+    """
+
+    def __init__(self, sums: PeerSums, *, two_shot: bool) -> None:
+        self.name = "two-shot" if two_shot else "one-shot"
+        self.most_bytes: float = sums.most_bytes
+        self._tries = _TRIAL_TRIES
+        self._sums, self._two_shot = sums, two_shot
+
+    def sum(self, x: Tensor) -> None:
+        whole = x.contiguous()
+        self._sums.sum(whole, two_shot=self._two_shot, tries=self._tries)
+        if whole is not x:
+            x.copy_(whole)
+
+    def wait_forever(self) -> None:
+        """Ends the trial: calls from now on wait for signals for as long as it takes."""
+        self._tries = WAIT_FOREVER
+
+    def replayed(self) -> int | None:
+        return self._sums.calls(two_shot=self._two_shot)
+
+
+def make_peer_sums(group: TorchGroup, device: torch.device) -> list[PeerSum]:
+    """Both methods, by memory that all ranks reach; called by all ranks together.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    unit = PROGRAMS * 16 * group.size
+    most = MOST_BYTES // unit * unit
+    memory = PeerMemory(group, PeerSums.region_bytes(most, group.size), device)
+    sums = PeerSums(memory.addresses, group.rank, most, device)
+    return [PeerSum(sums, two_shot=two_shot) for two_shot in (False, True)]
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """Replays a CUDA graph of the call, as decode steps do."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
+def time_on_gpu(call: Callable[[], None]) -> float:
+    """Seconds of one of many calls in a CUDA graph: the quickest of some replays."""
+
+    def some() -> None:
+        for _ in range(_REPLAYS):
+            call()
+
+    replay = captured(some)
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        replay()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - began) / _REPLAYS)
+    return min(seconds)

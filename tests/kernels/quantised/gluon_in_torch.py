@@ -1,0 +1,101 @@
+"""A stand-in for Gluon, which has no interpreter: a kernel's body runs in Python with torch's tensors; layouts mean nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Value(torch.Tensor):
+    """A tensor with what kernels ask of Gluon's."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def _value(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(_Value)
+
+
+class _Pointer:
+    """Elements from a tensor's first one on, by their numbers."""
+
+    def __init__(self, base: Tensor, at: Any = 0) -> None:
+        elements = base.untyped_storage().nbytes() // base.itemsize - base.storage_offset()
+        self.base, self.at = base.as_strided((elements,), (1,)), at
+        self.dtype = SimpleNamespace(element_ty=base.dtype)
+
+    def __add__(self, offset: Any) -> _Pointer:
+        return _Pointer(self.base, self.at + offset)
+
+
+def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+    at = pointer.at.as_subclass(torch.Tensor)
+    inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.as_subclass(torch.Tensor).expand_as(at)
+    assert ((at >= 0) & (at < pointer.base.numel()))[inside].all(), "reads beyond a tensor"
+    found = pointer.base[torch.where(inside, at, 0)]
+    return _value(torch.where(inside, found, torch.tensor(other, dtype=found.dtype)))
+
+
+def _store(pointer: _Pointer, values: Tensor, mask: Tensor) -> None:
+    at, values, mask = torch.broadcast_tensors(pointer.at, values, mask)
+    pointer.base[at[mask].as_subclass(torch.Tensor)] = values[mask].as_subclass(torch.Tensor)
+
+
+def _widen(codes: Tensor, zero: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What the kernel's assembly does, which is not run here."""
+    bits = codes.to(torch.int32)
+    one = 0x6400 if dtype == torch.float16 else 0x4300
+    less = (zero.to(torch.int32) - one).to(dtype)
+    return tuple(((bits >> 4 * i & 15).to(dtype) - less) for i in range(4))
+
+
+_GL = SimpleNamespace(
+    int16=torch.int16, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+    arange=lambda start, end, layout: _value(torch.arange(start, end)),
+    broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
+    convert_layout=lambda tensor, layout: tensor, exp=torch.exp, expand_dims=torch.unsqueeze,
+    full=lambda shape, value, dtype, layout: _value(torch.full(shape, value, dtype=dtype)), load=_load,
+    minimum=lambda tensor, most: tensor.clamp(max=most), permute=lambda tensor, order: tensor.permute(order),
+    reshape=lambda tensor, shape: tensor.reshape(shape), split=lambda tensor: tensor.unbind(-1), static_range=range,
+    store=_store, sum=lambda tensor, axis: tensor.sum(axis),
+    zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
+    **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), lambda *_, **__: None),
+)  # fmt: skip
+
+
+def in_torch(kernel: Any, **others: Any) -> Any:
+    """A kernel that runs in torch: launched as the kernel is, each program in turn.
+
+    Args:
+        kernel: The kernel.
+        others: Its module's other functions of Gluon, by name.
+    """
+
+    def body(function: Any) -> Callable[..., Any]:
+        return FunctionType(function.fn.__code__, names)
+
+    names: dict[str, Any] = {
+        "gl": _GL,
+        "range": range,
+        "mma_v2": lambda a, b, total: total + a.float() @ b.float(),
+        "_widen": _widen,
+    }
+    names |= {name: body(function) for name, function in others.items()}
+    run = body(kernel)
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+                given = [_Pointer(each) if isinstance(each, Tensor) else each for each in arguments]
+                for program in itertools.product(*map(range, grid)):
+                    _GL.program_id = program.__getitem__
+                    run(*given, **constants)
+
+            return launch
+
+    return Launcher()

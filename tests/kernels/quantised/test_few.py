@@ -1,0 +1,93 @@
+"""The product of few rows with 4-bit groups against its definition: on a GPU, else with the kernel's body in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sapwood_kernels import reference
+from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise, round_to_groups
+from tests.kernels.quantised.gluon_in_torch import in_torch
+
+triton_few = pytest.importorskip("sapwood_kernels.quantised.triton_few", reason="Triton is not installed")
+cuda = pytest.importorskip("sapwood_kernels.ops.cuda", reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
+GATES = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_few, "_few_kernel", in_torch(triton_few._few_kernel, _quarters=triton_few._quarters))
+
+
+def made(rows: int, columns: int, group: int, dtype: torch.dtype) -> GroupedWeight:
+    weight = round_to_groups(torch.randn(rows, columns).to(dtype), group)
+    return replace(weight, **{name: getattr(weight, name).to(DEVICE) for name in ("codes", "scales", "zeros")})
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    limit = 0.004 if got.dtype == torch.bfloat16 else 0.0005
+    assert got.shape == wanted.shape
+    assert float((got.float() - wanted).norm() / wanted.norm()) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("count", "columns", "group"), [(1, 640, 128), (3, 1280, 256), (8, 640, 640), (13, 1152, 128)])
+def test_products_are_those_of_the_numbers(dtype, count, columns, group):
+    torch.manual_seed(count)
+    weight = made(128, columns, group, dtype)
+    assert triton_few.serves(weight, dtype)
+    x = torch.randn(count, 2 * columns, device=DEVICE).to(dtype)[:, columns:]  # rows that lie apart
+    near(triton_few.few_rows(x, weight), x.float() @ dequantise(weight).t())
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gate_bias_and_sum_are_taken_along_by_weights_of_any_kind(gate, biased):
+    torch.manual_seed(2)
+    order, factors = torch.randperm(640, device=DEVICE), torch.rand(128, 1, device=DEVICE) + 0.5
+    weight = replace(made(128, 640, 128, torch.bfloat16), zeros=None, order=order, factors=factors)
+    x = torch.randn(2, 640, device=DEVICE).bfloat16()
+    bias = torch.randn(128, device=DEVICE).bfloat16() if biased else None
+    wanted = x.float() @ dequantise(weight).t()
+    if bias is not None:
+        wanted += bias.float()
+    if gate is not None:
+        wanted = GATES[gate](wanted)
+    total = torch.randn_like(wanted).bfloat16()
+    wanted += total.float()
+    assert triton_few.few_rows(x, weight, bias=bias, gate=gate, add_to=total) is total
+    near(total, wanted)
+
+
+def test_a_hopper_takes_it_for_up_to_16_rows_and_another_kernel_for_one_row_of_other_weights(monkeypatch):
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    monkeypatch.setattr(ops, "_hopper", True)
+    few = ops.grouped_few(made(128, 640, 128, torch.bfloat16), None, torch.bfloat16)
+    assert few is not None and few.most == 16 and not few.norm
+    x = torch.randn(2, 640, device=DEVICE).bfloat16()
+    assert few.product(x, gate="silu").shape == (2, 64)
+    other = ops.grouped_few(made(128, 640, 64, torch.bfloat16), None, torch.bfloat16)
+    assert other is not None and other.most == 1 and other.norm
+
+
+def test_tiles_divide_every_weight_that_is_served():
+    for rows in (64, 4096, 6144, 16384, 28672):
+        for columns in (128, 4096, 14336):
+            for count in (1, 2, 16):
+                for gated in (False, True):
+                    splits, wide, tall, _ = triton_few.block_shape(count, rows, columns, gated=gated)
+                    assert rows % (16 * wide * tall) == 0
+                    assert splits * wide in (1, 2, 4, 8)
+
+
+def test_other_weights_are_left_to_others():
+    weight = made(128, 640, 64, torch.bfloat16)
+    assert not triton_few.serves(weight, torch.bfloat16)
+    assert not triton_few.serves(made(96, 640, 128, torch.bfloat16), torch.bfloat16)
+    assert not triton_few.serves(made(128, 640, 128, torch.bfloat16), torch.float32)

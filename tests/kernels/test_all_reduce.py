@@ -1,0 +1,156 @@
+"""Sums over ranks that read each other's memory, in Triton's interpreter: the kernel of one rank, and of two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+kernels = pytest.importorskip("sapwood_kernels.triton_all_reduce")
+
+CPU = torch.device("cpu")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of the ranks is the host's here")
+MOST = kernels.PROGRAMS * 16 * 3 * 4
+SIGNALS = -(-kernels.PROGRAMS * 3 * 8 // 256) * 256
+
+
+class Ranks:
+    """Three ranks' regions in one process; the others' parts and signals are there before rank 1 comes."""
+
+    def __init__(self) -> None:
+        size = kernels.PeerSums.region_bytes(MOST, 3)
+        self._memory = [torch.zeros(size + 256, dtype=torch.uint8) for _ in range(3)]
+        starts = [-each.data_ptr() % 256 for each in self._memory]
+        self.regions = [each[start : start + size] for each, start in zip(self._memory, starts, strict=True)]
+        self.sums = kernels.PeerSums([each.data_ptr() for each in self.regions], 1, MOST, CPU)
+
+        self._calls = torch.zeros(3, kernels.PROGRAMS, dtype=torch.int64)
+
+    def place(self, rank: int, part: Tensor, each: int) -> None:
+        """What another rank has written in its next call: pieces of ``each`` numbers, and that it has come to the end of it."""
+        slots = self.regions[rank][SIGNALS:].view(2, kernels.PROGRAMS, -1).view(part.dtype)
+        signals = self.regions[1][:SIGNALS].view(torch.int64)[: kernels.PROGRAMS * 3].view(-1, 3)
+        for program, piece in enumerate(part.split(each)):
+            self._calls[rank, program] += 1
+            slots[self._calls[rank, program] & 1, program, : len(piece)] = piece
+            signals[program, rank] = 2 * self._calls[rank, program] + 1
+
+
+def exact(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+# The interpreter cuts numbers off where a GPU rounds them to bfloat16.
+@on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_rank_sums_what_the_others_have_in_their_order(dtype: torch.dtype, two_shot: bool) -> None:
+    ranks = Ranks()
+    piece = MOST // kernels.PROGRAMS
+    step = 16 // dtype.itemsize * 3
+    for call, count in enumerate((1, 37, 48, 200, 1000, MOST // dtype.itemsize)):
+        parts = [torch.randn(count, generator=torch.Generator().manual_seed(10 * call + rank)) for rank in range(3)]
+        parts = [part.to(dtype) for part in parts]
+        expected, mine = exact(parts), parts[1].clone()
+        programs = -(-mine.nbytes // piece)
+        each = -(-count // (programs * step)) * step
+        for rank in (0, 2):
+            theirs = parts[rank].clone()
+            if two_shot:  # its share of each piece is summed already
+                for start in range(0, count, each):
+                    share = slice(start + rank * each // 3, min(start + (rank + 1) * each // 3, count))
+                    theirs[share] = expected[share]
+            ranks.place(rank, theirs, each)
+        ranks.sums.sum(mine, two_shot=two_shot, tries=1)
+        assert not ranks.sums.broken()
+        assert torch.equal(mine, expected), count
+    assert (ranks.sums.calls(two_shot=two_shot), ranks.sums.calls(two_shot=not two_shot)) == (6, 0)
+
+
+@on_cpu
+def test_a_sum_for_which_a_rank_does_not_come_is_broken() -> None:
+    ranks = Ranks()
+    ranks.sums.sum(torch.ones(8), two_shot=False, tries=2)
+    assert ranks.sums.broken()
+
+
+PROGRAM = """
+import sys, numpy as np, torch
+from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
+folder, rank = sys.argv[1], int(sys.argv[2])
+most = PROGRAMS * 16 * 2 * 8
+size = -(-PeerSums.region_bytes(most, 2) // 4096) * 4096
+maps = [torch.from_numpy(np.memmap(f"{folder}/{each}", np.uint8, "r+", shape=size)) for each in range(2)]
+sums = PeerSums([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
+made = lambda rank, turn, count: torch.randn(count, generator=torch.Generator().manual_seed(100 * turn + rank))
+for turn in range(12):
+    count = (5, 700, most // 4)[turn % 3]
+    mine = made(rank, turn, count)
+    sums.sum(mine, two_shot=turn % 2 == 1)
+    assert torch.equal(mine, made(0, turn, count) + made(1, turn, count)), turn
+print(sums.calls(two_shot=False), sums.calls(two_shot=True))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_sum_over_memory_that_they_share(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).write_bytes(bytes(1 << 20))
+    commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank)] for rank in range(2)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
+    try:
+        assert [each.communicate(timeout=200)[0].split() for each in started] == [["6", "6"]] * 2
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sapwood_kernels import triton_all_reduce as module
+
+kernel = module._sum_kernel
+kinds = dict(x="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32", count="i32", each="i32", rank="i32", most="i32")
+for size in (2, 8):
+    for two in (False, True):
+        constants = dict(
+            SIZE=size, TWO=two, SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, VECTOR=8, BLOCK=2048,
+            FOREVER=module.WAIT_FOREVER,
+        )
+        source = ASTSource(
+            kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
+            attrs={(at,): [["tt.divisibility", 16]] for at in range(5)},
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+        found = [ptx.count(word) for word in ("sys.release.exch", "sys.acquire", "v4.b32", "bar.sync")]
+        print(size, two, *found)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for size, two, *counts in map(str.split, done.stdout.splitlines()):
+        tells, looks, whole_vectors, barriers = map(int, counts)
+        assert tells == int(size) * (2 if two == "True" else 1)
+        assert looks >= tells
+        assert whole_vectors, "numbers move 16 bytes at a time"
+        assert barriers >= 2

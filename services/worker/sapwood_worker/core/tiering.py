@@ -13,14 +13,16 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource
 from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.handoff.nixl import NixlMemory, NixlMover, refuse_tls
+from sapwood_worker.core.cache.handoff.nixl import NixlMover, NixlSource
 from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
 from sapwood_worker.core.cache.handoff.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.handoff.shm import SharedMemoryMover
 from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
+from sapwood_worker.core.cache.handoff.wire import Way
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
@@ -43,6 +45,11 @@ _MOVERS: dict[HandoffMover, Callable[[PageTls | None, HostPool], PageMover]] = {
     "tcp": lambda tls, _: TcpMover(tls),
     "shm": lambda tls, _: SharedMemoryMover(tls),
     "nixl": NixlMover,
+    "mooncake": MooncakeMover,
+}
+_ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str], bytes]]] = {
+    "nixl": NixlSource,
+    "mooncake": MooncakeSource,
 }
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
@@ -201,17 +208,17 @@ class Tiering:
 
 def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> HandoffLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
-    tls, memory = _page_tls(config), None
-    if config.handoff_mover == "nixl":
-        refuse_tls(tls)
-        memory = NixlMemory(pool, progresses=True)
+    tls, mover = _page_tls(config), config.handoff_mover
+    engines: dict[Way, Callable[[str], bytes]] = {}
+    if mover == "nixl" or mover == "mooncake":
+        engines[mover] = _ENGINES[mover](tls, pool)
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
     fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
         host, runner.info.page_size, fingerprint, epoch, source, config.handoff_share, time.monotonic
     )
-    server.serve(leases, pool, fingerprint, memory)
+    server.serve(leases, pool, fingerprint, engines)
     logger.info("pages are handed off on port %d", server.port)
     return leases
 

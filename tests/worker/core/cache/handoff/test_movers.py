@@ -19,10 +19,12 @@ from msgspec.structs import replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_testing.clock import Clock
+from sapwood_testing.worker.mooncake_cluster import mooncake_is_installed
 from sapwood_worker.core.cache.handoff import server, shm, source, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource
 from sapwood_worker.core.cache.handoff.mover import MoverError, PageMover
-from sapwood_worker.core.cache.handoff.nixl import NixlMemory, NixlMover
+from sapwood_worker.core.cache.handoff.nixl import NixlMover, NixlSource
 from sapwood_worker.core.cache.handoff.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.handoff.shm import NotSharedError, SharedMemoryMover
@@ -42,7 +44,12 @@ MOVERS: dict[str, Callable[[PageTls | None, HostPool], PageMover]] = {
     "shm": lambda tls, _: SharedMemoryMover(tls),
     "auto": lambda tls, _: QuickestMover(tls),
 }
-WITH_NIXL = MOVERS | ({"nixl": NixlMover} if importlib.util.find_spec("nixl_cu12") else {})
+ENGINES: dict[str, tuple[Any, Any]] = {}
+if importlib.util.find_spec("nixl_cu12"):
+    ENGINES["nixl"] = NixlMover, NixlSource
+if mooncake_is_installed():
+    ENGINES["mooncake"] = MooncakeMover, MooncakeSource
+ALL = MOVERS | {name: mover for name, (mover, _) in ENGINES.items()}
 
 
 class Kept:
@@ -50,7 +57,7 @@ class Kept:
 
     def __init__(self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True) -> None:
         self.into = HostPool(PAGES, BYTES)
-        self.mover = WITH_NIXL[mover](tls, self.into)
+        self.mover = ALL[mover](tls, self.into)
         """Whoever reads."""
         self.clock = Clock()
         memory = SharedMemory.create(pool_bytes(PAGES, BYTES)) if shared else None
@@ -67,8 +74,8 @@ class Kept:
         self.leases.offer(1, prompt, b"")
         self.leases.computed(1)
         [(_, self.ticket, _)] = self.leases.poll()
-        memory = NixlMemory(self.pool, progresses=True) if mover == "nixl" else None
-        self.server.serve(self.leases, self.pool, FINGERPRINT, memory)
+        engines = {mover: ENGINES[mover][1](tls, self.pool)} if mover in ENGINES else {}
+        self.server.serve(self.leases, self.pool, FINGERPRINT, engines)  # type: ignore[arg-type]
 
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
@@ -83,7 +90,7 @@ class Kept:
         return checked
 
 
-@pytest.fixture(params=WITH_NIXL)
+@pytest.fixture(params=ALL)
 def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
     made = Kept(mover=request.param)
     yield made
@@ -256,15 +263,20 @@ def test_within_a_host_no_page_goes_through_a_socket(kept: Kept, monkeypatch: py
     assert (received < BYTES) is not isinstance(kept.mover, TcpMover)
 
 
-def test_nixl_is_refused_where_all_else_is_encrypted_and_where_the_source_has_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_is_refused_where_all_else_is_encrypted_and_where_the_source_has_none(
+    name: str, tmp_path: Path
+) -> None:
+    mover, source = ENGINES[name]
     kept = Kept()
     try:
-        with pytest.raises(ConfigError, match=r"--handoff-mover nixl .*--tls-cert"):
-            NixlMover(tls_of(trustme.CA(), tmp_path / "reader"), kept.into)
-        if "nixl" in WITH_NIXL:
-            kept.mover = NixlMover(None, kept.into)
-            with pytest.raises(MoverError, match="no NIXL"):
-                kept.read([0])
+        files = tls_of(trustme.CA(), tmp_path / "files")
+        for refused in (mover, source):
+            with pytest.raises(ConfigError, match=rf"--handoff-mover {name} .*--tls-cert"):
+                refused(files, kept.into)
+        kept.mover = mover(None, kept.into)
+        with pytest.raises(MoverError, match="no such engine"):
+            kept.read([0])
     finally:
         kept.server.close()
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
-from sapwood_worker.core.cache.handoff import nixl
+from sapwood_worker.core.cache.handoff import in_place
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.nixl import NixlMover
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -55,7 +55,7 @@ def _begun(mover: NixlMover, agent: _Agent) -> tuple[threading.Thread, list[Exce
     def read() -> None:
         try:
             with mover._connected(b"metadata") as remote:
-                mover._move(remote, [(0, 1, 0)], [(0, 1, 0)], _Gone())  # type: ignore[arg-type]
+                mover._move(remote, [(0, 1)], [(0, 1)], _Gone())  # type: ignore[arg-type]
         except MoverError as error:
             errors.append(error)
 
@@ -67,7 +67,7 @@ def _begun(mover: NixlMover, agent: _Agent) -> tuple[threading.Thread, list[Exce
 
 @pytest.fixture
 def mover(monkeypatch: pytest.MonkeyPatch) -> NixlMover:
-    monkeypatch.setattr(nixl, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(in_place, "SILENCE_SECONDS", 0.01)
     made = NixlMover(None, HostPool(2, 128))
     made._agent = _Agent()
     return made
@@ -90,7 +90,7 @@ def test_a_read_lasts_as_long_as_its_transfer_and_its_source_stays_known_until_t
 
 def test_reads_that_do_not_end_leave_threads_for_other_sources(mover: NixlMover) -> None:
     agent = mover._agent
-    begun = [_begun(mover, agent) for _ in range(nixl._MOST_AT_A_SOURCE)]
+    begun = [_begun(mover, agent) for _ in range(in_place.MOST_AT_A_SOURCE)]
     with pytest.raises(MoverError, match="do not end"), mover._connected(b"metadata"):
         pass
     with mover._connected(b"another"):

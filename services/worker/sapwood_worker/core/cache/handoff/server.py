@@ -10,9 +10,11 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.handoff import nixl, shm, tcp, wire
+from sapwood_worker.core.cache.handoff import in_place, shm, tcp, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.source import PageSource
@@ -49,10 +51,22 @@ class PageServer:
         self._room = threading.BoundedSemaphore(_MOST_READS)
 
     def serve(
-        self, leases: HandoffLeases, pool: HostPool, fingerprint: bytes, memory: nixl.NixlMemory | None = None
+        self,
+        leases: HandoffLeases,
+        pool: HostPool,
+        fingerprint: bytes,
+        engines: Mapping[wire.Way, Callable[[str], bytes]] | None = None,
     ) -> None:
-        """Begins to answer: from a ledger, with the pages of a host pool, which NIXL knows or not."""
-        self._memory = memory
+        """Begins to answer: from a ledger, with the pages of a host pool.
+
+        Args:
+            leases: The ledger.
+            pool: The host pages.
+            fingerprint: What pages hold besides tokens.
+            engines: Transfer engines that know the pool, by the ways that they serve: what readers need to know which have
+                reached the worker at an address.
+        """
+        self._engines = engines or {}
         self._source = PageSource(leases, pool, fingerprint.hex())
         threading.Thread(target=self._accept, name="handoff", daemon=True).start()
 
@@ -103,4 +117,6 @@ class PageServer:
         elif asked.way == "shm":
             shm.send_where(at, self._source, lease, asked.indices)
         else:
-            nixl.send_where(at, self._source, self._memory, lease, asked.indices)
+            engine = self._engines.get(asked.way)
+            known = None if engine is None else partial(engine, connection.getsockname()[0])
+            in_place.send_where(at, self._source, known, lease, asked.indices)

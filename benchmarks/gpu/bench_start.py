@@ -108,7 +108,8 @@ def main() -> None:
         from sapwood_kernels.compiled.early import EarlyBuild
         from sapwood_kernels.compiled.places import triton_cache
         from sapwood_worker.model.compiled_kernels import take_kernels, this_machine
-        from sapwood_worker.model.runner import builder, cuda_graph
+        from sapwood_worker.model.runner import builder
+        from sapwood_worker.model.runner.graphs import cuda_graph
     if arguments.archive is not None:
         with timeline.span("archive taken"):
             take_kernels(arguments.archive)

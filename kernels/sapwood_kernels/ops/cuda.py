@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
+from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_norm
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
@@ -38,6 +38,7 @@ from sapwood_kernels.ops.device import (
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
+from sapwood_kernels.sampling import triton_logits, triton_sampling
 from sapwood_kernels.triton_latent_store import store_latent
 from sapwood_kernels.triton_qkv import norm_rope_store
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels import cpu_sampling, reference, token_bitmask
+from sapwood_kernels import reference
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
@@ -24,6 +24,7 @@ from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
+from sapwood_kernels.sampling import cpu_sampling, token_bitmask
 
 Gate = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP."""

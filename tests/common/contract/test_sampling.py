@@ -37,8 +37,8 @@ def test_a_field_is_named_in_few_files() -> None:
         "services/common/sapwood_common/contract/sampling.py",
         "sapwood/generation.py",
         "services/worker/sapwood_worker/model/sampling/row_settings.py",
-        "kernels/sapwood_kernels/cpu_sampling.py",
-        "kernels/sapwood_kernels/triton_sampling.py",
+        "kernels/sapwood_kernels/sampling/cpu_sampling.py",
+        "kernels/sapwood_kernels/sampling/triton_sampling.py",
         "sapwood/cli/request.py",
         "services/worker/sapwood_worker/front/sglang/convert.py",
     }

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_kernels.cpu_sampling import SamplingBatch
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 from sapwood_worker.model.sampling.bans import Places
 from sapwood_worker.model.sampling.penalties import Penalties
 from sapwood_worker.model.sampling.random_numbers import uniform

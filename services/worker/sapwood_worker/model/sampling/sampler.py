@@ -7,16 +7,16 @@ result does not depend on how a sort breaks ties.
 The token is then the inverse of the cumulative distribution, in vocabulary order, at the row's random number. Nothing in a
 row's result depends on another row: it is a pure function of (seed, position, logits).
 
-How the draw is computed is the device's own: torch calls (``sapwood_kernels.cpu_sampling``), or one kernel that does all of it
-without waiting for the host (``sapwood_kernels.triton_sampling``).
+How the draw is computed is the device's own: torch calls (``cpu_sampling`` of ``sapwood_kernels.sampling``), or one
+kernel that does all of it without waiting for the host (``triton_sampling``).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from sapwood_kernels.cpu_sampling import SamplingBatch
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 
 
 def sample(logits: Tensor, batch: SamplingBatch | None, ops: DeviceOps) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood_kernels.cpu_sampling import SamplingBatch
+from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-triton_sampling = pytest.importorskip("sapwood_kernels.triton_sampling")
+triton_sampling = pytest.importorskip("sapwood_kernels.sampling.triton_sampling")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

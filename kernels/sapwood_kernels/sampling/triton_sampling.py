@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.cpu_sampling import SamplingBatch
+from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 
 _BLOCK = 4096
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sapwood_kernels import reference, token_bitmask
+from sapwood_kernels import reference
+from sapwood_kernels.sampling import token_bitmask
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernel = pytest.importorskip("sapwood_kernels.triton_logits")
+kernel = pytest.importorskip("sapwood_kernels.sampling.triton_logits")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -112,11 +112,12 @@ class Tiered:
 
     Attributes:
         fetched, hits: Pages from the store and from the second tier.
+        lanes: Most steps that were in flight at once.
     """
 
-    def __init__(self, **flags: Any) -> None:
-        self._flags = flags
-        self.fetched = self.hits = 0
+    def __init__(self, *, at_once: int = 1, **flags: Any) -> None:
+        self._flags, self._at_once = flags, at_once
+        self.fetched = self.hits = self.lanes = 0
 
     def __call__(self, runner: Any) -> list[list[int]]:
         config = WorkerConfig(max_running=3, max_step_tokens=24, storage_prefetch="wait_complete", **self._flags)
@@ -124,16 +125,22 @@ class Tiered:
         assert tiering is not None
         scheduler = scheduler_of(runner, tiering.cache, max_running=3, max_step_tokens=24)
         received: dict[int, list[int]] = {}
+        launched: deque[LaunchedStep] = deque()
         for serial, prompt in enumerate(prompts()):
             params = SamplingParams(temperature=0.7, seed=serial, max_tokens=6, ignore_eos=True)
             scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params))
-            while scheduler.has_work or scheduler.has_copies:
+            if (serial + 1) % self._at_once:
+                continue
+            while scheduler.has_work or scheduler.has_copies or launched:
                 planned = scheduler.schedule()
                 if planned:
-                    for output in scheduler.update(runner.execute(planned)):
-                        received.setdefault(output.serial, []).extend(output.token_ids)
-                else:
+                    launched.append(runner.launch(planned))
+                    self.lanes = max(self.lanes, len(launched))
+                elif not launched:
                     scheduler.wait_for_storage(0.01)
+                while len(launched) > (scheduler.lanes - 1 if planned else max(0, len(launched) - 1)):
+                    for output in scheduler.update(launched.popleft().result()):
+                        received.setdefault(output.serial, []).extend(output.token_ids)
         while tiering.cache.storage.writing:
             scheduler.wait_for_storage(0.01)
         self.hits = tiering.cache.counters.host_hits
@@ -161,6 +168,21 @@ def test_each_rank_moves_its_part_through_the_tiers(
     assert other.hits > 0
     assert one(make_runner(path, **options)) == alone
     assert cold.fetched == other.fetched == one.fetched
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_pages_go_through_the_tiers_while_each_stage_computes_other_requests(
+    tiny_model: Any, make_runner: Any, tmp_path: Path, size: int
+) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    options: dict[str, Any] = {"num_pages": 12, "max_running": 3, "page_size": 16, "host_cache_ratio": 4.0}
+    store = {"host_cache_ratio": 4.0, "storage": f"file://{tmp_path}/store?size_gb=1", "storage_min_tokens": 16}
+    alone = Tiered(host_cache_ratio=4.0)(make_runner(path, **options))
+    warm, cold = Tiered(at_once=3, **store), Tiered(at_once=3, **store)
+    assert run_group(size, path, warm, stages=2, **options) == alone
+    assert (warm.lanes, warm.hits > 0) == (2, True)
+    assert run_group(size, path, cold, stages=2, **options) == alone
+    assert (cold.lanes, cold.fetched > warm.fetched) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("deepseek-v3", marks=pytest.mark.slow)])

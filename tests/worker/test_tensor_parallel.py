@@ -118,12 +118,17 @@ def test_processes_answer_as_one(
 
 
 @pytest.mark.slow
-def test_a_rank_lost_in_the_middle_of_a_sum_is_named_and_the_model_is_loaded_anew(
-    tiny_model: Any, tmp_path: Path
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_a_rank_lost_in_the_middle_of_a_step_is_named_and_the_model_is_loaded_anew(
+    tiny_model: Any, tmp_path: Path, kind: str
 ) -> None:
-    def ask(stub: Any, count: int) -> Iterator[list[int]]:
+    """Of three requests at once each stage of a pipeline computes others."""
+
+    def ask(stub: Any, count: int, number: int = 0) -> Iterator[list[int]]:
         sampling = common_pb2.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=range(3, 40), sampling=sampling)
+        request = worker_pb2.WorkerGenerateRequest(
+            request_id=f"r{number}", token_ids=range(3, 40 + number), sampling=sampling
+        )
         for response in stub.Generate(request):
             yield list(response.token_ids)
 
@@ -131,17 +136,18 @@ def test_a_rank_lost_in_the_middle_of_a_sum_is_named_and_the_model_is_loaded_ane
         return [int(child) for child in Path(f"/proc/{stub.pid}/task/{stub.pid}/children").read_text().split()]
 
     path = tiny_model("llama", **SHAPE).path
-    with worker(
-        path, tmp_path / "log", "--tensor-parallel", "2", "--num-pages", "80", "--no-structured-output"
-    ) as stub:
+    flags = (f"--{kind}-parallel", "2", "--num-pages", "240", "--no-structured-output")
+    with worker(path, tmp_path / "log", *flags) as stub:
         expected = list(ask(stub, 40))
         for number in (signal.SIGKILL, signal.SIGSTOP):
-            stream = ask(stub, 900)
-            next(stream)
+            streams = [ask(stub, 900, each) for each in range(3)]
+            for stream in streams:
+                next(stream)
             os.kill(ranks(stub)[1], number)
-            with pytest.raises(grpc.RpcError, match="rank 1 of 2") as lost:
-                list(stream)
-            assert lost.value.code() == grpc.StatusCode.UNAVAILABLE
+            for stream in streams:
+                with pytest.raises(grpc.RpcError, match="rank 1 of 2") as lost:
+                    list(stream)
+                assert lost.value.code() == grpc.StatusCode.UNAVAILABLE
             answer: list[list[int]] = []
             while not answer:
                 time.sleep(0.1)
@@ -161,9 +167,9 @@ def test_two_hosts_answer_as_one_process(
     split: tuple[str, ...],
 ) -> None:
     path = tiny_model("gemma3", **SHAPE).path
-    prompt = [3 + place * 7 % 90 for place in range(70)]
-    params = SamplingParams(temperature=0.9, seed=5, ignore_eos=True)
-    expected = make_driver(make_runner(path)).generate({0: prompt}, 12, {0: params})[0]
+    prompts = {slot: [3 + (slot * 31 + place * 7) % 90 for place in range(70 - 9 * slot)] for slot in range(3)}
+    params = {slot: SamplingParams(temperature=0.9, seed=slot, ignore_eos=True) for slot in prompts}
+    expected = make_driver(make_runner(path)).generate(prompts, 12, params)
     flags = [
         "--num-pages",
         "64",
@@ -171,9 +177,16 @@ def test_two_hosts_answer_as_one_process(
         *(word for kind in split for word in (f"--{kind}-parallel", "2")),
     ]
     with two_hosts(path, tmp_path / "log", make_namespace(), *flags) as stub:
-        sampling = common_pb2.SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
-        request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=prompt, sampling=sampling)
-        assert [token for response in stub.Generate(request) for token in response.token_ids] == expected
+
+        def ask(slot: int) -> list[int]:
+            sampling = common_pb2.SamplingParams(temperature=0.9, seed=slot, max_tokens=12, ignore_eos=True)
+            request = worker_pb2.WorkerGenerateRequest(
+                request_id=f"r{slot}", token_ids=prompts[slot], sampling=sampling
+            )
+            return [token for response in stub.Generate(request) for token in response.token_ids]
+
+        with ThreadPoolExecutor(3) as executor:  # each stage computes others of them
+            assert dict(zip(prompts, executor.map(ask, prompts), strict=True)) == expected
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from sapwood_testing.router.handoff_fleet import Front, Worker, expected, front, new_prompt, started, tokens_of
-from sapwood_testing.worker.mooncake_cluster import mooncake_is_installed
+from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
 
 pytestmark = pytest.mark.slow
 _MOVERS = [

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_testing.clock import Clock
-from sapwood_testing.worker.mooncake_cluster import mooncake_is_installed
+from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
 from sapwood_worker.core.cache.handoff import server, shm, source, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource

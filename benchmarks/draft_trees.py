@@ -2,8 +2,9 @@
 
     python benchmarks/draft_trees.py
 
-- ``prefix``: all places where the request's last three tokens stood before, and all that the prefix cache has after its tokens,
-  are branches of a tree, of which the likeliest nodes are taken; the chain is the latest of them. ``oracle`` knows the best one.
+- ``prefix``: the chain is the prefix drafter's. Its guess, the latest places where the request's last two tokens stood before,
+  and all that the prefix cache has after its tokens are branches of a tree, of which the likeliest nodes are taken. ``oracle``
+  knows the best branch.
 - ``model``: the model with noise on its weights drafts. How often the model's token is the drafter's first, second, ... choice
   gives every tree's worth: a node is right if all choices on its way are. The best tree of N nodes beside a chain of N.
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,8 @@ from dialled_drafts import edit_prompt
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
+from sapwood_worker.core.scheduler.speculation.ngram_index import LENGTH, MOST_PLACES
+from sapwood_worker.core.scheduler.speculation.prefix_drafter import CopyingRow
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -37,18 +42,27 @@ QUESTIONS = (
     "List the planets of the solar system with one sentence about each.",
 )
 SIZES = (4, 8, 16, 31)
-NGRAM, MOST, FADES = 3, 8, 0.85
-"""Tokens that must be equal, places that are looked at, and how much less likely a node is than the one before it."""
+FADES = 0.85
+"""How much less likely a node is than the one before it."""
 Text = tuple[list[int], list[int]]
 """A prompt and its answer."""
 
 
-def branches(known: list[int], cached: Sequence[list[int]]) -> list[list[int]]:
+def branches(drafted: list[int], known: list[int], cached: Sequence[list[int]]) -> list[list[int]]:
     """What may follow, the likeliest first."""
     found = [text[len(known) :][: SIZES[-1]] for text in reversed(cached) if text[: len(known)] == known]
-    key = known[-NGRAM:]
-    places = [end for end in range(len(known) - 1, NGRAM - 1, -1) if known[end - NGRAM : end] == key]
-    return [each for each in found if each] + [known[end : end + SIZES[-1]] for end in places[:MOST]]
+    key = known[-LENGTH:]
+    places = [end for end in range(len(known) - 1, LENGTH - 1, -1) if known[end - LENGTH : end] == key]
+    return [each for each in (drafted, *found, *(known[end : end + SIZES[-1]] for end in places[:MOST_PLACES])) if each]
+
+
+def after(known: array[int], cached: Sequence[list[int]]) -> array[int]:
+    """What the cache has after a request's tokens: the latest, in whole pages."""
+    for text in reversed(cached):
+        whole = text[: len(text) // 16 * 16]
+        if len(whole) > len(known) and whole[: len(known)] == known.tolist():
+            return array("I", whole[len(known) :])
+    return array("I")
 
 
 def tree(found: Sequence[Sequence[int]], size: int) -> set[tuple[int, ...]]:
@@ -79,18 +93,20 @@ def prefix_tokens(texts: Sequence[Text], size: int) -> dict[str, float]:
         cached: list[list[int]] = []
         steps = tokens = 0
         for prompt, answer in texts:
-            at = 1
-            while at < len(answer):
-                rest = answer[at:]
-                offers = branches(prompt + answer[:at], cached)
+            known = array("I", [*prompt, answer[0]])
+            row = CopyingRow(known, partial(after, known, cached))
+            while (at := len(known) - len(prompt)) < len(answer):
+                row.follow()
+                drafted, rest = row.propose(0, size), answer[at:]
+                offers = [drafted] if kind == "chain" else branches(drafted, known.tolist(), cached)
                 if kind == "tree":
                     nodes = tree(offers, size)
                     right = max(depth for depth in range(len(rest) + 1) if tuple(rest[:depth]) in nodes)
                 else:
-                    offers = offers[:1] if kind == "chain" else offers
                     right = max((common(offer[:size], rest) for offer in offers), default=0)
-                came = min(right + 1, len(rest))
-                at, steps, tokens = at + came, steps + 1, tokens + came
+                came = rest[: right + 1]
+                known.extend(came)
+                steps, tokens = steps + 1, tokens + len(came)
             cached.append(prompt + answer)
         found[kind] = round(tokens / steps, 3)
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from array import array
 
-from sapwood_worker.core.scheduler.speculation.ngram_index import NgramIndex
+import pytest
+
+from sapwood_worker.core.scheduler.speculation.ngram_index import MOST_PLACES, NgramIndex
 from sapwood_worker.core.scheduler.speculation.prefix_drafter import CopyingRow
 
 NOTHING: array[int] = array("I")
@@ -27,18 +29,25 @@ def say(known: array[int], drafter: CopyingRow, tokens: list[int]) -> tuple[int,
     return right, wrong
 
 
-def test_the_index_finds_the_latest_place_whenever_the_tokens_came() -> None:
-    chance = random.Random(1)
-    tokens = array("I", [chance.randrange(4) for _ in range(40)])
+def brute_force(tokens: array[int]) -> int | None:
+    """The latest of those of the last places of two tokens that go on alike to the front for longest, up to 32."""
+    places = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]][-MOST_PLACES:]
+
+    def alike(end: int) -> int:
+        return max(size for size in range(2, min(end, 32) + 1) if tokens[end - size : end] == tokens[-size:])
+
+    return max(places, key=lambda end: (alike(end), end), default=None)
+
+
+@pytest.mark.parametrize("kinds", [2, 4, 12])
+def test_the_index_finds_the_place_most_like_the_end_whenever_the_tokens_came(kinds: int) -> None:
+    chance = random.Random(kinds)
+    tokens = array("I", [chance.randrange(kinds) << 20 for _ in range(40)])
     index = NgramIndex(tokens)
-    for _ in range(300):
-        wanted = None
-        for end in range(3, len(tokens)):
-            if tokens[end - 3 : end] == tokens[-3:]:
-                wanted = end
-        assert index.find() == wanted
+    for _ in range(150):
+        assert index.find() == brute_force(tokens)
         for _ in range(chance.randint(1, 3)):
-            tokens.append(chance.randrange(4))
+            tokens.append(chance.randrange(kinds) << 20)
 
 
 def test_fewer_tokens_than_are_compared_have_no_place() -> None:
@@ -46,13 +55,20 @@ def test_fewer_tokens_than_are_compared_have_no_place() -> None:
         assert NgramIndex(array("I", range(count))).find() is None
 
 
-def test_a_copy_of_the_prompt_is_foreseen_once_three_tokens_are_there() -> None:
+def test_a_copy_of_the_prompt_is_foreseen_once_two_tokens_are_there() -> None:
     text = list(range(100, 160))
     known, drafter = row([1, *text, 2])
-    assert say(known, drafter, text) == (len(text) - 3, 0)
+    assert say(known, drafter, text) == (len(text) - 2, 0)
     known, drafter = row([1, *text, 2, *text[:10]])
     assert drafter.propose(0, 5) == text[10:15]
     assert drafter.propose(1, 5) == text[11:16], "one token is on its way"
+
+
+def test_of_two_places_the_one_that_was_like_it_for_longer_is_believed() -> None:
+    known, drafter = row([1, 2, 3, 4, 50, 9, 9, 3, 4, 60, 9, 9, 2, 3, 4])
+    assert drafter.propose(0, 1) == [50]
+    known.append(50)
+    assert drafter.follow() == (1, 0)
 
 
 def test_a_token_changed_left_out_or_added_is_got_over_two_tokens_later() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from sapwood_common.contract.page_hash import hash_run
 
@@ -12,8 +13,8 @@ BLOCK = 64
 """Characters."""
 WORD = " tok"
 """What it says, again and again."""
-_MOST_HELD = 16_384
-"""Tokens of an answer that go into the cache."""
+MOST_HELD = 16_384
+"""Tokens of a prompt, and of an answer, that are looked at."""
 
 
 class Engine:
@@ -29,15 +30,20 @@ class Engine:
     def __init__(self, blocks: int, base: float, per_block: float, pace: float) -> None:
         self._blocks, self._base, self._per_block, self._pace = blocks, base, per_block, pace
         self._held: OrderedDict[bytes, None] = OrderedDict()
-        self._busy_until = 0.0
+        self._busy_until: dict[str, float] = {}
+        """By tenant."""
         self._steps: list[Callable[[], bool]] = []
         self._stepping = False
         self.requests = self.asked = self.hits = self.running = 0
 
-    def prefill(self, prompt: bytes, tokens: int) -> tuple[float, int]:
-        """Takes a prompt: the seconds until its first token, and the blocks that were held."""
-        # Of a very long answer the beginning: to hash a million tokens at once would keep the heartbeats waiting.
-        answer = WORD.encode() * min(max(0, tokens - 1), _MOST_HELD)
+    def prefill(self, prompt: bytes, tokens: int, tenant: str = "") -> tuple[float, int]:
+        """Takes a prompt: the seconds until its first token, and the blocks that were held.
+
+        Tenants that have prompts to prefill share the time equally, as with a real worker.
+        """
+        # Of very long ones the beginning: to hash a million tokens at once would keep the heartbeats waiting.
+        prompt = prompt[: MOST_HELD * len(WORD)]
+        answer = WORD.encode() * min(max(0, tokens - 1), MOST_HELD)
         both = hash_run(b"", prompt + answer, BLOCK)
         hashes = both[: len(prompt) // BLOCK]
         held = next((index for index, page in enumerate(hashes) if page not in self._held), len(hashes))
@@ -53,11 +59,29 @@ class Engine:
         if cost == 0:
             return 0.0, held
         now = asyncio.get_running_loop().time()
-        self._busy_until = max(now, self._busy_until) + cost
-        return self._busy_until - now, held
+        self._busy_until = {each: until for each, until in self._busy_until.items() if until > now}
+        begin = self._busy_until.setdefault(tenant, now)
+        self._busy_until[tenant] = begin + cost * len(self._busy_until)
+        return self._busy_until[tenant] - now, held
 
-    def run(self, delay: float, tokens: int, emit: Callable[[int, bool], bool], prompt: bytes = b"") -> None:
-        """Calls ``emit(tokens, last)`` as they come, after ``delay`` seconds, until the last or until it says no."""
+    def run(
+        self,
+        delay: float,
+        tokens: int,
+        emit: Callable[[int, bool], bool],
+        prompt: bytes = b"",
+        *,
+        together: bool = False,
+    ) -> None:
+        """Calls ``emit(tokens, last)`` as they come, after ``delay`` seconds, until the last or until it says no.
+
+        Args:
+            delay: Seconds until the first.
+            tokens: How many.
+            emit: Takes them.
+            prompt: It may ask for something else.
+            together: Those that come at once are emitted in one call.
+        """
         loop = asyncio.get_running_loop()
         if prompt.startswith(b"idle"):
             loop.call_later(delay, emit, 1, False)
@@ -66,7 +90,10 @@ class Engine:
             loop.call_later(delay, self.run, 0.0, tokens, lambda count, last: emit(1000, last))
             return
         if delay:
-            loop.call_later(delay, self.run, 0.0, tokens, emit)
+            loop.call_later(delay, partial(self.run, 0.0, tokens, emit, together=together))
+            return
+        if together and not self._pace:
+            emit(tokens, True)
             return
         if not self._pace:
             for number in range(tokens):

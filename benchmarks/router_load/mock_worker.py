@@ -22,7 +22,7 @@ import grpc
 import httptools
 import msgspec
 import uvloop
-from router_load.mock_engine import BLOCK, WORD, Engine
+from router_load.mock_engine import BLOCK, MOST_HELD, WORD, Engine
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import UnimplementedError
@@ -193,15 +193,15 @@ class Session:
         self._engine.running += 1
         self._open.add(stream_id)
         # A token is four characters of the text, so both edges see the same blocks.
-        prompt = array("I", asked.token_ids[:]).tobytes()
-        delay, held = self._engine.prefill(prompt, asked.sampling.max_tokens)
+        prompt = array("I", asked.token_ids[:MOST_HELD]).tobytes()
+        delay, held = self._engine.prefill(prompt, asked.sampling.max_tokens, asked.tenant)
         cached, first = held * BLOCK // CHARACTERS_A_TOKEN, True
 
         def emit(count: int, last: bool) -> bool:
             nonlocal first
             if stream_id not in self._open:
                 return False
-            if count > 1 and stream_id in self._paused:
+            if count > 1 and not last and stream_id in self._paused:
                 return True  # nobody waits for these: kept, they would come in one message of millions
             self._wake.set()
             output = self._ready.get(stream_id)
@@ -225,7 +225,7 @@ class Session:
                 self._end(stream_id)
             return True
 
-        self._engine.run(delay, asked.sampling.max_tokens, emit, prompt)
+        self._engine.run(delay, asked.sampling.max_tokens, emit, prompt, together=True)
 
     async def next_response(self) -> worker_pb2.SessionResponse:
         with contextlib.suppress(TimeoutError):

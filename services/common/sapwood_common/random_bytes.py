@@ -15,5 +15,5 @@ def random_bytes(count: int) -> bytes:
         return _blocks.pop()[:count]  # no two threads get the same one
     except IndexError:
         read = os.urandom(_BLOCK * _BLOCKS_READ)
-        _blocks.extend(read[at : at + _BLOCK] for at in range(0, len(read), _BLOCK))
+        _blocks.extend([read[at : at + _BLOCK] for at in range(0, len(read), _BLOCK)])
         return os.urandom(count)

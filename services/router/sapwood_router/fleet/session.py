@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from sapwood.v1 import worker_pb2
@@ -201,7 +201,7 @@ class WorkerSession(SharedCall):
         else:
             self.abandon(f"nothing heard for {silent:.1f} s" if self._stands else "it does not answer")
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes) -> Iterator[None]:
         response = worker_pb2.SessionResponse.FromString(message)
         self._silence.heard()
         first, self._stands = not self._stands, True
@@ -215,6 +215,7 @@ class WorkerSession(SharedCall):
                     handed_on += 1
                     sink.token(token_id)
         for output in response.outputs:
+            yield
             sink = self._sinks.get(output.stream_id)
             if sink is not None:
                 handed_on += self._deliver(output, sink)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
+from sapwood_common.pacing.afterwards import Afterwards
 from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.convert import pack
@@ -81,6 +82,8 @@ class Pipeline:
         self.disaggregation = disaggregation
         self.observer = observer
         self.heavy = HeavyWork(rest=1.0)
+        self.afterwards = Afterwards()
+        """Where policies learn of answers that are on their way."""
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
 
@@ -110,7 +113,6 @@ class Run:
         self._place: Place | None = None
         self._stream: OutputStream | None = None
         self._attempts: GenerationAttempts | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sink: Sink | None = None
         self._index = 0
@@ -152,8 +154,7 @@ class Run:
                 sink.delta(self._index, delta)
                 if delta.finish is not None:
                     # Metrics and shares are counted after the delta is on its way to the client.
-                    assert self._loop is not None, "it was started"
-                    self._loop.call_soon(self._finished)
+                    self._pipeline.afterwards.add(self._finished)
                 elif isinstance(stream, TokenStream) and not stream.relays:
                     self._relay_tokens(stream, sink)
         except Exception as error:  # fails this request only, not the others whose output came in the same message
@@ -250,8 +251,7 @@ class Run:
             stream = tokenizer.outputs.open(context.output, whole=context.whole)
         else:
             stream = TokenStream(whole=context.whole)
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_at(context.deadline, self._expire, stream)
+        self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
         self._attempts = GenerationAttempts(pipeline, context, stream, self._watch, place, pages)
         self._stream = stream
         stream.follow(self.flush)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import UnavailableError
@@ -21,7 +21,7 @@ from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.convert import output_of, to_options
 from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
 from sapwood_router.tokenizer.replica import TokenizerReplica
-from sapwood_router.transport.shared_call import BYTES_A_TOKEN, RETRY_INTERVAL, TOKENS_A_MESSAGE, SharedCall
+from sapwood_router.transport.shared_call import BYTES_A_TOKEN, RETRY_INTERVAL, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ _GATHERING = 0.002
 """Seconds to the next message after one with inputs of ``_MANY`` streams. So many streams are on several workers, whose steps
 end at different times: a short wait puts their tokens into one message."""
 _MANY = 8
+_TOKENS_A_MESSAGE = 16 * 1024
+"""A message with so many tokens takes no more: to make it takes a millisecond."""
 
 
 class DetokenizeSession(SharedCall):
@@ -111,10 +113,11 @@ class DetokenizeSession(SharedCall):
     def _stopped(self) -> None:
         self._fail_all("this router stops")
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes) -> Iterator[None]:
         self._lost_since = None
         self._stands = True
         for output in tokenizer_pb2.DetokenizeResponse.FromString(message).outputs:
+            yield
             self._deliver(output)
 
     def _settle(self, call: DuplexCall) -> None:
@@ -137,7 +140,7 @@ class DetokenizeSession(SharedCall):
         for stream_id in self._cancelled:
             request.inputs.add(stream_id=stream_id, cancel=True)
         self._cancelled.clear()
-        budget = TOKENS_A_MESSAGE
+        budget = _TOKENS_A_MESSAGE
         while self._dirty and budget > 0:
             _, stream = self._dirty.popitem()
             budget -= self._add_input(request, stream, budget)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Iterator
 
 import grpc
 
@@ -92,10 +93,11 @@ class EncodeSession(SharedCall):
     def _stopped(self) -> None:
         self._fail_all("this router stops")
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes) -> Iterator[None]:
         self._stands = True  # the first has no results and comes at once
         waiting = self._waiting
         for result in tokenizer_pb2.EncodeResponse.FromString(message).results:
+            yield
             answer = waiting.pop(result.id, None)
             if answer is not None and not answer.done():
                 answer.set_result(result)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import grpc
 
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
+from sapwood_common.pacing.time_share import TimeShare
 from sapwood_router.transport.duplex_dial import open_call
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,8 @@ OPEN_TIMEOUT = 2.0
 TOKENS_A_MESSAGE = 256 * 1024
 """A message with so many tokens takes no further request. It stays far below the size that a service accepts, even where each
 request brings a grammar or tools."""
+_BYTES_A_TURN = 64 * 1024
+"""Bytes of messages after which the next one is made in a later turn of the event loop."""
 BYTES_A_TOKEN = 4
 """Bytes of a grammar or of tools that count as one token in :data:`TOKENS_A_MESSAGE`."""
 
@@ -45,6 +50,11 @@ class SharedCall(ABC):
         """Whether the peer has answered on the call that is open."""
         self._flushing = False
         self._finishing = False
+        self._unhandled: deque[Iterator[None]] = deque()
+        """Messages that came and are not handled to their end. What is in them goes all the way to clients' sockets: where
+        hundreds of requests go in step, all else would wait for all of them.
+        """
+        self._share = TimeShare()
 
     @property
     @abstractmethod
@@ -60,8 +70,8 @@ class SharedCall(ABC):
         """The next message: all that waits to be sent, or as much as one message may hold. None: nothing waits."""
 
     @abstractmethod
-    def _take(self, message: bytes) -> None:
-        """Handles a message from the peer. An exception ends the call."""
+    def _take(self, message: bytes) -> Iterator[None]:
+        """Handles a message from the peer; what follows a ``yield`` may wait for later turns. An exception ends the call."""
 
     @abstractmethod
     def _lost(self, end: CallEndedError) -> float:
@@ -100,19 +110,49 @@ class SharedCall(ABC):
             call.follow(self._received, self._flush)
             self._flush()
             self._end_if_finished()
-            return await call.wait_ended()
+            end = await call.wait_ended()
+            self._handle(lambda: False)  # what came before the end counts
+            return end
         except CallEndedError as error:
             return error
         except Exception as error:
             return CallEndedError(grpc.StatusCode.INTERNAL, self._told(error))
         finally:
             self.abandon("closed here")
+            self._share.drop(self)
+            self._unhandled.clear()
             self._call = None
 
     def _received(self, message: bytes) -> None:
+        self._unhandled.append(self._take(message))
+        if len(self._unhandled) == 1:
+            if not self._share.is_over():
+                self._handle(self._share.is_over)
+            self._share.end()
+            if self._unhandled:
+                self._share.add(self)
+                if self._call is not None:
+                    self._call.set_reading(False)
+
+    def go_on(self, until: float) -> bool:
+        """Handles more of what came; as ``time_share.Worker``."""
+        clock = self._share.clock
+        self._handle(lambda: clock() >= until)
+        if not self._unhandled and self._call is not None:
+            self._call.set_reading(True)
+        return bool(self._unhandled)
+
+    def _handle(self, is_over: Callable[[], bool]) -> None:
         try:
-            self._take(message)
+            while self._unhandled:
+                for _ in self._unhandled[0]:
+                    if is_over():
+                        return
+                self._unhandled.popleft()
+                if self._unhandled and is_over():
+                    return
         except Exception as error:
+            self._unhandled.clear()
             self.abandon(self._told(error))
 
     def _told(self, error: Exception) -> str:
@@ -136,9 +176,13 @@ class SharedCall(ABC):
 
     def _flush(self) -> None:
         self._flushing = False
-        call = self._call
+        call, sent = self._call, 0
         while call is not None and call.ready and (message := self._next_message()) is not None:
             call.write(message)
+            sent += len(message)
+            if sent >= _BYTES_A_TURN:
+                self._schedule()
+                return
 
     def _end_if_finished(self) -> None:
         if self._finishing and not self.load:

@@ -111,7 +111,7 @@ class DuplexCall(asyncio.Protocol):
         """Sends a message, as soon as the connection takes it. After the end does nothing."""
         if self._end is None:
             self._unsent += prefixed(message)
-            self._flush()
+            self._send()
 
     async def read(self) -> bytes:
         """The next message.
@@ -136,6 +136,14 @@ class DuplexCall(asyncio.Protocol):
         self._on_message = on_message
         while self._messages:
             on_message(self._messages.popleft())
+
+    def set_reading(self, reads: bool) -> None:
+        """Whether what the peer sends is read; else it waits in the kernel, and then with the peer."""
+        if self._transport is not None and not self._transport.is_closing():
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     async def answered(self) -> None:
         """Returns once the peer has greeted.
@@ -287,9 +295,15 @@ class DuplexCall(asyncio.Protocol):
         return True
 
     def _flush(self) -> None:
+        """Sends more of what had to wait, and says if that is all."""
+        blocked = bool(self._unsent)
+        self._send()
+        if blocked:
+            self._tell_ready()
+
+    def _send(self) -> None:
         """Sends what the windows and the socket allow."""
         assert self._transport is not None
-        blocked = bool(self._unsent)
         parts = [self._answers]  # settings are acknowledged before use is made of them
         self._answers = b""
         while self._unsent and not self._paused:
@@ -305,8 +319,6 @@ class DuplexCall(asyncio.Protocol):
             self._consumed = 0
         if data := b"".join(parts):
             self._transport.write(data)
-        if blocked:
-            self._tell_ready()
 
     def _tell_ready(self) -> None:
         if self._on_ready is not None and self.ready:

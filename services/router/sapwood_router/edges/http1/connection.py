@@ -314,9 +314,13 @@ class HttpConnection(asyncio.BufferedProtocol):
             if self._transport is None:  # it held the most
                 return
         request = self._request
-        reading = not self._breathes and waiting < self._limits.head_bytes
-        if request is not None and not request.body.complete:
-            reading = reading and request.body.hungry
+        reading = not self._breathes
+        if request is None:
+            reading = reading and waiting < self._limits.head_bytes
+        elif request.body.complete:  # what is sent ahead: as little as says whether the client is still there
+            reading = reading and waiting < LIGHT
+        else:
+            reading = reading and waiting < self._limits.head_bytes and request.body.hungry
         if reading != self._reading:
             self._reading = reading
             if reading:

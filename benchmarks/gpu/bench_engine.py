@@ -21,15 +21,17 @@ from typing import Any
 import msgspec
 import torch
 from commit import measured_commit
-from ranks import group_runners
+from ranks import Split, group_runners
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.child import spare_the_collector
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.records.experts import expert_load
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
@@ -45,11 +47,11 @@ SAMPLED = {
 
 
 class TimedRunner:
-    """Attributes: info: The runner's; waited: Seconds that the host waited for results."""
+    """Attributes: info, experts: The runner's; waited: Seconds that the host waited for results."""
 
     def __init__(self, runner: LoadedRunner) -> None:
         self._runner = runner
-        self.info = runner.info
+        self.info, self.experts = runner.info, runner.experts
         self.waited = 0.0
 
     def launch(self, planned: Step) -> LaunchedStep:
@@ -79,9 +81,12 @@ class Engine:
         overlap: bool = True,
         ranks: int = 1,
         stages: int = 1,
+        split: Split = Split(),  # noqa: B008 - it holds nothing
+        device: str = "cuda",
         **options: Any,
     ) -> None:
         self.overlap = overlap
+        self._device = device
         started = time.perf_counter()
         self._ranks = ExitStack()
         wanted = dict(
@@ -89,19 +94,24 @@ class Engine:
             kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
             max_step_tokens=max_step_tokens, **options,
         )  # fmt: skip
-        self.runner = TimedRunner(next(self._ranks.enter_context(group_runners(ranks, [wanted], stages=stages))))
-        torch.cuda.synchronize()
+        runners = self._ranks.enter_context(group_runners(ranks, [wanted], device, stages, split))
+        self.runner = TimedRunner(next(runners))
+        self._wait()
         self.start_seconds = time.perf_counter() - started
         spare_the_collector()
         info = self.runner.info
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                windows=info.windows,
-                page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
-                max_running=max_running, max_step_tokens=max_step_tokens,
-            )
+        config = SchedulerConfig(
+            windows=info.windows,
+            page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
+            max_running=max_running, max_step_tokens=max_step_tokens,
         )  # fmt: skip
+        schedulers = [Scheduler(config) for _ in range(info.attention_ranks)]
+        self.scheduler = schedulers[0] if len(schedulers) == 1 else RankPlanner(config, schedulers)
         self.count = 0
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -128,12 +138,12 @@ class Engine:
     def generate(self, prompts: list[list[int]], lengths: list[int], sampling: SamplingParams = GREEDY) -> float:
         """Seconds from submission to the last token."""
         self.scheduler.flush_cache()
-        torch.cuda.synchronize()
+        self._wait()
         started = time.perf_counter()
         self.add(prompts, lengths, sampling)
         for _ in self.steps():
             pass
-        torch.cuda.synchronize()
+        self._wait()
         return time.perf_counter() - started
 
     @contextmanager
@@ -194,18 +204,31 @@ def main() -> None:
         "--prefills", default="1x128,1x1024,1x8192,16x8192", help="Of the workload prefill (default: %(default)s)."
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs to split the model over (default: 1).")
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="Ranks have whole experts (default: a part of each)."
+    )
+    parser.add_argument(
+        "--data-parallel-attention",
+        action="store_true",
+        help="Ranks have requests of their own (default: all have all).",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (default: cuda)."
+    )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
     parser.add_argument(
         "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."
     )
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
-    if arguments.routing == "uniform":
-        if arguments.tensor_parallel * arguments.pipeline_parallel > 1:
-            parser.error("--routing uniform: only of models on one GPU")
-        from uniform_routing import route_uniformly  # it needs Triton
-
-        route_uniformly(STEP_TOKENS)
+    if arguments.device == "cpu" and (arguments.routing == "uniform" or arguments.profile is not None):
+        parser.error("--routing uniform, --profile: only on GPUs")
+    most = STEP_TOKENS * (arguments.tensor_parallel if arguments.data_parallel_attention else 1)
+    split = Split(
+        whole_experts=arguments.expert_parallel,
+        own_requests=arguments.data_parallel_attention,
+        uniform_tokens=most if arguments.routing == "uniform" else 0,
+    )
     commit = measured_commit()
 
     # A variant has a name of its own, so that no figure of it is taken for the plain model's.
@@ -218,6 +241,10 @@ def main() -> None:
         variant += "+tuned"
     if arguments.tensor_parallel > 1:
         variant += f"+tp{arguments.tensor_parallel}"
+    if arguments.expert_parallel:
+        variant += "+ep"
+    if arguments.data_parallel_attention:
+        variant += "+dp-attention"
     if arguments.pipeline_parallel > 1:
         variant += f"+pp{arguments.pipeline_parallel}"
 
@@ -229,13 +256,20 @@ def main() -> None:
             "engine": "sapwood",
             "overlap": engine.overlap,
         }
-        print(json.dumps(row | {"device": torch.cuda.get_device_name(), "commit": commit}), flush=True)
+        print(
+            json.dumps(
+                row
+                | {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "commit": commit}
+            ),
+            flush=True,
+        )
 
     engine = Engine(
         arguments.model, max_running=256, max_step_tokens=STEP_TOKENS, attention_backend=arguments.attention_backend,
         expert_tuning=arguments.expert_tuning, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
+        split=split, device=arguments.device,
     )  # fmt: skip
 
     def profile(what: str, run: Callable[[], None], steps: int) -> None:
@@ -248,7 +282,8 @@ def main() -> None:
             print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
 
     report("start-up", engine.start_seconds, "s")
-    report("KV cache", engine.runner.info.num_pages * engine.runner.info.page_size, "tokens")
+    info = engine.runner.info
+    report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if wanted & {"decode", "steady"}:
         for batch in map(int, arguments.batches.split(",")):
@@ -283,6 +318,10 @@ def main() -> None:
         if arguments.both_loops:
             engine.overlap = False
             report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+    if engine.runner.experts is not None:
+        report(
+            "expert balance", expert_load(engine.runner.experts()).balance, "mean of a layer's experts / its busiest"
+        )
     engine.close()
 
 

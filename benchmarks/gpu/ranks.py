@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -24,9 +27,24 @@ Options = dict[str, Any]
 """Of :class:`RunnerOptions`, but for the device and the groups."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """How ranks share a model.
+
+    Attributes:
+        whole_experts: Whether each has some of the experts, whole.
+        own_requests: Whether each has requests of its own.
+        uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
+    """
+
+    whole_experts: bool = False
+    own_requests: bool = False
+    uniform_tokens: int = 0
+
+
 @contextmanager
 def group_runners(
-    size: int, models: Sequence[Options], device: str = "cuda", stages: int = 1
+    size: int, models: Sequence[Options], device: str = "cuda", stages: int = 1, split: Split = Split()
 ) -> Iterator[Iterator[LoadedRunner]]:
     """The runners of models over so many GPUs, one after another, in so many stages; with one GPU there are no other processes.
     Or ``cpu``."""
@@ -37,14 +55,14 @@ def group_runners(
         processes = [
             context.Process(
                 target=_follow,
-                args=(Place(rank, size, rendezvous), stages, models, device, [there for _, there in ways]),
+                args=(Place(rank, size, rendezvous), stages, models, device, split, [there for _, there in ways]),
             )
             for rank, ways in enumerate(pipes, 1)
         ]
         for process in processes:
             process.start()
         try:
-            runners = _build(Place(0, size, rendezvous), stages, models, device)
+            runners = _build(Place(0, size, rendezvous), stages, models, device, split)
             yield _lead(runners, [[here for here, _ in ways] for ways in pipes])
         finally:
             for ways in pipes:
@@ -59,17 +77,24 @@ def group_runners(
 def _lead(runners: list[ModelRunner], followers: list[list[Connection]]) -> Iterator[LoadedRunner]:
     for number, runner in enumerate(runners):
         ways = [each[number] for each in followers]
-        yield GroupRunner(runner, ways) if ways else runner
+        leader = GroupRunner if runner.info.attention_ranks == 1 else SplitRequestsRunner
+        yield leader(runner, ways) if ways else runner
         for way in ways:
             way.close()
 
 
-def _follow(place: Place, stages: int, models: Sequence[Options], device: str, leader: list[Connection]) -> None:
-    for runner, way in zip(_build(place, stages, models, device), leader, strict=True):
+def _follow(
+    place: Place, stages: int, models: Sequence[Options], device: str, split: Split, leader: list[Connection]
+) -> None:
+    for runner, way in zip(_build(place, stages, models, device, split), leader, strict=True):
         follow(runner, way)
 
 
-def _build(place: Place, stages: int, models: Sequence[Options], device: str) -> list[ModelRunner]:
+def _build(place: Place, stages: int, models: Sequence[Options], device: str, split: Split) -> list[ModelRunner]:
+    if split.uniform_tokens:
+        from uniform_routing import route_uniformly  # it needs Triton
+
+        route_uniformly(split.uniform_tokens)
     if device == "cuda":
         torch.cuda.set_device(place.rank)
         device = f"cuda:{place.rank}"
@@ -77,9 +102,12 @@ def _build(place: Place, stages: int, models: Sequence[Options], device: str) ->
         place.rank,
         tensor=place.size // stages,
         pipeline=stages,
+        expert=place.size // stages if split.whole_experts else 1,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         timeout=120,
         exchange_timeout=600,
     )
+    if split.own_requests and place.size > 1:
+        parallel = replace(parallel, rows=OwnRows(parallel.tp))
     return [build_runner(RunnerOptions(device=device, parallel=parallel, **each)) for each in models]

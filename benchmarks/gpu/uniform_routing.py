@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,17 @@ from sapwood_kernels.ops.device import RouteTokens
 def route_uniformly(most_tokens: int) -> None:
     """From now on models on a GPU choose experts by random numbers, the same in each step, in place of their router's logits.
 
-    Logits are computed all the same. For one process's models: other ranks know nothing of it.
+    Logits are computed all the same. Ranks that make the same models choose the same.
 
     Args:
         most_tokens: Of a step.
     """
-    router = CudaOps.router
+    router, made = CudaOps.router, count()
 
     def uniform(ops: CudaOps, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
         choose = router(ops, routing, correction, counts)
-        noise = torch.rand(most_tokens, routing.experts, device=ops.device)
+        numbers = torch.Generator(ops.device).manual_seed(next(made))
+        noise = torch.rand(most_tokens, routing.experts, device=ops.device, generator=numbers)
         return lambda logits: choose(noise[: len(logits)])
 
     CudaOps.router = uniform  # type: ignore[method-assign]

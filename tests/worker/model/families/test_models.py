@@ -241,3 +241,33 @@ def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runn
     pages = driver.runner._pool.pages[1]
     assert pages.shape[:3] == (window.num_pages + 1, 2, driver.runner.info.page_size)
     assert "NHD" in driver.runner.cache_identity()
+
+
+@pytest.mark.parametrize("other", ["dim=2 * config.head_dim", "needed='state'"])
+def test_a_layout_that_attention_does_not_take_is_refused_by_the_model_s_name(other, plugin, tiny_model, make_runner):
+    plugin(
+        "sapwood.model_families",
+        "helium_uneven",
+        f"""
+        from dataclasses import replace
+
+        from sapwood_worker.model.families.family import ModelFamily
+        from sapwood_worker.model.families.llama import LlamaDecoderLayer
+        from sapwood_worker.records.kv_layout import KVComponent, KVLayout
+
+        def layout(config, dtype, page_size):
+            kept = KVComponent((0,), 2, config.num_kv_heads, config.head_dim, dtype)
+            others = replace(kept, layers=tuple(range(1, config.num_layers)), {other})
+            return KVLayout((kept, others), page_size)
+
+        FAMILY = ModelFamily(
+            "helium_uneven", ("HeliumForCausalLM",), LlamaDecoderLayer, {{"tie_word_embeddings": False, "rope_theta": 100_000.0}},
+            from_hf=lambda found: found.interleaved().llama(), from_gguf=None, kv_layout=layout,
+        )
+        """,
+        "FAMILY",
+    )
+    with pytest.raises(
+        ConfigError, match="helium_uneven: attention takes no layers that keep states, or heads of several"
+    ):
+        make_runner(tiny_model("another").path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sapwood_common.errors import ConfigError
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionNeeds
@@ -50,7 +51,7 @@ class AttentionBuilder:
         waits: Whether what ``compiling`` makes has to be there before anything is computed.
 
     Raises:
-        ConfigError: A backend that the options name cannot serve the model.
+        ConfigError: A backend that the options name cannot serve the model, or none can serve its layout.
     """
 
     def __init__(
@@ -71,9 +72,13 @@ class AttentionBuilder:
         self._ops = ops
         generates = config.labels is None  # a graph ends with the choice of a token
         self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and generates
-        [kept] = {(each.heads, each.dim) for each in layout.components}  # kernels are planned for one shape
+        kept = {(each.heads, each.dim) for each in layout.components}
+        if len(kept) > 1 or "state" in layout.groups:  # kernels are planned for one shape
+            raise ConfigError(
+                f"{config.architecture}: attention takes no layers that keep states, or heads of several shapes"
+            )
         heads = options.parallel.attending.shard("num_attention_heads", config.num_heads).size
-        shape = AttentionShape(heads, *kept, options.page_size, dtype)
+        shape = AttentionShape(heads, *kept.pop(), options.page_size, dtype)
         kinds = tuple(dict.fromkeys(config.kinds))
         self._needs = AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
         self.prefill = choose_backend(options.attention_backend, "prefill", self._needs, ops)

@@ -227,14 +227,8 @@ class _Builder:
             threads = self._options.threads or torch.get_num_threads()
             head = load_mtp(self._options.model_path, self._model, self._dtype, self._ops, threads)
         else:
-            head = load_eagle(
-                folder,
-                self._model,
-                self._dtype,
-                self._ops,
-                self._options.model_path,
-                split=self._tp.size > 1,
-            )
+            split = self._tp.size > 1
+            head = load_eagle(folder, self._model, self._dtype, self._ops, self._options.model_path, split=split)
         self._head, config = head, head.config
         layout = head.layout(self._dtype_name, page_size)
         features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8

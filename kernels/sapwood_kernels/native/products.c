@@ -19,7 +19,7 @@ enum { TOKENS = 2, FEW = 4, FEWER = 2 };
 #else
 enum { TOKENS = 4, FEW = 8, FEWER = 4 };
 #endif
-enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128, LINE = 64 };
+enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128, LINE = 64, AHEAD = 4096 };
 // What is read once for several uses: else compilers read it from memory for each.
 #if defined(__AVX512F__)
 #define KEEP(v) __asm__("" : "+v"(v))
@@ -70,7 +70,7 @@ INLINE void sum_pairs(const int count, floats (*total)[PAIR], float *sums) {
     for (int t = 0; t < count; t += 2) sum4(total[t][0], total[t][1], total[t + 1][0], total[t + 1][1], sums + PAIR * t);
 }
 
-// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order.
+// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order, but not far enough.
 INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
     floats total[ROWS];
     for (int r = 0; r < ROWS; r++) {
@@ -78,6 +78,7 @@ INLINE void one_token(const int type, const uint8_t *const *rows, const float *x
         const float *with = x;
         floats part[4] = {0};  // several, since each sum waits for the one before
         for (int64_t left = groups / groups_of(type); left > 0; left--, block += bytes_of(type)) {
+            for (int64_t at = 0; at < bytes_of(type); at += 64) __builtin_prefetch(block + AHEAD + at, 0, 3);
             float scales[SCALES];
             if (groups_of(type) == 8) block_scales(type, block, scales);
 #pragma GCC unroll 8

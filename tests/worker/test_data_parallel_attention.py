@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.worker.latent_twin import write_demo_twin
 from sapwood_testing.worker.split_models import SHAPE
 
-SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
 TIGHT = (
     "--num-pages",
     "16",
@@ -63,7 +61,7 @@ class Worker:
         tiers = self.stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
         return next(int(each.hit_tokens) for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST)
 
-    def answers(self, prompts: list[list[int]], *, grammars: bool) -> list[tuple[list[int], list[float]]]:
+    def answers(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         """The tokens and log probabilities of prompts, all at once, in each of several ways."""
         samplings = [
             common_pb2.SamplingParams(temperature=0, logprobs=2),
@@ -77,9 +75,8 @@ class Worker:
             sampling = common_pb2.SamplingParams()
             sampling.CopyFrom(samplings[kind])
             sampling.max_tokens = 24
-            grammar = common_pb2.Grammar(json_schema=SCHEMA) if grammars and kind == 3 else None
             request = worker_pb2.WorkerGenerateRequest(
-                request_id=f"r{number}", token_ids=prompts[number], sampling=sampling, grammar=grammar
+                request_id=f"r{number}", token_ids=prompts[number], sampling=sampling
             )
             tokens: list[int] = []
             logprobs: list[float] = []
@@ -146,15 +143,15 @@ def test_processes_with_requests_of_their_own_answer_as_one(
     flags = ("--num-pages", "16", "--max-running", "5", "--host-cache-ratio", "3", "--threads", "1")
     flags += ("--no-structured-output",)
     with started(path, tmp_path / "log", *flags) as one:
-        expected = one.answers(prompts, grammars=False)
+        expected = one.answers(prompts)
     with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=True)) as worker:
         info = worker.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
         assert (info.attention_ranks, info.num_pages, info.max_running) == (ranks, ranks * 16, ranks * 5)
-        near(worker.answers(prompts, grammars=False), expected)
+        near(worker.answers(prompts), expected)
         requests = worker.by_rank("requests_total")
         assert len(requests) == ranks and sum(requests) == 12 and min(requests) > 0
         # A single request leaves all ranks but one idle.
-        near(worker.answers(prompts[:1], grammars=False), expected[:1])
+        near(worker.answers(prompts[:1]), expected[:1])
 
 
 @pytest.mark.slow
@@ -167,12 +164,12 @@ def test_the_demo_model_in_experts_gives_its_text(plugin: Any, tmp_path: Path, r
     upcycle(demo_path(), path, experts=4, chosen=2)
     shared = [2, *(1000 + 7 * place for place in range(63))]
     prompts = [[*shared, *(3000 + 11 * number + place for place in range(20 + 6 * number))] for number in range(10)]
-    with started(demo_path(), tmp_path / "log", *TIGHT) as one:
-        expected = one.answers(prompts, grammars=True)
+    with started(demo_path(), tmp_path / "log", *TIGHT, "--no-structured-output") as one:
+        expected = one.answers(prompts)
     with started(path, tmp_path / "log-ranks", *TIGHT, *split(ranks, experts=True)) as worker:
-        near(worker.answers(prompts, grammars=True), expected)
+        near(worker.answers(prompts), expected)
         worker.stub.ClearCache(worker_pb2.ClearCacheRequest(tiers=[worker_pb2.CACHE_TIER_DEVICE]))
-        near(worker.answers(prompts, grammars=True), expected)
+        near(worker.answers(prompts), expected)
         assert worker.host_hits() > 0
         assert min(worker.by_rank("requests_total")) > 0
 
@@ -189,7 +186,7 @@ def test_the_demo_models_latent_twin_gives_its_text(plugin: Any, tmp_path: Path,
     prompts = [[2, *(3000 + 11 * number + place for place in range(20 + 6 * number))] for number in range(8)]
     flags = (*TIGHT, "--no-structured-output")
     with started(path, tmp_path / "log", *flags) as one:
-        expected = one.answers(prompts, grammars=False)
+        expected = one.answers(prompts)
     with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=False)) as worker:
-        near(worker.answers(prompts, grammars=False), expected)
+        near(worker.answers(prompts), expected)
         assert min(worker.by_rank("requests_total")) > 0

@@ -97,6 +97,7 @@ REFUSED = [
     ),
     (WORKER, "--data-parallel-attention", "--data-parallel-attention", "--tensor-parallel 2"),
     (WORKER, f"{SPLIT} --pipeline-parallel 2", "--data-parallel-attention", None),
+    (WORKER, f"{SPLIT} --expert-parallel --redundant-experts 2", "--redundant-experts", None),
     (WORKER, f"{SPLIT} {TIER} --storage file:///x --storage-share 0.9", "--storage --storage-share", None),
     (WORKER, f"{SPLIT} --role prefill", "--role", None),
     (WORKER, f"{SPLIT} --all-reduce backend", "--all-reduce", None),

@@ -73,6 +73,11 @@ NEEDS = (
         lambda config: config.pipeline_parallel == 1,
         "with {pipeline_parallel}: only the first stage's load is known",
     ),
+    Needs(
+        ("redundant_experts",),
+        lambda config: not config.data_parallel_attention,
+        "with {data_parallel_attention}, with which experts stay where they are",
+    ),
     Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
     Needs(
         ("storage", "role"),

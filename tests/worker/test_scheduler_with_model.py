@@ -119,8 +119,8 @@ def many() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("batch", "page_size", "chunk", "pages", "retracts"),
     [
-        (1, 1, 16, 512, False), (2, 64, 64, 8, False), (4, 16, 16, 12, True), (8, 16, 128, 20, True),
-        (16, 64, 512, 32, False), (32, 1, 64, 600, True), (32, 16, 512, 50, True),
+        (1, 1, 16, 512, False), (2, 64, 64, 8, False), (4, 16, 16, 12, True), (32, 1, 64, 600, True), (32, 16, 512, 50, True),
+        pytest.param(8, 16, 128, 20, True, marks=pytest.mark.slow), pytest.param(16, 64, 512, 32, False, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_batches_of_up_to_32_answer_as_transformers_does(

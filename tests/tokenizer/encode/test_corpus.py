@@ -72,7 +72,9 @@ def table(loaded: LoadedTokenizer) -> TokenBytes:
     return TokenBytes(loaded.tokenizer)
 
 
-@pytest.fixture(params=[0, 4 * MIB], ids=["uncached", "cached"], scope="module")
+@pytest.fixture(
+    params=[pytest.param(0, id="uncached", marks=pytest.mark.slow), pytest.param(4 * MIB, id="cached")], scope="module"
+)
 def encoder(loaded: LoadedTokenizer, request: pytest.FixtureRequest) -> Iterator[Encoder]:
     made = Encoder(
         loaded.tokenizer, EncoderOptions(4 * MIB, exact_cache_bytes=request.param, prefix_cache_bytes=request.param)

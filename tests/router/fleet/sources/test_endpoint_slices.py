@@ -40,6 +40,8 @@ class ApiServer:
         self.events: list[tuple[int, str, dict]] = []
         self.changed = threading.Condition()
         self.breaks = 0
+        self.watches = 0
+        """How many have begun; :meth:`break_watches` ends these."""
         self.refusing = False
         self.answers = threading.Event()
         """Cleared: it takes connections and says nothing."""
@@ -87,6 +89,7 @@ class ApiServer:
 
     def stream(self, handler, version: int) -> None:
         broken = self.breaks
+        self.watches += 1
         while self.breaks == broken:
             with self.changed:
                 self.changed.wait(timeout=0.1)
@@ -192,6 +195,7 @@ async def test_while_the_api_server_does_not_answer_something_else_stands_in(api
     api_server.refusing = False
     await wait_until(lambda: named == [frozenset({"10.9.9.9:50061"}), frozenset({"10.0.0.1:50061"})])
     await wait_until(lambda: lives == ["begun", "ended"])  # in the turn of the loop after
+    await wait_until(lambda: api_server.watches)
     api_server.refusing = True
     api_server.break_watches()
     await wait_until(lambda: lives == ["begun", "ended", "begun"])

@@ -313,20 +313,17 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._held.weigh(self, waiting)
             if self._transport is None:  # it held the most
                 return
-        request = self._request
+        request, most = self._request, self._limits.head_bytes
         reading = not self._breathes
-        if request is None:
-            reading = reading and waiting < self._limits.head_bytes
-        elif request.body.complete:  # what is sent ahead: as little as says whether the client is still there
-            reading = reading and waiting < LIGHT
-        else:
-            reading = reading and waiting < self._limits.head_bytes and request.body.hungry
+        if request is not None and request.body.complete:
+            most = LIGHT  # of what is sent ahead as little as says whether the client is still there
+        elif request is not None:
+            reading = reading and request.body.hungry
+        reading = reading and waiting < most
         if reading != self._reading:
             self._reading = reading
-            if reading:
-                transport.resume_reading()
-            else:
-                transport.pause_reading()
+            switch = transport.resume_reading if reading else transport.pause_reading
+            switch()
 
     def _check_pace(self, before: int) -> None:
         """Gives a body up of which less than it should has come since it was ``before`` bytes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -88,7 +89,7 @@ class SharedParts:
         return result.view(self.size, *x.shape)
 
 
-class _SharedSum:
+class _SharedSum(ABC):
     """What both methods have in common.
 
     Args:
@@ -111,8 +112,9 @@ class _SharedSum:
     def replayed(self) -> int | None:
         return None
 
+    @abstractmethod
     def _sum(self, piece: Tensor) -> None:
-        raise NotImplementedError
+        """Replaces a piece that fits into a slot by the sum of all ranks' pieces."""
 
 
 class OneShot(_SharedSum):

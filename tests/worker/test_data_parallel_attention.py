@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +18,7 @@ from sapwood_common.models.model_files import demo_path
 from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.worker.latent_twin import write_demo_twin
 from sapwood_testing.worker.split_models import SHAPE
+from sapwood_testing.worker.worker_process import started_worker
 
 TIGHT = (
     "--num-pages",
@@ -92,31 +89,8 @@ class Worker:
 @contextlib.contextmanager
 def started(model: Path, log: Path, *flags: str) -> Iterator[Worker]:
     """A worker."""
-    command = [
-        sys.executable,
-        "-m",
-        "sapwood_worker",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--metrics-port",
-        "0",
-        *flags,
-    ]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while (found := re.search(r"listening on (\S+)", log.read_text())) is None:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        metrics = re.search(r"metrics at (\S+/metrics)", log.read_text())
-        assert metrics is not None
-        with grpc.insecure_channel(found[1]) as channel:
-            yield Worker(worker_pb2_grpc.WorkerStub(channel), metrics[1])
-    finally:
-        process.kill()
-        process.wait()
+    with started_worker(model, log, *flags) as found, grpc.insecure_channel(found.address) as channel:
+        yield Worker(worker_pb2_grpc.WorkerStub(channel), found.metrics)
 
 
 def split(ranks: int, *, experts: bool) -> list[str]:

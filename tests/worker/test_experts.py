@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-import subprocess
-import sys
 import time
 import urllib.request
 
@@ -19,29 +15,13 @@ from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.models.upcycled import upcycle
+from sapwood_testing.worker.worker_process import started_worker
 
 PROMPT = [3 + 7 * place % 90 for place in range(9)]
 
 
-@contextlib.contextmanager
 def started(model, log, *flags):
-    """Addresses of a worker's gRPC and metrics."""
-    command = [
-        *(sys.executable, "-m", "sapwood_worker", "--model", str(model), "--port", "0", "--metrics-port", "0"),
-        *("--num-pages", "64", "--no-structured-output", "--threads", "1", *flags),
-    ]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while (found := re.search(r"listening on (\S+)", log.read_text())) is None:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        metrics = re.search(r"metrics at (\S+/metrics)", log.read_text())
-        assert metrics is not None
-        yield found[1], metrics[1]
-    finally:
-        process.kill()
-        process.wait()
+    return started_worker(model, log, "--num-pages", "64", "--no-structured-output", "--threads", "1", *flags)
 
 
 @pytest.fixture
@@ -67,7 +47,7 @@ def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
     model, make_runner, make_driver, tmp_path, capsys
 ):
     expected = make_driver(make_runner(model)).generate({0: PROMPT}, 6)[0]
-    with started(model, tmp_path / "log", "--tensor-parallel", "2", "--expert-parallel") as (address, metrics):
+    with started(model, tmp_path / "log", "--tensor-parallel", "2", "--expert-parallel") as (address, metrics, _):
         # The scheduler tells of them right after it is ready.
         until = time.monotonic() + 60
         while not (before := load_of(address)).tokens and time.monotonic() < until:
@@ -120,7 +100,7 @@ def test_processes_move_experts_and_answer_as_one(model, ranks, make_runner, mak
     driver = make_driver(make_runner(model))
     expected = [driver.generate({slot: prompt}, 8)[slot] for slot, prompt in enumerate(prompts)]
     flags = "--tensor-parallel", str(ranks), "--expert-parallel", "--redundant-experts", "4", "--no-prefix-cache"
-    with started(model, tmp_path / "log", *flags) as (address, metrics):
+    with started(model, tmp_path / "log", *flags) as (address, metrics, _):
         for answers in answers_while_experts_move(address, prompts, 8):
             assert answers == expected
         load = load_of(address)
@@ -158,7 +138,7 @@ def test_the_demo_model_in_experts_keeps_its_text_while_they_move(ranks, plugin,
     driver = make_driver(make_runner(demo_path(), num_pages=256))
     expected = [driver.generate({slot: prompt}, 12)[slot] for slot, prompt in enumerate(prompts)]
     flags = "--tensor-parallel", str(ranks), "--expert-parallel", "--redundant-experts", "4", "--no-prefix-cache"
-    with started(path, tmp_path / "log", *flags) as (address, _):
+    with started(path, tmp_path / "log", *flags) as (address, _, _):
         for answers in answers_while_experts_move(address, prompts, 12):
             assert answers == expected
 
@@ -177,7 +157,7 @@ def test_a_worker_on_a_gpu_tells_what_its_tiles_go_by(model, tmp_path, monkeypat
             "--expert-tuning",
             "3",
         )
-        with started(model, tmp_path / "log", *flags) as (address, metrics):
+        with started(model, tmp_path / "log", *flags) as (address, metrics, _):
             until = time.monotonic() + 60
             while not load_of(address).tokens and time.monotonic() < until:
                 time.sleep(0.02)

@@ -26,6 +26,7 @@ from sapwood_common.models.model_files import demo_path
 from sapwood_testing.namespace import Namespace
 from sapwood_testing.router.ports import port_of_its_own
 from sapwood_testing.worker.split_models import SHAPE
+from sapwood_testing.worker.worker_process import started_worker
 
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
 
@@ -33,32 +34,10 @@ SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "
 @contextlib.contextmanager
 def worker(model: Path, log: Path, *flags: str, inside: Namespace | None = None) -> Iterator[Any]:
     """A worker's stub; its process id is in ``pid``. ``inside``: the network that it is in."""
-    command = [
-        *(() if inside is None else ("ip", "netns", "exec", inside.name)),
-        sys.executable,
-        "-m",
-        "sapwood_worker",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--metrics-port",
-        "0",
-        *flags,
-    ]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while (found := re.search(r"listening on (\S+)", log.read_text())) is None:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        with grpc.insecure_channel(found[1]) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            stub.pid = process.pid
-            yield stub
-    finally:
-        process.kill()
-        process.wait()
+    with started_worker(model, log, *flags, inside=inside) as found, grpc.insecure_channel(found.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        stub.pid = found.pid
+        yield stub
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from bench_engine import GREEDY, Engine, prompts_of
 from commit import measured_commit
+from step_profile import record
 
 
 def shared_prompts(count: int, shared: int, own: int) -> list[list[int]]:
@@ -30,15 +31,19 @@ def warm(engine: Engine, shared: int) -> None:
     engine.generate([shared_prompts(1, shared, 1)[0]], [1])
 
 
-def whole(engine: Engine, prompts: list[list[int]], length: int) -> float:
-    """Seconds for all of them, from submission to the last token; what the cache holds stays."""
+def whole(engine: Engine, prompts: list[list[int]], length: int) -> dict[str, float]:
+    """Seconds from submission to the first token of all, and to the last; what the cache holds stays."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     engine.add(prompts, [length] * len(prompts), GREEDY)
-    for _ in engine.steps():
-        pass
+    begun: set[int] = set()
+    first = 0.0
+    for outputs in engine.steps():
+        begun.update(output.serial for output in outputs)
+        if not first and len(begun) == len(prompts):
+            first = time.perf_counter() - started
     torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return {"first": first, "last": time.perf_counter() - started}
 
 
 def steady(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, float]:
@@ -61,6 +66,7 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=256, help="Tokens of prompts that share nothing (default: 256).")
     parser.add_argument("--kv-gb", type=float, default=42.0, help="KV cache of each engine in GiB (default: 42).")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
+    parser.add_argument("--profile", action="store_true", help="Also prints the device's time by part and kernel.")
     arguments = parser.parse_args()
     device, commit = torch.cuda.get_device_name(), measured_commit()
     variant = arguments.model.name + ("+fp8-kv" if arguments.kv_cache_dtype != "auto" else "")
@@ -99,13 +105,23 @@ def main() -> None:
             {mode: sum(each) / 2 for mode, each in turns.items()},
             "ms",
         )
-    seconds = {}
+    seconds: dict[str, dict[str, float]] = {}
     for mode, engine in engines.items():
-        warm(engine, 8192)
-        whole(engine, shared_prompts(64, 8192, 128), 4)  # kernels that steps of this kind compile
-        warm(engine, 8192)
-        seconds[mode] = whole(engine, shared_prompts(64, 8192, 128), 64)
-    report("64 requests sharing 8192, 128 of their own, 64 out", seconds, "s")
+        for length in (4, 64):  # the first compiles what steps of this kind need
+            warm(engine, 8192)
+            seconds[mode] = whole(engine, shared_prompts(64, 8192, 128), length)
+    report("64 requests sharing 8192, 128 of their own, 64 out", {m: s["last"] for m, s in seconds.items()}, "s")
+    report("the same, to the first token of all", {m: s["first"] for m, s in seconds.items()}, "s")
+    if arguments.profile:
+        engine = engines["on"]
+        for length, name in ((1, "the prompts' step"), (64, "all steps")):
+            warm(engine, 8192)
+            prompts = shared_prompts(64, 8192, 128)
+            parts, kernels = record(lambda p=prompts, n=length: whole(engine, p, n))  # type: ignore[misc]
+            for part, microseconds in parts.items():
+                report(f"64 sharing 8192, {name}, profile: {part}", {"on": microseconds / 1e3}, "ms")
+            for kernel, microseconds in list(kernels.items())[:15]:
+                print(f"#   {microseconds / 1e3:9.3f} ms {kernel[:120]}", flush=True)
     for engine in engines.values():
         engine.close()
 

@@ -47,12 +47,12 @@ SAMPLED = {
 
 
 class TimedRunner:
-    """Attributes: info, experts: The runner's; waited: Seconds that the host waited for results."""
+    """Attributes: info, experts: The runner's; waited: Seconds that the host waited for results; steps: Results so far."""
 
     def __init__(self, runner: LoadedRunner) -> None:
         self._runner = runner
         self.info, self.experts = runner.info, runner.experts
-        self.waited = 0.0
+        self.waited, self.steps = 0.0, 0
 
     def launch(self, planned: Step) -> LaunchedStep:
         step = self._runner.launch(planned)
@@ -64,6 +64,7 @@ class TimedRunner:
                 return take()
             finally:
                 self.waited += time.perf_counter() - started
+                self.steps += 1
 
         step.result = result  # type: ignore[method-assign]
         return step
@@ -322,6 +323,8 @@ def main() -> None:
         report(
             "expert balance", expert_load(engine.runner.experts()).balance, "mean of a layer's experts / its busiest"
         )
+    if arguments.tensor_parallel > 1 and info.attention_ranks == 1:  # else it has raised
+        report("all ranks sampled the same", engine.runner.steps, "steps")
     engine.close()
 
 

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
@@ -72,6 +73,8 @@ def group_runners(
             for process in processes:
                 process.join(20)
                 process.kill()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _lead(runners: list[ModelRunner], followers: list[list[Connection]]) -> Iterator[LoadedRunner]:

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# DeepSeek-V3's shape over all GPUs of this machine (1, 2, 4 or 8): tensor parallel alone, with whole experts, and with data-parallel
-# attention as well. Weights are made up on the device, in bfloat16, tokens are spread evenly over experts. Of its 61 layers there
-# are as many as fit: 256 experts of a layer are 22.5 GB. Each part is a process with a time limit of its own; JSON lines go to
-# OUT (default: benchmarks/results/gpu-eight-<date>.jsonl). Ranks are checked against each other in each step but those of
-# data-parallel attention, where all have other requests.
+# DeepSeek-V3's shape over all GPUs of this machine (1, 2, 4 or 8): tensor parallel alone (tp), with whole experts (ep), and with
+# data-parallel attention as well (dp). Weights are made up on the device in float8 with a scale for each 128 x 128, as many of
+# the 61 layers as fit; tokens are spread evenly over experts. First, tiny models over the same ranks answer as one GPU does
+# (not with one GPU). Each part is a process with a time limit of its own; JSON lines go to OUT (default:
+# benchmarks/results/gpu-eight-<date>.jsonl), the least times that such GPUs could take first. In each step of tp and ep all
+# ranks have sampled the same, or the part fails; in dp each has other requests.
 #
 #   benchmarks/gpu/run_eight.sh [OUT]
 #
-# To try it on a CPU with a tiny shape and two ranks: DEVICE=cpu GPUS=2 CONFIG=FOLDER benchmarks/gpu/run_eight.sh OUT
+# GPUS, LAYERS, WAYS="tp ep dp" and LIMIT (seconds of a part) say what else is to be. DEVICE=cpu GPUS=2 tries it with a tiny shape.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-benchmarks/results/gpu-eight-$(date +%F).jsonl}
@@ -15,38 +16,30 @@ python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
 gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 limit=${LIMIT:-580}
-shape=${CONFIG:-}
-if [ -z "$shape" ]; then
-  shape=$(mktemp -d)/deepseek-v3
+gpu=benchmarks/gpu
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+shape=$folder/deepseek-v3-float8
+memory=0
+options=(--kv-gb 0.2 --only "steady,prefill" --batches "1,4" --prefills 1x64)
+if [ "$device" != cpu ]; then
   memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
-  # Of a rank's memory much is left for attention's weights, which it has whole in the last part, for the cache, and for what it
-  # computes.
-  layers=${LAYERS:-$((gpus * memory * 6 / 10 / 23500 + 2))}
-  ((layers > 61)) && layers=61
-  "$python" - "$shape" "$layers" <<'PYTHON'
-import json, pathlib, sys
-
-folder, layers = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-config = json.loads(pathlib.Path("benchmarks/gpu/configs/deepseek-v3-4-layers/config.json").read_text())
-config |= {"num_hidden_layers": layers, "first_k_dense_replace": min(3, layers - 1)}
-folder = folder.with_name(f"{folder.name}-{layers}-layers")
-folder.mkdir(parents=True)
-(folder / "config.json").write_text(json.dumps(config))
-PYTHON
-  shape=$shape-$layers-layers
+  options=(--routing uniform --kv-gb 0 --only "steady,prefill,offline" --batches "1,64,256" --prefills 1x8192
+    --expert-tuning "${TUNING:-30}" --profile "${TMPDIR:-/tmp}/sapwood-traces")
 fi
-options=(--routing uniform --kv-gb 0 --only steady,prefill,offline --prefills 1x8192 --profile "${TMPDIR:-/tmp}/sapwood-traces")
-[ "$device" = cpu ] && options=(--kv-gb 0.2 --only steady,prefill --prefills 1x64)
-batches=1,64,256
-[ "$device" = cpu ] && batches=1,4
 : >"$out"
-ways=("")
-((gpus > 1)) && ways=("" "--expert-parallel" "--expert-parallel --data-parallel-attention")
-for way in "${ways[@]}"; do
-  echo "# $SECONDS s: $gpus GPUs $way"
+part() { # COMMAND...
+  echo "# $SECONDS s: ${*:2}" | tee -a "$out"
+  timeout -k 5 "$limit" "$@" 2>>"$out.err" | tee -a "$out" | sed 's/, "engine".*//' || echo "# FAILED: see $out.err"
+}
+"$python" $gpu/eight_shape.py make "$shape" --gpus "$gpus" --memory "$memory" --layers "${LAYERS:-0}" || exit 1
+part "$python" $gpu/eight_shape.py floors "$shape" --gpus "$gpus"
+declare -A flags=([tp]="" [ep]="--expert-parallel" [dp]="--expert-parallel --data-parallel-attention")
+ways=${WAYS:-tp ep dp}
+((gpus > 1)) || ways=tp
+((gpus > 1)) && part "$python" $gpu/check_tensor_parallel.py --device "$device" --sizes "$gpus" --ways "${ways// /,}"
+for way in $ways; do
   # shellcheck disable=SC2086
-  timeout -k 5 "$limit" "$python" benchmarks/gpu/bench_engine.py --model "$shape" --device "$device" --tensor-parallel "$gpus" \
-    $way "${options[@]}" --batches "$batches" 2>>"$out.err" | tee -a "$out" | sed 's/, "engine".*//' ||
-    echo "# FAILED: see $out.err"
+  part "$python" $gpu/bench_engine.py --model "$shape" --device "$device" --tensor-parallel "$gpus" ${flags[$way]} "${options[@]}"
 done
 echo "# $SECONDS s"

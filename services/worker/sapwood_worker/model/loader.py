@@ -25,6 +25,7 @@ from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.quantization.linear_method import Stored
+from sapwood_worker.model.quantization.made_up import blocks_of, in_blocks
 from sapwood_worker.model.quantization.registry import AS_STORED, LinearMethods
 
 LoadFormat = Literal["auto", "dummy"]
@@ -69,7 +70,7 @@ def load_model(
 
     Args:
         path: The file or directory.
-        load_format: ``dummy`` reads the configuration only and makes weights up.
+        load_format: ``dummy`` reads the configuration only and makes weights up: in float8 by blocks if it says that they are.
         dtype: The dtype of weights and activations.
         ops: The operations of the device, where the weights go.
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
@@ -86,10 +87,14 @@ def load_model(
         source: WeightSource | None = None
         kv_scales: Mapping[int, tuple[float, float]] = {}
         stored: Stored | None = None
+        made_up = False
         if path.is_dir():
             family, config = read_hf_config(path)
             eos = read_hf_eos(path)
-            if load_format == "auto":
+            quantized = read_hf_quantization(path)
+            if load_format == "dummy" and in_blocks(quantized):
+                stored, made_up = Stored({}, quantized, str(path)), True
+            elif load_format == "auto":
                 drafts = range(config.num_layers, config.num_layers + config.draft_layers)
                 source = safetensors = SafetensorsSource(
                     path,
@@ -99,7 +104,7 @@ def load_model(
                     fused=family.fused(config),
                 )
                 kv_scales = safetensors.kv_scales()
-                stored = Stored(source.tensors(), read_hf_quantization(path), str(path))
+                stored = Stored(source.tensors(), quantized, str(path))
         else:
             file = files.enter_context(closing(_open_gguf(path)))
             found = {name: file.tensors[name] for name in ROPE_TENSORS if name in file.tensors}
@@ -113,7 +118,9 @@ def load_model(
         if config.sparse is None and parallel is not None and parallel.ep.size > 1:
             raise ConfigError(f"--expert-parallel: {path} has no experts")
         config = _limited(config, context_length)
-        linear = LinearMethods(quantization, dtype, ops, stored, widen=stored_weights == "widen")
+        linear = LinearMethods(
+            quantization, dtype, ops, stored, widen=stored_weights == "widen", made_up=blocks_of if made_up else None
+        )
         model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
         kept = {name.removesuffix(AS_STORED) for name in linear.used - {"none"}}
         if quantization not in {"none"} | kept and kept:

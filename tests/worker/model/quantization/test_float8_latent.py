@@ -75,6 +75,21 @@ def test_kept_only_its_activations_are_rounded_and_what_is_absorbed_is_wide(path
     assert 0 < float((kept - expected).norm() / expected.norm()) < 0.3
 
 
+def test_made_up_weights_are_held_as_stored_ones_are_and_give_finite_logits(paths, make_runner, make_driver):
+    made_up, stored = (make_runner(paths[0], load_format=each) for each in ("dummy", "auto"))
+    held, wanted = (
+        {name: (slot.target.dtype, slot.shape) for name, slot in each._model.weights().items()}
+        for each in (made_up, stored)
+    )
+    assert held == wanted
+    assert made_up.info.weights == stored.info.weights
+    slots = made_up._model.weights()
+    expert = "model.layers.1.mlp.experts.2.up_proj"
+    spread = float(slots[f"{expert}.weight"].target.float().std() * slots[f"{expert}.weight_scale_inv"].target.max())
+    assert 0.018 < spread < 0.022
+    assert bool(logits(make_runner, make_driver, paths[0], load_format="dummy").isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("name", "becomes", "message"),
     [

@@ -82,17 +82,27 @@ def load_weights(
 
 
 def fill_dummy_weights(slots: WeightSlots, seed: int) -> None:
-    """Fills every slot with random numbers (norms with 1): the same for the same seed and device kind. Mutates the slots."""
+    """Fills every slot with random numbers: the same for the same seed and device kind. Mutates the slots.
+
+    Norms are 1. Numbers in float8 are as much larger as their scales, which are all alike, are less than 1.
+    """
     with torch.inference_mode():
         for name in sorted(slots):
             slot = slots[name]
             if slot.norm:
                 slot.target.fill_(1.0)
                 continue
+            if name.endswith(".weight_scale_inv"):
+                slot.target.fill_(_DUMMY_STD)
+                continue
             generator = torch.Generator(slot.target.device)
             generator.manual_seed(seed)
             seed += 1
-            slot.target.normal_(0.0, _DUMMY_STD, generator=generator)
+            if slot.target.dtype == torch.float8_e4m3fn:
+                numbers = torch.empty(slot.target.shape, dtype=torch.bfloat16, device=slot.target.device)
+                slot.target.copy_(numbers.normal_(generator=generator))
+            else:
+                slot.target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
 def _run_all(work: Callable[[str], None], items: Iterable[str], threads: int) -> None:

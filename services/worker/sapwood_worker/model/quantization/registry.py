@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from sapwood_worker.model.quantization.linear_method import (
     Stored,
     TableMethod,
 )
+from sapwood_worker.model.weight_slot import StoredTensor
 from sapwood_worker.settings.names import LINEAR_METHODS as GROUP
 
 FORMATS = {
@@ -60,6 +61,7 @@ class LinearMethods:
         ops: The device's operations.
         stored: What the checkpoint stores; None: nothing is kept.
         widen: Whether formats that a checkpoint's numbers can be read from are not kept, either.
+        made_up: What a checkpoint that there is not is taken to store of each linear layer; None: there is one, or nothing.
 
     Attributes:
         used: The formats that layers have; ``none``: the model's dtype.
@@ -76,6 +78,7 @@ class LinearMethods:
         stored: Stored | None = None,
         *,
         widen: bool = False,
+        made_up: Callable[[LinearShape], Mapping[str, StoredTensor]] | None = None,
     ) -> None:
         formats = {name: find_part(GROUP, name, FORMATS) for name in part_names(GROUP, FORMATS)}
         wanted = find_part(GROUP, quantization, FORMATS).quantise
@@ -90,6 +93,7 @@ class LinearMethods:
         self._ops = ops
         self._stored = stored
         self._widen = widen
+        self._made_up = made_up
         self.used: set[str] = set()
 
     def method(self, shape: LinearShape) -> LinearMethod:
@@ -130,6 +134,8 @@ class LinearMethods:
     def _kept(self, shape: LinearShape, but: Container[str] = ()) -> LinearMethod | None:
         if self._stored is None:
             return None
+        if self._made_up is not None:
+            self._stored = replace(self._stored, tensors={**self._stored.tensors, **self._made_up(shape)})
         for name, keep in self._keep:
             if name in but:
                 continue

@@ -1,11 +1,12 @@
-"""Triton: sums over ranks whose memory each of them can read: one GPU's ranks by CUDA IPC, over NVLink.
+"""Triton: sums over ranks whose memory each of them can read, and rows that go to all: one GPU's ranks by CUDA IPC, over NVLink.
 
 Each rank has a region: signals, then two slots that take turns. A program sums a piece of the tensor, and meets only the
 programs of the same number on the other ranks: it copies the piece to its rank's slot, tells the others, waits for them,
 and reads their slots. One that writes into a slot for the second time knows that all have read what it wrote first, since
 all have come to the call between. Calls are counted in device memory, so that CUDA graphs go on where other calls ended.
 One-shot, each rank reads all parts of a piece; two-shot, it reads a share of them, and then the others' sums. Both add up
-in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks.
+in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks. Where ranks have rows of their
+own, they read all ranks' rows, or sum theirs alone: what a rank gets of a sum is equal to the bit, too.
 
 Bound: for small tensors the time of one write to the other GPUs and one read, twice that two-shot; for large ones the link, which
 carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. The one-shot idea is that of vLLM's
@@ -116,6 +117,45 @@ def _sum_kernel(
         tl.store(done, tl.load(done) + 1)
 
 
+@triton.jit(do_not_specialize=["count", "each", "rank", "most"])
+def _rows_kernel(
+    x, found, peers, calls, done, broken, count, each, rank, most,
+    SIZE: tl.constexpr, SUMS: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+):  # fmt: skip
+    KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
+    program = tl.program_id(0)
+    call = tl.load(calls + program) + 1
+    slot = (call & 1).to(tl.int32)
+    first = program * each * VECTOR
+    length = tl.maximum(tl.minimum(each, count - program * each), 0) * VECTOR
+    own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+    places = tl.arange(0, BLOCK)
+    # To be summed are rows for every rank, of which a piece has as many.
+    for part in tl.static_range(SIZE if SUMS else 1):
+        taken = x + tl.cast(part, tl.int64) * count * VECTOR + first
+        for start in range(0, length, BLOCK):
+            at = start + places
+            tl.store(own + part * each * VECTOR + at, tl.load(taken + at, mask=at < length), mask=at < length)
+    _meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+    if SUMS:
+        for start in range(0, length, BLOCK):
+            at = start + places
+            mine = rank * each * VECTOR + at
+            total = _added(peers, program, slot, mine, at < length, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            tl.store(found + first + at, total.to(KIND), mask=at < length)
+        if program == 0:
+            tl.store(done, tl.load(done) + 1)
+    else:
+        for peer in tl.static_range(SIZE):
+            part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            given = found + tl.cast(peer, tl.int64) * count * VECTOR + first
+            for start in range(0, length, BLOCK):
+                at = start + places
+                tl.store(given + at, tl.load(part + at, mask=at < length), mask=at < length)
+    tl.store(calls + program, call)
+
+
 class PeerSums:
     """Sums over ranks by this kernel.
 
@@ -165,8 +205,39 @@ class PeerSums:
             PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER, num_warps=8,
         )  # fmt: skip
 
+    def gather(self, x: Tensor, tries: int = WAIT_FOREVER) -> Tensor:
+        """All ranks' tensors, [size, ...], given this rank's: contiguous, :attr:`most_bytes` at most; asynchronous likewise."""
+        found = x.new_empty(self._size, *x.shape)
+        self._exchange(x, found, x.numel(), sums=False, tries=tries)
+        return found
+
+    def scatter_sum(self, x: Tensor, tries: int = WAIT_FOREVER) -> Tensor:
+        """This rank's rows of the sum over the ranks, [T, ...], given all rows: [size * T, ...], contiguous, at most
+        :attr:`most_bytes` large; asynchronous likewise."""
+        found = x.new_empty(len(x) // self._size, *x.shape[1:])
+        self._exchange(x, found, found.numel(), sums=True, tries=tries)
+        return found
+
+    def _exchange(self, x: Tensor, found: Tensor, count: int, *, sums: bool, tries: int) -> None:
+        """Exchanges rows, of which each rank has ``count`` numbers of its own."""
+        assert x.is_contiguous() and x.nbytes <= self.most_bytes
+        vector = _VECTOR_BYTES // x.element_size()
+        if count % vector:
+            vector = 1
+        # A program's piece has vectors of all the rows that are summed.
+        piece = self.most_bytes // PROGRAMS // (self._size if sums else 1) // _VECTOR_BYTES * _VECTOR_BYTES
+        num_bytes = count * x.element_size()
+        programs = min(PROGRAMS, -(-num_bytes // min(_LEAST_BYTES, piece)))
+        each = -(-count // (programs * vector))
+        _rows_kernel[(programs,)](
+            x, found, self._peers, self._calls, self._done, self._broken, count // vector, each,
+            self._rank, tries, SIZE=self._size, SUMS=sums, SIGNAL_BYTES=_signal_bytes(self._size),
+            PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER,
+            num_warps=8,
+        )  # fmt: skip
+
     def calls(self, *, two_shot: bool) -> int:
-        """How often the device has summed in this way; waits for it."""
+        """How often the device has summed in this way, rows one-shot; waits for it."""
         return int(self._done[int(two_shot)])
 
     def broken(self) -> bool:

@@ -77,6 +77,35 @@ def test_a_rank_sums_what_the_others_have_in_their_order(dtype: torch.dtype, two
 
 
 @on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_rank_gets_all_ranks_rows_and_the_sum_of_its_own(dtype: torch.dtype) -> None:
+    ranks = Ranks()
+    piece = MOST // kernels.PROGRAMS
+    for call, count in enumerate((1, 37, 48, 200, MOST // dtype.itemsize // 3)):
+        parts = [torch.randn(3, count, generator=torch.Generator().manual_seed(10 * call + rank)) for rank in range(3)]
+        parts = [part.to(dtype) for part in parts]
+        vector = 16 // dtype.itemsize
+        for sums in (False, True):
+            room = piece // 3 // 16 * 16 if sums else piece
+            vector = vector if count % vector == 0 else 1
+            programs = -(-count * dtype.itemsize // room)
+            each = -(-count // (programs * vector)) * vector
+            for rank in (0, 2):
+                pieces = parts[rank].split(each, 1) if sums else parts[rank][:1].split(each, 1)
+                # A piece has the same place of all rows, one behind the other, with room for whole ones.
+                padded = [torch.nn.functional.pad(own, (0, each - own.shape[1])).reshape(-1) for own in pieces]
+                ranks.place(rank, torch.cat(padded), len(padded[0]))
+            if sums:
+                found = ranks.sums.scatter_sum(parts[1], tries=1)
+                assert torch.equal(found[0], exact([part[1] for part in parts])), count
+            else:
+                found = ranks.sums.gather(parts[1][0], tries=1)
+                assert torch.equal(found, torch.stack([part[0] for part in parts])), count
+            assert not ranks.sums.broken()
+    assert (ranks.sums.calls(two_shot=False), ranks.sums.calls(two_shot=True)) == (5, 0)
+
+
+@on_cpu
 def test_a_sum_for_which_a_rank_does_not_come_is_broken() -> None:
     ranks = Ranks()
     ranks.sums.sum(torch.ones(8), two_shot=False, tries=2)
@@ -97,6 +126,10 @@ for turn in range(12):
     mine = made(rank, turn, count)
     sums.sum(mine, two_shot=turn % 2 == 1)
     assert torch.equal(mine, made(0, turn, count) + made(1, turn, count)), turn
+    own = made(rank, turn, count // 2 * 2).view(2, -1)
+    both = torch.stack([made(each, turn, count // 2 * 2).view(2, -1) for each in range(2)])
+    assert torch.equal(sums.gather(own[0]), both[:, 0]), turn
+    assert torch.equal(sums.scatter_sum(own), both.sum(0)[rank : rank + 1]), turn
 print(sums.calls(two_shot=False), sums.calls(two_shot=True))
 """
 
@@ -109,7 +142,7 @@ def test_two_processes_sum_over_memory_that_they_share(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
     try:
-        assert [each.communicate(timeout=200)[0].split() for each in started] == [["6", "6"]] * 2
+        assert [each.communicate(timeout=200)[0].split() for each in started] == [["18", "6"]] * 2
     finally:
         for each in started:
             each.kill()
@@ -123,17 +156,22 @@ from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_all_reduce as module
 
-kernel = module._sum_kernel
-kinds = dict(x="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32", count="i32", each="i32", rank="i32", most="i32")
+kinds = dict(x="*bf16", found="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32")
+kinds.update(count="i32", each="i32", rank="i32", most="i32")
 for size in (2, 8):
-    for two in (False, True):
+    for kernel, own in (
+        (module._sum_kernel, dict(TWO=False)), (module._sum_kernel, dict(TWO=True)),
+        (module._rows_kernel, dict(SUMS=False)), (module._rows_kernel, dict(SUMS=True)),
+    ):
+        two = own.get("TWO", False)
         constants = dict(
-            SIZE=size, TWO=two, SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, VECTOR=8, BLOCK=2048,
+            SIZE=size, **own, SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, VECTOR=8, BLOCK=2048,
             FOREVER=module.WAIT_FOREVER,
         )
+        pointers = kernel.arg_names.index("count")
         source = ASTSource(
             kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
-            attrs={(at,): [["tt.divisibility", 16]] for at in range(5)},
+            attrs={(at,): [["tt.divisibility", 16]] for at in range(pointers)},
         )
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
         found = [ptx.count(word) for word in ("sys.release.exch", "sys.acquire", "v4.b32", "bar.sync")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,17 +47,26 @@ class Worker:
     def __init__(self, stub: Any, metrics: str) -> None:
         self.stub, self._metrics = stub, metrics
 
-    def by_rank(self, name: str) -> list[float]:
-        """A metric of each rank."""
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """A metric by one of its labels."""
         with urllib.request.urlopen(self._metrics) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
         samples = [sample for family in families for sample in family.samples]
-        return [each.value for each in samples if each.name == f"sapwood_worker_rank_{name}" and "rank" in each.labels]
+        found = [each for each in samples if each.name == f"sapwood_worker_{name}" and label in each.labels]
+        return {each.labels[label]: each.value for each in found}
+
+    def by_rank(self, name: str) -> list[float]:
+        """A metric of each rank."""
+        return list(self.by("rank", f"rank_{name}").values())
 
     def host_hits(self) -> int:
         """Tokens found in the second tier."""
         tiers = self.stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
         return next(int(each.hit_tokens) for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST)
+
+    def expert_moves(self) -> int:
+        """Experts that were copied from rank to rank."""
+        return int(self.stub.GetExpertLoad(worker_pb2.GetExpertLoadRequest()).moves)
 
     def answers(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         """The tokens and log probabilities of prompts, all at once, in each of several ways."""
@@ -64,7 +74,8 @@ class Worker:
             common_pb2.SamplingParams(temperature=0, logprobs=2),
             common_pb2.SamplingParams(temperature=0.8, seed=5, top_p=0.9),
             common_pb2.SamplingParams(temperature=0, presence_penalty=0.5, repetition_penalty=1.2),
-            common_pb2.SamplingParams(temperature=0.7, seed=9),
+            # Of all 262 144 tokens of a nearly flat distribution, rounding would choose the neighbour of the one that was drawn.
+            common_pb2.SamplingParams(temperature=0.7, seed=9, top_k=50),
         ]
 
         def ask(number: int) -> tuple[list[int], list[float]]:
@@ -105,9 +116,9 @@ def near(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("deepseek-v3", 2), ("qwen3-moe", 4)])
+@pytest.mark.parametrize(("name", "ranks", "sums"), [("deepseek-v3", 2, "one-shot"), ("qwen3-moe", 4, "backend")])
 def test_processes_with_requests_of_their_own_answer_as_one(
-    tiny_model: Any, tmp_path: Path, name: str, ranks: int
+    tiny_model: Any, tmp_path: Path, name: str, ranks: int, sums: str
 ) -> None:
     path = tiny_model(name, **SHAPE).path
     shared = [3 + 7 * place % 90 for place in range(48)]
@@ -118,6 +129,7 @@ def test_processes_with_requests_of_their_own_answer_as_one(
     flags += ("--no-structured-output",)
     with started(path, tmp_path / "log", *flags) as one:
         expected = one.answers(prompts)
+    flags += ("--all-reduce", sums)
     with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=True)) as worker:
         info = worker.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
         assert (info.attention_ranks, info.num_pages, info.max_running) == (ranks, ranks * 16, ranks * 5)
@@ -126,6 +138,26 @@ def test_processes_with_requests_of_their_own_answer_as_one(
         assert len(requests) == ranks and sum(requests) == 12 and min(requests) > 0
         # A single request leaves all ranks but one idle.
         near(worker.answers(prompts[:1]), expected[:1])
+        assert [method for method, count in worker.by("method", "all_reduces_total").items() if count] == [sums]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_move_between_ranks_with_requests_of_their_own(tiny_model: Any, tmp_path: Path, ranks: int) -> None:
+    path = tiny_model("qwen3-moe", **SHAPE).path
+    prompts = [[3 + (7 + each) * place % 90 for place in range(40 + each)] for each in range(12)]
+    flags = ("--num-pages", "64", "--max-running", "5", "--threads", "1", "--no-structured-output")
+    with started(path, tmp_path / "log", *flags) as one:
+        expected = one.answers(prompts)
+    flags += ("--redundant-experts", "4", "--no-prefix-cache")
+    with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=True)) as worker:
+        until = time.monotonic() + 120
+        while not (moves := worker.expert_moves()) and time.monotonic() < until:
+            near(worker.answers(prompts), expected)
+        assert moves, "nothing has moved"
+        near(worker.answers(prompts), expected)
+        near(worker.answers(prompts[:1]), expected[:1])  # one rank computes, the others keep pace
+        assert min(worker.by_rank("requests_total")) > 0
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ NEEDS = (
     ),
     Needs(
         ("all_reduce",),
-        lambda config: not config.data_parallel_attention,
-        "with {data_parallel_attention}, where a rank gets the sums of its own rows only",
+        lambda config: not config.data_parallel_attention or config.all_reduce != "two-shot",
+        "with {data_parallel_attention}, where a rank gets the sums of its own rows only, if it is two-shot",
     ),
     Needs(
         ("speculate",),
@@ -72,11 +72,6 @@ NEEDS = (
         ("redundant_experts",),
         lambda config: config.pipeline_parallel == 1,
         "with {pipeline_parallel}: only the first stage's load is known",
-    ),
-    Needs(
-        ("redundant_experts",),
-        lambda config: not config.data_parallel_attention,
-        "with {data_parallel_attention}, with which experts stay where they are",
     ),
     Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
     Needs(

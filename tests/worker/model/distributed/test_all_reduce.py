@@ -87,6 +87,17 @@ def test_ranks_gather_what_does_not_fit_in_a_slot(monkeypatch: Any) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_get_the_sums_of_their_own_rows(dtype: torch.dtype, monkeypatch: Any) -> None:
+    monkeypatch.setattr(shared_parts, "_SLOT_BYTES", 64)
+    parts = [values(rank, 3 * 5 * 7, dtype).view(15, 7) for rank in range(3)]
+    expected = torch.empty(15, 7, dtype=dtype)
+    add_up(parts, expected)
+    found = run_ranks(3, lambda group: OneShot(shared(group)).scatter_sum(parts[group.rank]))
+    assert torch.equal(torch.cat(found), expected)
+
+
+@needs_library
 def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
     monkeypatch.setattr(shared_parts, "_LOOK_SECONDS", 0.01)
 
@@ -112,6 +123,12 @@ class Named:
         self._group.all_reduce(x)
         if self._group.rank == self._wrong:
             x[-1] += 1
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._group.gather_rows(x[None])
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        return self._group.reduce_scatter(x)
 
     def replayed(self) -> int | None:
         return None
@@ -198,6 +215,26 @@ def test_calls_are_counted_by_method() -> None:
     assert table.counts() == {"one-shot": 2, "backend": 1}
 
 
+def test_where_ranks_have_rows_of_their_own_it_is_these_that_are_timed() -> None:
+    timed: list[int] = []
+
+    class Rows(Named):
+        def scatter_sum(self, x: Tensor) -> Tensor:
+            timed.append(x.nbytes)
+            return super().scatter_sum(x)
+
+    def work(group: ThreadGroup) -> AllReduce:
+        own = {name: Rows(group, name) for name in ("one-shot", "two-shot")}
+        return choose(
+            group, Rows(group, "backend"), own, name="auto", device=CPU, dtypes=[torch.float32],
+            timer=time_on_host, replay=as_it_is, own_rows=True,
+        )  # fmt: skip
+
+    tables = run_ranks(2, work)
+    assert {each.method for each in tables[0].report.times} == {"backend", "one-shot"}
+    assert set(SUM_SIZES) < set(timed)
+
+
 def over_processes(rank: int, folder: Path) -> None:
     """A process: sums by what it has chosen, and by gloo."""
     torch.set_num_threads(1)
@@ -211,8 +248,10 @@ def over_processes(rank: int, folder: Path) -> None:
         group.all_reduce(ours)
         group.backend.sum(theirs)
         assert torch.equal(ours, theirs)
-        mine = values(rank, count, torch.float32).view(1, -1)
+        mine = values(rank, 2 * count, torch.float32).view(2, -1)
         assert torch.equal(group.all_gather(mine), torch.cat(group.backend.gather(mine).unbind(), -1))
+        assert torch.equal(group.gather_rows(mine), torch.cat(group.backend.gather(mine).unbind()))
+        assert torch.equal(group.reduce_scatter(mine), group.backend.scatter_sum(mine))
     (folder / str(rank)).write_text(group.sums.report.words)
     torch.distributed.destroy_process_group()
 

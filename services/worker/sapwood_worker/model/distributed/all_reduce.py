@@ -32,6 +32,14 @@ class SumMethod(Protocol):
         """Sums x over the ranks, in place."""
         ...
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' tensors in their order, [size, ...]."""
+        ...
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over the ranks: [size * T, ...] -> [T, ...]."""
+        ...
+
     def replayed(self) -> int | None:
         """How often the device has run it, in CUDA graphs too; waits for it. None: nobody but the caller counts."""
         ...
@@ -79,6 +87,12 @@ class AllReduce:
         method = self.method(x.nbytes)
         self._calls[method.name] += 1
         method.sum(x)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over the ranks: [size * T, ...] -> [T, ...]."""
+        method = self.method(x.nbytes)
+        self._calls[method.name] += 1
+        return method.scatter_sum(x)
 
     def counts(self) -> dict[str, int]:
         """How often each method has been called, by its name; of the backend, calls in CUDA graphs count as they are captured."""

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -41,6 +42,7 @@ def choose(
     dtypes: Sequence[torch.dtype],
     timer: Timer,
     replay: Replay,
+    own_rows: bool = False,
 ) -> AllReduce:
     """What sums a group's tensors; called by all ranks together.
 
@@ -53,11 +55,13 @@ def choose(
         dtypes: Of the tensors that are tried.
         timer: Measures a call.
         replay: Makes of a call what the model runs.
+        own_rows: Whether ranks take rows to all ranks and get the sums of their own, and it is this that is timed. Nobody needs
+            the others' sums then: two-shot is not among the methods.
 
     Raises:
         ConfigError: The method that ``name`` asks for cannot be used.
     """
-    everywhere = set.intersection(*(set(each) for each in group.exchange(sorted(own))))
+    everywhere = set.intersection(*(set(each) for each in group.exchange(sorted(own)))) - {own_rows and "two-shot"}
     methods: dict[str, SumMethod] = {backend.name: backend}
     for each in sorted(everywhere):
         if name in ("auto", each):
@@ -70,7 +74,7 @@ def choose(
         if name not in methods:
             raise ConfigError(f"--all-reduce {name}: it cannot be used here; the log says why")
         methods = {backend.name: backend, name: methods[name]}
-    times = tuple(_measure(group, methods, device, dtypes[0], timer))
+    times = tuple(_measure(group, methods, device, dtypes[0], timer, own_rows=own_rows))
     picked = _quickest(times) if name == "auto" else [(size, name) for size in SUM_SIZES]
     table = AllReduce(_choices([(size, methods[each]) for size, each in picked], backend), times)
     logger.info("all-reduce over %d ranks: %s", group.size, table.report.words)
@@ -103,7 +107,7 @@ def _fault(group: Group, method: SumMethod, device: torch.device, dtypes: Sequen
     """What is wrong with a method's sums, on any rank; empty: nothing."""
     for dtype in dtypes:
         for count in _TRIED:
-            if count * dtype.itemsize > method.most_bytes:
+            if group.size * count * dtype.itemsize > method.most_bytes:
                 continue
             said = _try(group, method, torch.empty(count, dtype=dtype, device=device), replay)
             faults = [(rank, each) for rank, each in enumerate(group.exchange(said)) if each]
@@ -113,36 +117,60 @@ def _fault(group: Group, method: SumMethod, device: torch.device, dtypes: Sequen
 
 
 def _try(group: Group, method: SumMethod, x: Tensor, replay: Replay) -> str:
-    """What is wrong with a method's sums of tensors like this one, here: once as they come, then again and again as steps do."""
+    """What is wrong with what a method makes of tensors like this one, here: once as they come, then again as steps do."""
     said = ""
-    run: Callable[[], None] = lambda: method.sum(x)  # noqa: E731
+    found: list[Tensor] = []
+
+    def run() -> None:
+        every = method.gather(x)
+        found[:] = every, method.scatter_sum((group.rank + 1) * every)[0], x
+        method.sum(x)
+
+    call: Callable[[], None] = run
     for turn in range(_ROUNDS):
         generator = torch.Generator(x.device).manual_seed(1000 * turn + group.rank)
         values = torch.randn(len(x), generator=generator, device=x.device).to(x.dtype)
-        expected = torch.empty_like(x)
-        add_up(group.all_gather(values).view(group.size, -1).unbind(), expected)
+        every = group.all_gather(values).view(group.size, -1)
+        own, whole = torch.empty_like(x), torch.empty_like(x)
+        add_up([(rank + 1) * values for rank in range(group.size)], own)
+        add_up(every.unbind(), whole)
         try:
             if turn == 1:
-                run = replay(run)
+                call = replay(run)
             x.copy_(values)
-            run()
-            if not torch.equal(x, expected):
-                said = f"its sum of {len(x)} numbers of {x.dtype} was wrong"
+            call()
+            expected = {"gathering": every, "sum of own rows": own, "sum": whole}
+            for (name, right), is_now in zip(expected.items(), found, strict=True):
+                if not torch.equal(is_now, right):
+                    said = f"its {name} of {len(x)} numbers of {x.dtype} was wrong"
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
     return said
 
 
 def _measure(
-    group: Group, methods: Mapping[str, SumMethod], device: torch.device, dtype: torch.dtype, timer: Timer
+    group: Group,
+    methods: Mapping[str, SumMethod],
+    device: torch.device,
+    dtype: torch.dtype,
+    timer: Timer,
+    *,
+    own_rows: bool,
 ) -> list[SumTime]:
     """Seconds of each method for each size: the slowest rank's."""
     found = []
     for size in SUM_SIZES:
-        x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+        x = torch.zeros(group.size, size // dtype.itemsize // group.size, dtype=dtype, device=device)
+
+        def call(method: SumMethod, x: Tensor = x) -> None:
+            if own_rows:
+                method.gather(method.scatter_sum(x))
+            else:
+                method.sum(x)
+
         for name, method in methods.items():
             if size <= method.most_bytes:
-                found.append((name, size, timer(lambda x=x, method=method: method.sum(x))))  # type: ignore[misc]
+                found.append((name, size, timer(partial(call, method))))
     every = group.exchange([seconds for _, _, seconds in found])
     return [SumTime(name, size, max(seconds)) for (name, size, _), *seconds in zip(found, *every, strict=True)]
 

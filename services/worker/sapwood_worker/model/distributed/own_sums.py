@@ -40,27 +40,35 @@ def choose_sums(parallel: Parallel, name: str, device: torch.device, ranks_on_ho
             raise ConfigError(f"--all-reduce {name}: the ranks of a layer are on several hosts")
         return
     if (make := _CHOICES.get(device.type)) is not None:
-        group.sums = make(group, name, device, seconds)
+        group.sums = make(group, name, device, seconds, parallel.rows is not None)
         if isinstance(parallel.ep, TorchGroup) and parallel.ep.ranks == group.ranks:
             parallel.ep.sums = group.sums
 
 
-def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float) -> AllReduce:
+def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float, own_rows: bool) -> AllReduce:
     library = load_library()
     own = {}
     if all(group.exchange(library is not None and hasattr(os, "memfd_create"))):
         assert library is not None
-        group.parts = SharedParts(group, library, seconds)
-        own = {each.name: each(group.parts) for each in (OneShot, TwoShot)}
+        parts = SharedParts(group, library, seconds)
+        own = {each.name: each(parts) for each in (OneShot, TwoShot)}
     else:
         logger.warning("all-reduce: no compiled library, or no memory that processes share: gloo sums")
     dtypes = (torch.float32, torch.bfloat16)
     return choose(
-        group, group.backend, own, name=name, device=device, dtypes=dtypes, timer=time_on_host, replay=as_it_is
+        group,
+        group.backend,
+        own,
+        name=name,
+        device=device,
+        dtypes=dtypes,
+        timer=time_on_host,
+        replay=as_it_is,
+        own_rows=own_rows,
     )
 
 
-def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float) -> AllReduce:
+def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float, own_rows: bool) -> AllReduce:
     from sapwood_worker.model.distributed import peer_sums  # only CUDA builds of torch have triton
 
     made: list[peer_sums.PeerSum] = []
@@ -77,13 +85,14 @@ def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float)
         dtypes=(torch.bfloat16, torch.float32),
         timer=peer_sums.time_on_gpu,
         replay=peer_sums.captured,
+        own_rows=own_rows,
     )
     for each in made:  # from now on they wait for as long as it takes
         each.wait_forever()
     return table
 
 
-_CHOICES: Mapping[str, Callable[[TorchGroup, str, torch.device, float], AllReduce]] = {
+_CHOICES: Mapping[str, Callable[[TorchGroup, str, torch.device, float, bool], AllReduce]] = {
     "cpu": _on_cpus,
     "cuda": _on_gpus,
 }

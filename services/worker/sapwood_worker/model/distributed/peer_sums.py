@@ -41,6 +41,12 @@ class PeerSum:
         if whole is not x:
             x.copy_(whole)
 
+    def gather(self, x: Tensor) -> Tensor:
+        return self._sums.gather(x.contiguous(), self._tries)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        return self._sums.scatter_sum(x.contiguous(), self._tries)
+
     def wait_forever(self) -> None:
         """Ends the trial: calls from now on wait for signals for as long as it takes."""
         self._tries = WAIT_FOREVER

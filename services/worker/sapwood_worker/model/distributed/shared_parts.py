@@ -109,6 +109,19 @@ class _SharedSum(ABC):
         if whole is not x:
             x.copy_(whole)
 
+    def gather(self, x: Tensor) -> Tensor:
+        return self._parts.gather(x)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        parts = self._parts
+        rows = x.reshape(parts.size, -1)
+        result = x.new_empty(len(x) // parts.size, *x.shape[1:])
+        most = _SLOT_BYTES // x.element_size() // parts.size
+        for piece, target in zip(torch.split(rows, most, 1), torch.split(result.view(-1), most), strict=True):
+            found = parts.meet(piece.reshape(-1)).view(parts.size, parts.size, -1)
+            add_up(found[:, parts.rank].unbind(), target)
+        return result
+
     def replayed(self) -> int | None:
         return None
 

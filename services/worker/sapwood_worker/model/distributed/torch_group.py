@@ -24,7 +24,6 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.distributed.shared_parts import SharedParts
 
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put a host's GPUs, which others may share, out of service."""
@@ -42,14 +41,15 @@ class BackendSum:
 
     Args:
         group: torch's handle of the group.
+        rank: This process's place in it.
         size: Its ranks.
     """
 
     name = "backend"
     most_bytes = math.inf
 
-    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self._group, self._size = group, size
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self._group, self._rank, self._size = group, rank, size
 
     def sum(self, x: Tensor) -> None:
         if x.is_cpu:
@@ -58,10 +58,17 @@ class BackendSum:
             dist.all_reduce(x, group=self._group)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, [size, ...]."""
         parts = x.new_empty(self._size, *x.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
         return parts
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        result = x.new_empty(len(x) // self._size, *x.shape[1:])
+        if x.is_cpu:
+            add_up([part.chunk(self._size)[self._rank] for part in self.gather(x)], result)
+        else:
+            dist.reduce_scatter_tensor(result, x.contiguous(), group=self._group)
+        return result
 
     def replayed(self) -> int | None:
         return None
@@ -76,17 +83,15 @@ class TorchGroup(Group):
 
     Attributes:
         ranks: The argument.
-        sums: How it sums tensors; at first the backend does.
-        parts: Memory that its ranks share, by which CPUs exchange what ``sums`` leaves not to the backend; None: there is none.
+        sums: How it sums tensors, and brings ranks' tensors together; at first the backend does.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.ranks = ranks
-        self.backend = BackendSum(group, self.size)
+        self.backend = BackendSum(group, self.rank, self.size)
         self.sums: AllReduce = AllReduce([Choice(math.inf, self.backend)])
-        self.parts: SharedParts | None = None
         self._group = group
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
@@ -95,22 +100,16 @@ class TorchGroup(Group):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if self.parts is not None and self.sums.method(x.nbytes) is not self.backend:
-            return torch.cat(self.parts.gather(x).unbind(), -1)
-        return torch.cat(self.backend.gather(x).unbind(), -1)
+        return torch.cat(self._gathered(x).unbind(), -1)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        result = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(result, x.contiguous(), group=self._group)
-        return result
+        return self._gathered(x).flatten(0, 1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        result = x.new_empty(len(x) // self.size, *x.shape[1:])
-        if x.is_cpu:
-            add_up([part.chunk(self.size)[self.rank] for part in self.backend.gather(x)], result)
-            return result
-        dist.reduce_scatter_tensor(result, x.contiguous(), group=self._group)
-        return result
+        return self.sums.scatter_sum(x)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return self.sums.method(self.size * x.nbytes).gather(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if not x.is_cpu:

@@ -217,9 +217,9 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         listener=place.listener,
     )
     rows = OwnRows(parallel.tp) if config.data_parallel_attention else None
-    if rows is None:
-        choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
-    return replace(parallel, redundant_experts=config.redundant_experts, rows=rows)
+    parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows)
+    choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
+    return parallel
 
 
 def _threads(config: WorkerConfig, place: Place) -> int | None:

@@ -108,12 +108,15 @@ def test_masks_are_waited_for_only_once_the_model_has_been_launched(runner, make
     assert first == make_driver(runner).generate({0: [3, 4]}, 1)[0]
 
 
-def test_on_a_gpu_a_decode_and_a_prompt_are_computed_before_the_first_request(tiny_model, make_runner, monkeypatch):
+def test_on_a_gpu_a_decode_a_prompt_and_drafts_are_computed_before_the_first_request(
+    tiny_model, make_runner, monkeypatch
+):
     planned, plan = [], PagedAttention.plan
     monkeypatch.setattr(PagedAttention, "plan", lambda self, batch: (planned.append(batch), plan(self, batch))[1])
     monkeypatch.setattr(CpuOps, "asynchronous", True)
     make_runner(tiny_model("gemma3").path)
-    assert [np.diff(batch.query_starts).tolist() for batch in planned] == [[1, 2]]
+    drafts = [[1], [4], [1, 1], [8, 8]]  # greedy and drawn
+    assert [np.diff(batch.query_starts).tolist() for batch in planned] == [[1, 2], *drafts, *drafts]
 
 
 def test_pages_of_other_requests_are_left_alone(runner, make_driver):

@@ -30,6 +30,7 @@ from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
+from sapwood_worker.model.runner.draft_trial import try_checks
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
@@ -199,9 +200,8 @@ class _Builder:
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
         pieces = self._build_pieces(backend, pool, whole_ladder=True)
         cuts = self._micro_batches(pool, backend)
-        self._model.forget_expert_tokens()
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
-        return ModelRunner(
+        runner = ModelRunner(
             info=self._info(config, pool, length),
             ops=self._ops,
             model=self._model,
@@ -218,6 +218,10 @@ class _Builder:
             cuts=cuts,
             parallel=self._parallel,
         )
+        if self._ops.asynchronous and config.labels is None and cuts is None and self._parallel.rows is None:
+            try_checks(runner)
+        self._model.forget_expert_tokens()
+        return runner
 
     def build_headed(self, folder: Path | None) -> ModelRunner:
         """The model's runner, with that of a head that drafts."""

@@ -1,0 +1,83 @@
+"""Steps of made-up requests that make drafts and check them, so that what compiles or is loaded at its first use is there for
+the first real draft: the scheduler measures what drafts cost, and would take it for dear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.records.step import Entry, Step
+
+_REACH = 16
+"""Tokens that the requests' pages hold."""
+_DRAWS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+_CHECKED = ((1, 4), (2, 8))
+"""Requests and positions of each: kernels are made for numbers that 16 divides and for others."""
+
+
+def try_checks(runner: ModelRunner) -> int:
+    """Checks drafts, in the pool's first pages; greedy and drawn.
+
+    Args:
+        runner: Runs the model.
+
+    Returns:
+        Steps that were run; 0 if the pool has too few pages.
+    """
+    steps = 0
+    for sampling in _DRAWS:
+        for rows, count in _CHECKED:
+            for at, step in enumerate(_steps(runner, rows, [(0, 1), (1, count)], sampling)):
+                if at:
+                    step.samples = step.counts
+                runner.execute(step)
+                steps += 1
+    return steps
+
+
+def try_draft(runner: ModelRunner, first: int) -> int:
+    """Drafts in the pool's first pages, greedily in a chain if the runner has chains, and drawn.
+
+    Args:
+        runner: Runs the draft model or head.
+        first: The first position that it computes.
+
+    Returns:
+        Steps that were run; 0 if the pool has too few pages.
+    """
+    steps = 0
+    for sampling in _DRAWS:
+        for rows, _ in _CHECKED:
+            parts = [(first, 2), *((first + 2 + place, 1) for place in range(3))]
+            made = _steps(runner, rows, parts, sampling)
+            for step in made[:1]:
+                runner.execute(step)
+            for step in made[1:]:
+                step.token_ids = np.full(rows, -1, np.int64)
+            copies = runner.launch_chain(made[1:]) if made else None
+            if copies is not None:
+                copies.wait()
+            for step in made[1:] if copies is None else ():
+                runner.execute(step)
+            steps += len(made)
+    return steps
+
+
+def _steps(runner: ModelRunner, rows: int, parts: Sequence[tuple[int, int]], sampling: SamplingParams) -> list[Step]:
+    """Steps of the first rows of the page table, which share pages: for each the first position and the tokens of every row."""
+    info = runner.info
+    pages = -(-_REACH // info.page_size)
+    room = min([info.num_pages, *(window.num_pages for window in info.windows)])
+    if rows > info.max_running or pages > room or info.context_length < _REACH:
+        return []
+    slots, ones = np.arange(rows), np.ones(rows, np.int64)
+    steps = []
+    for at, (start, count) in enumerate(parts):
+        step = Step(0, slots, ones * start, ones * count, ones, np.zeros(rows * count, np.int64))
+        step.pages = np.tile(np.arange(pages, dtype=np.int32), (rows, 1 + len(info.windows)))
+        step.entries = () if at else tuple(Entry(row, 0, sampling, 1) for row in range(rows))
+        steps.append(step)
+    return steps

@@ -16,8 +16,8 @@ def worker(name: str, **settings: object) -> Worker:
     made = Worker(name, CircuitBreaker(BreakerSettings(), lambda: 0.0), lambda: 0.0)
     served = {"model": "m", "context_length": 1000, "embedding_size": 8} | settings
     made.available, made.problem = True, None
-    for attribute in settings.keys() & vars(made).keys():
-        vars(made)[attribute] = served.pop(attribute)
+    for attribute in settings.keys() & set(Worker.__slots__):
+        setattr(made, attribute, served.pop(attribute))
     made.model = ServedModel(vocab_size=9, page_size=16, num_pages=9, epoch=1, **served)  # type: ignore[arg-type]
     return made
 

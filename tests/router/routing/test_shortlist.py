@@ -16,7 +16,7 @@ from sapwood_router.routing.factory import PolicyParts, make_policy, policy_name
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.shadowed import Shadowed
-from sapwood_router.routing.shortlist import MANY
+from sapwood_router.routing.shortlist import MANY, drawn_by_prefix
 from sapwood_testing.clock import Clock
 
 PAGE = 16
@@ -84,6 +84,15 @@ def test_siblings_follow_each_other_before_any_event_tells_of_the_first(events):
         shared = some(seed)
         first = fleet.choose(shared + some(seed + 100, 30))
         assert fleet.choose(shared + some(seed + 200, 30)) == first
+
+
+def test_nobody_is_drawn_by_a_prefix_whose_holders_are_known():
+    addresses, hashes = [f"w{number}" for number in range(1000)], PromptPages(some(0, 80 * PAGE)).hashes(PAGE)
+    every = drawn_by_prefix(addresses, hashes)
+    assert len(every) == 5  # after 1, 4, 16 and 64 pages, and at the end
+    assert drawn_by_prefix(addresses, hashes, 5) == every[1:]
+    assert drawn_by_prefix(addresses, hashes, 64) == every[3:]
+    assert drawn_by_prefix(addresses, hashes, 80) == every[3:4]
 
 
 def test_a_conversation_keeps_its_worker_without_events():

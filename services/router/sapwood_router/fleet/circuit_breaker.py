@@ -74,6 +74,11 @@ class CircuitBreaker:
         closed: Whether it is: :meth:`admits` and :attr:`state` for whoever asks often.
     """
 
+    __slots__ = (
+        "_clock", "_faults", "_generation", "_in_a_row", "_on_change", "_open_for", "_open_until", "_probing", "_requests",
+        "_settings", "closed",
+    )  # fmt: skip
+
     def __init__(
         self,
         settings: BreakerSettings,

@@ -67,6 +67,13 @@ class Worker:
         backend: What asks it over HTTP; None: it is asked over a session.
     """
 
+    # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
+    __slots__ = (
+        "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
+        "available", "backend", "breaker", "draining", "generated", "generating", "in_flight", "leaving", "load", "loop_lag",
+        "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "session", "step_seconds",
+    )  # fmt: skip
+
     def __init__(
         self,
         address: str,
@@ -106,6 +113,8 @@ class Worker:
         """Tokens that came from it lately."""
         self.on_room = on_room
         self._clock = clock
+        self._used_share = 0.0
+        self._storage_id = ""
         self._foreign_requests = 0
         self._foreign_tokens = 0
         self._recent = 0.0
@@ -124,6 +133,8 @@ class Worker:
     def report(self, load: Load) -> None:
         """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""
         self.load = load
+        self._used_share = (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else 0.0
+        self._storage_id = load.storage_id
         self._foreign_requests = max(0, load.running_requests + load.waiting_requests - self.in_flight)
         self._foreign_tokens = max(0, load.queued_tokens - self.pending_tokens)
 
@@ -137,14 +148,12 @@ class Worker:
     def view(self) -> WorkerView:
         """The worker as of now, for a policy. Needs ``model``."""
         assert self.model is not None
-        load = self.load
-        used = (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else 0.0
         return WorkerView(
-            address=self.address,
-            page_size=self.model.page_size,
-            requests=self.in_flight + self._foreign_requests,
-            queued_tokens=self.pending_tokens + self._foreign_tokens,
-            used_share=used,
-            recent_work=self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE),
-            storage_id=load.storage_id,
+            self.address,
+            self.model.page_size,
+            self.in_flight + self._foreign_requests,
+            self.pending_tokens + self._foreign_tokens,
+            self._used_share,
+            self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE),
+            self._storage_id,
         )

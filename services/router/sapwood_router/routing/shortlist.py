@@ -21,16 +21,23 @@ def draw(addresses: Sequence[str], rng: random.Random, count: int = DRAWS) -> li
     return [addresses[int(rng.random() * length)] for _ in range(count)]
 
 
-def drawn_by_prefix(addresses: Sequence[str], hashes: Sequence[bytes]) -> list[str]:
+def drawn_by_prefix(addresses: Sequence[str], hashes: Sequence[bytes], held: int = 0) -> list[str]:
     """Workers drawn by a prompt's own page hashes, at 1, 4, 16 ... pages and at its end.
 
     Prompts that share a prefix share these workers, at every router: so those find each other that nobody has told of yet, whose
     KV events are still on their way or whose worker publishes none.
+
+    Args:
+        addresses: Of all workers.
+        hashes: The prompt's page hashes.
+        held: So many first pages are known to be held by somebody: it is drawn by the last of these depths within them, for what
+            siblings share beyond, and by those that are deeper.
     """
     length, drawn, depth = len(addresses), [], 1
     while depth < len(hashes):
-        drawn.append(addresses[int.from_bytes(hashes[depth - 1][:8], "big") % length])
+        if depth * 4 > held:
+            drawn.append(addresses[int.from_bytes(hashes[depth - 1][:8], "big") % length])
         depth *= 4
-    if hashes:
+    if len(hashes) > held:
         drawn.append(addresses[int.from_bytes(hashes[-1][:8], "big") % length])
     return drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class WorkerView(msgspec.Struct, frozen=True):
+class WorkerView(msgspec.Struct, frozen=True, gc=False):
     """A worker at the moment of a decision. Policies see only this.
 
     Attributes:

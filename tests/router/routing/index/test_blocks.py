@@ -193,12 +193,12 @@ def test_holders_are_named_from_the_longest_prefix_down_and_a_few_of_those_that_
     index.store("w6", Tier.GPU, HASHES[3:7])
     drawn = set()
     for _ in range(50):
-        named = index.holders(HASHES, 5, rng)
-        assert named[:2] == ["w5", "w6"]
-        assert len(set(named)) == len(named) == 5
-        drawn.update(named[2:])
+        named = list(index.holders(HASHES, 5, rng).items())
+        assert named[:2] == [("w5", 9), ("w6", 7)]
+        assert len(named) == 5 and {pages for _, pages in named[2:]} == {3}
+        drawn.update(worker for worker, _ in named[2:])
     assert len(drawn) > 50  # not always the same of those that hold alike
-    assert index.holders(HASHES, 1, rng) == ["w5"]
-    assert index.holders(HASHES[9:], 5, rng) == []
+    assert index.holders(HASHES, 1, rng) == {"w5": 9}
+    assert index.holders(HASHES[9:], 5, rng) == {}
     index.remove("w5")
-    assert index.holders(HASHES, 5, rng)[0] == "w6"
+    assert next(iter(index.holders(HASHES, 5, rng))) == "w6"

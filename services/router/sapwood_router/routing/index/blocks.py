@@ -69,7 +69,7 @@ class BlockIndex:
 
     def knows(self, worker: str) -> bool:
         """Whether this worker's pages are known."""
-        return worker in self._held
+        return worker in self._bits
 
     def pages(self, worker: str, tier: Tier) -> frozenset[bytes]:
         """The hashes that a worker holds in a tier; a copy."""
@@ -195,16 +195,16 @@ class BlockIndex:
         self._count(found, alive, run, length)
         return {self._owners[bit]: counted for bit, counted in found.items()}
 
-    def holders(self, hashes: Sequence[bytes], most: int, rng: random.Random) -> list[str]:
-        """Some of the workers that hold the longest prefixes of a prompt, in any tier: of those that hold equally much, a few at
-        random.
+    def holders(self, hashes: Sequence[bytes], most: int, rng: random.Random) -> dict[str, int]:
+        """Some of the workers that hold the longest prefixes of a prompt, in any tier, and how many pages: of those that hold
+        equally much, a few at random.
 
         Args:
             hashes: The prompt's page hashes.
             most: How many workers, at most.
             rng: Draws.
         """
-        found: list[str] = []
+        found: dict[str, int] = {}
         seen, depth = 0, len(hashes)
         while depth and len(found) < most:
             depth, holding = self._deepest(hashes, depth, ~seen)
@@ -216,7 +216,7 @@ class BlockIndex:
                 rest = holding >> skipped
                 bit = (rest & -rest) << skipped
                 holding ^= bit
-                found.append(self._owners[bit])
+                found[self._owners[bit]] = depth
         return found
 
     def _deepest(self, hashes: Sequence[bytes], depth: int, wanted: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ If nobody holds a page of the prompt, load alone decides. A worker with far more
 whatever it holds: a hot prefix thus gets as many holders as it needs.
 
 In a large fleet it looks at some workers that hold the longest prefixes by their events, at some that the prompt's own hashes
-draw (its siblings were sent to the same ones), and at some drawn at random for their load.
+draw beyond what those hold (its siblings were sent to the same ones), and at some drawn at random for their load.
 
 Complexity: O(workers x log pages) to choose, from at most MOST_HOLDERS + DRAWS + log pages workers; O(pages) to remember.
 Bound: the prefix index's byte budget.
@@ -86,7 +86,8 @@ class CacheAware:
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
         hashes = prompt.hashes(page_size)
         holders = self._blocks.holders(hashes, MOST_HOLDERS, self._rng)
-        return [*holders, *drawn_by_prefix(addresses, hashes), *draw(addresses, self._rng)]
+        held = max(holders.values(), default=0)
+        return [*holders, *drawn_by_prefix(addresses, hashes, held), *draw(addresses, self._rng)]
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """Reasons: cache_hit, cache_spill, cache_miss; cache_handed: a worker that drains handed the prefix on."""

@@ -6,7 +6,8 @@ and reads their slots. One that writes into a slot for the second time knows tha
 all have come to the call between. Calls are counted in device memory, so that CUDA graphs go on where other calls ended.
 One-shot, each rank reads all parts of a piece; two-shot, it reads a share of them, and then the others' sums. Both add up
 in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks. Where ranks have rows of their
-own, they read all ranks' rows, or sum theirs alone: what a rank gets of a sum is equal to the bit, too.
+own, they read all ranks' rows, or sum theirs alone: what a rank gets of a sum is equal to the bit, too. Where the sum is added to
+a residual that is normed next, a program takes whole rows and does all of it: neither the sum nor the residual is read again.
 
 Bound: for small tensors the time of one write to the other GPUs and one read, twice that two-shot; for large ones the link, which
 carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. The one-shot idea is that of vLLM's
@@ -156,8 +157,53 @@ def _rows_kernel(
     tl.store(calls + program, call)
 
 
+@triton.jit(do_not_specialize=["rows", "rank", "most"])
+def _normed_kernel(
+    x, residual, weight, out, peers, calls, done, broken, rows, rank, most, eps,
+    N: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+):  # fmt: skip
+    KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    call = tl.load(calls + program) + 1
+    slot = (call & 1).to(tl.int32)
+    own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    for row in range(program, rows, programs):
+        at = row // programs * N + columns
+        tl.store(own + at, tl.load(x + row * N + columns, mask=inside), mask=inside)
+    _meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+    if TWO:
+        for row in range(program, rows, programs):
+            if (row + row // programs) % SIZE == rank:
+                at = row // programs * N + columns
+                total = _added(peers, program, slot, at, inside, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+                tl.store(own + at, total.to(KIND), mask=inside)  # nobody else has read this row here
+        _meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    for row in range(program, rows, programs):
+        at = row // programs * N + columns
+        if TWO:
+            theirs = (row + row // programs) % SIZE
+            part = _piece(peers, theirs, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            total = tl.load(part + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            total = _added(peers, program, slot, at, inside, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+        # Rounded as often as by a sum, a residual and a norm one after another.
+        before = tl.load(residual + row * N + columns, mask=inside, other=0.0).to(tl.float32)
+        after = (before + total.to(KIND).to(tl.float32)).to(KIND)
+        tl.store(residual + row * N + columns, after, mask=inside)
+        values = after.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
+        tl.store(out + row * N + columns, (values * scale * factors).to(KIND), mask=inside)
+    tl.store(calls + program, call)
+    if program == 0:
+        tl.store(done, tl.load(done) + 1)
+
+
 class PeerSums:
-    """Sums over ranks by this kernel.
+    """Sums over ranks by these kernels.
 
     Args:
         addresses: Of each rank's region in this process, :attr:`region_bytes` each, zero at first, aligned to 256 bytes.
@@ -175,7 +221,7 @@ class PeerSums:
         assert most_bytes % (PROGRAMS * _VECTOR_BYTES * self._size) == 0, most_bytes
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
-        self._done = torch.zeros(2, dtype=torch.int64, device=device)
+        self._done = torch.zeros(4, dtype=torch.int64, device=device)
         self._broken = torch.zeros(1, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -236,9 +282,43 @@ class PeerSums:
             num_warps=8,
         )  # fmt: skip
 
-    def calls(self, *, two_shot: bool) -> int:
+    def takes_rows(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether :meth:`add_normed` takes these: rows of whole vectors, as many as there is room for, all of one dtype."""
+        rows, row = len(x), x.shape[-1] * x.element_size()
+        fits = row % _VECTOR_BYTES == 0 and -(-rows // PROGRAMS) * row <= self.most_bytes // PROGRAMS
+        return fits and x.dtype == residual.dtype and x.is_contiguous() and residual.is_contiguous()
+
+    def add_normed(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, two_shot: bool, tries: int = WAIT_FOREVER
+    ) -> Tensor:
+        """Adds the sum of x over the ranks to the residual, in place; asynchronous on the current stream.
+
+        Args:
+            x: [T, N]; it stays as it is.
+            residual: [T, N]; :meth:`takes_rows` tells which.
+            weight: float32 [N]: the norm's.
+            eps: The norm's.
+            two_shot: As for :meth:`sum`; a share is some of the rows.
+            tries: As for :meth:`sum`.
+
+        Returns:
+            [T, N]: ``reference.rms_norm`` of the residual.
+        """
+        assert self.takes_rows(x, residual)
+        rows, width = x.shape
+        out = torch.empty_like(x)
+        block = triton.next_power_of_2(width)
+        _normed_kernel[(min(PROGRAMS, rows),)](
+            x, residual, weight, out, self._peers, self._calls, self._done[2 + two_shot:], self._broken, rows, self._rank, tries,
+            eps, N=width, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=_signal_bytes(self._size),
+            PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,
+            num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
+        return out
+
+    def calls(self, *, two_shot: bool, normed: bool = False) -> int:
         """How often the device has summed in this way, rows one-shot; waits for it."""
-        return int(self._done[int(two_shot)])
+        return int(self._done[2 * normed + two_shot])
 
     def broken(self) -> bool:
         """Whether a sum was given up; waits for the device."""

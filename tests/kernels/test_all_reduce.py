@@ -5,19 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from sapwood_kernels.reference import rms_norm
+
 pytest.importorskip("triton", reason="Triton is not installed")
 kernels = pytest.importorskip("sapwood_kernels.triton_all_reduce")
 
 CPU = torch.device("cpu")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of the ranks is the host's here")
-MOST = kernels.PROGRAMS * 16 * 3 * 4
-SIGNALS = -(-kernels.PROGRAMS * 3 * 8 // 256) * 256
+PROGRAMS = 8
+"""Programs of a call here: the interpreter takes 50 ms for each."""
+MOST = PROGRAMS * 16 * 3 * 32
+SIGNALS = 256
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PROGRAMS", PROGRAMS)
 
 
 class Ranks:
@@ -30,13 +40,17 @@ class Ranks:
         self.regions = [each[start : start + size] for each, start in zip(self._memory, starts, strict=True)]
         self.sums = kernels.PeerSums([each.data_ptr() for each in self.regions], 1, MOST, CPU)
 
-        self._calls = torch.zeros(3, kernels.PROGRAMS, dtype=torch.int64)
+        self._calls = torch.zeros(3, PROGRAMS, dtype=torch.int64)
 
     def place(self, rank: int, part: Tensor, each: int) -> None:
         """What another rank has written in its next call: pieces of ``each`` numbers, and that it has come to the end of it."""
-        slots = self.regions[rank][SIGNALS:].view(2, kernels.PROGRAMS, -1).view(part.dtype)
-        signals = self.regions[1][:SIGNALS].view(torch.int64)[: kernels.PROGRAMS * 3].view(-1, 3)
-        for program, piece in enumerate(part.split(each)):
+        self.place_pieces(rank, part.split(each))
+
+    def place_pieces(self, rank: int, pieces: Sequence[Tensor]) -> None:
+        """The same, for each program a piece."""
+        slots = self.regions[rank][SIGNALS:].view(2, PROGRAMS, -1).view(pieces[0].dtype)
+        signals = self.regions[1][:SIGNALS].view(torch.int64)[: PROGRAMS * 3].view(-1, 3)
+        for program, piece in enumerate(pieces):
             self._calls[rank, program] += 1
             slots[self._calls[rank, program] & 1, program, : len(piece)] = piece
             signals[program, rank] = 2 * self._calls[rank, program] + 1
@@ -55,7 +69,7 @@ def exact(parts: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("two_shot", [False, True])
 def test_a_rank_sums_what_the_others_have_in_their_order(dtype: torch.dtype, two_shot: bool) -> None:
     ranks = Ranks()
-    piece = MOST // kernels.PROGRAMS
+    piece = MOST // PROGRAMS
     step = 16 // dtype.itemsize * 3
     for call, count in enumerate((1, 37, 48, 200, 1000, MOST // dtype.itemsize)):
         parts = [torch.randn(count, generator=torch.Generator().manual_seed(10 * call + rank)) for rank in range(3)]
@@ -80,7 +94,7 @@ def test_a_rank_sums_what_the_others_have_in_their_order(dtype: torch.dtype, two
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_rank_gets_all_ranks_rows_and_the_sum_of_its_own(dtype: torch.dtype) -> None:
     ranks = Ranks()
-    piece = MOST // kernels.PROGRAMS
+    piece = MOST // PROGRAMS
     for call, count in enumerate((1, 37, 48, 200, MOST // dtype.itemsize // 3)):
         parts = [torch.randn(3, count, generator=torch.Generator().manual_seed(10 * call + rank)) for rank in range(3)]
         parts = [part.to(dtype) for part in parts]
@@ -106,6 +120,57 @@ def test_a_rank_gets_all_ranks_rows_and_the_sum_of_its_own(dtype: torch.dtype) -
 
 
 @on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_rank_adds_the_sum_to_a_residual_and_norms_it(dtype: torch.dtype, two_shot: bool) -> None:
+    ranks = Ranks()
+    width = 16 // dtype.itemsize * 3
+    sizes = (1, PROGRAMS + 5)
+    for call, rows in enumerate(sizes):
+        draw = torch.Generator().manual_seed(call)
+        parts = [torch.randn(rows, width, generator=draw).to(dtype) for _ in range(3)]
+        residual = torch.randn(rows, width, generator=draw).to(dtype)
+        weight = torch.rand(width, generator=draw) + 0.5
+        expected, mine = residual + exact(parts), parts[1].clone()
+        programs = min(PROGRAMS, rows)
+        for rank in (0, 2):
+            theirs = parts[rank].clone()
+            if two_shot:  # its rows are summed already
+                own = [row for row in range(rows) if (row + row // programs) % 3 == rank]
+                theirs[own] = exact(parts)[own]
+            # A program has every so manieth row.
+            pieces = [theirs[program::programs].reshape(-1) for program in range(programs)]
+            ranks.place_pieces(rank, pieces)
+        assert ranks.sums.takes_rows(mine, residual)
+        normed = ranks.sums.add_normed(mine, residual, weight, 1e-6, two_shot=two_shot, tries=1)
+        assert not ranks.sums.broken()
+        assert torch.equal(residual, expected), rows
+        assert torch.equal(mine, parts[1])
+        torch.testing.assert_close(normed, rms_norm(expected, weight, 1e-6))
+    assert ranks.sums.calls(two_shot=two_shot, normed=True) == len(sizes)
+    assert ranks.sums.calls(two_shot=two_shot) == 0
+    # What comes next is a sum without a norm.
+    ones = torch.ones(6, dtype=dtype)
+    for rank in (0, 2):
+        ranks.place(rank, torch.ones(6, dtype=dtype), 16 // dtype.itemsize * 3)
+    ranks.sums.sum(ones, two_shot=False, tries=1)
+    assert ones.tolist() == [3.0] * 6
+
+
+def test_rows_that_are_no_vectors_or_too_many_are_not_taken() -> None:
+    sums = kernels.PeerSums([0] * 3, 1, MOST, CPU)
+    taken = torch.zeros(2, 24)
+    assert sums.takes_rows(taken, taken)
+    for x, residual in (
+        (torch.zeros(2, 23), torch.zeros(2, 23)),
+        (torch.zeros(MOST // 16 + 1, 4), torch.zeros(MOST // 16 + 1, 4)),
+        (taken, taken.half()),
+        (taken, torch.zeros(24, 2).T),
+    ):
+        assert not sums.takes_rows(x, residual)
+
+
+@on_cpu
 def test_a_sum_for_which_a_rank_does_not_come_is_broken() -> None:
     ranks = Ranks()
     ranks.sums.sum(torch.ones(8), two_shot=False, tries=2)
@@ -114,6 +179,7 @@ def test_a_sum_for_which_a_rank_does_not_come_is_broken() -> None:
 
 PROGRAM = """
 import sys, numpy as np, torch
+from sapwood_kernels.reference import rms_norm
 from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
 folder, rank = sys.argv[1], int(sys.argv[2])
 most = PROGRAMS * 16 * 2 * 8
@@ -121,7 +187,7 @@ size = -(-PeerSums.region_bytes(most, 2) // 4096) * 4096
 maps = [torch.from_numpy(np.memmap(f"{folder}/{each}", np.uint8, "r+", shape=size)) for each in range(2)]
 sums = PeerSums([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
 made = lambda rank, turn, count: torch.randn(count, generator=torch.Generator().manual_seed(100 * turn + rank))
-for turn in range(12):
+for turn in range(6):
     count = (5, 700, most // 4)[turn % 3]
     mine = made(rank, turn, count)
     sums.sum(mine, two_shot=turn % 2 == 1)
@@ -130,7 +196,13 @@ for turn in range(12):
     both = torch.stack([made(each, turn, count // 2 * 2).view(2, -1) for each in range(2)])
     assert torch.equal(sums.gather(own[0]), both[:, 0]), turn
     assert torch.equal(sums.scatter_sum(own), both.sum(0)[rank : rank + 1]), turn
-print(sums.calls(two_shot=False), sums.calls(two_shot=True))
+    rows = (1, 70, 3)[turn % 3]
+    mine, residual = made(rank, turn, rows * 8).view(rows, 8), made(9, turn, rows * 8).view(rows, 8)
+    total = residual + (made(0, turn, rows * 8) + made(1, turn, rows * 8)).view(rows, 8)
+    normed = sums.add_normed(mine, residual, torch.full((8,), 2.0), 1e-6, two_shot=turn % 2 == 1)
+    assert torch.equal(residual, total), turn
+    torch.testing.assert_close(normed, rms_norm(total, torch.full((8,), 2.0), 1e-6))
+print(*(sums.calls(two_shot=two_shot, normed=normed) for two_shot in (False, True) for normed in (False, True)))
 """
 
 
@@ -142,7 +214,7 @@ def test_two_processes_sum_over_memory_that_they_share(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
     try:
-        assert [each.communicate(timeout=200)[0].split() for each in started] == [["18", "6"]] * 2
+        assert [each.communicate(timeout=200)[0].split() for each in started] == [["9", "3", "3", "3"]] * 2
     finally:
         for each in started:
             each.kill()
@@ -157,30 +229,29 @@ from triton.compiler import ASTSource
 from sapwood_kernels import triton_all_reduce as module
 
 kinds = dict(x="*bf16", found="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32")
-kinds.update(count="i32", each="i32", rank="i32", most="i32")
+kinds.update(count="i32", each="i32", rank="i32", most="i32", residual="*bf16", weight="*fp32", out="*bf16", rows="i32", eps="fp32")
+
+def show(kernel, **constants):
+    constants |= dict(SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, FOREVER=module.WAIT_FOREVER)
+    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+    pointers = [at for at, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        kernel, signature=signature, constexprs=constants, attrs={(at,): [["tt.divisibility", 16]] for at in pointers}
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    found = [ptx.count(word) for word in ("sys.release.exch", "sys.acquire", "v4.b32", "bar.sync")]
+    print(constants["SIZE"], constants.get("TWO", False), *found)
+
 for size in (2, 8):
-    for kernel, own in (
-        (module._sum_kernel, dict(TWO=False)), (module._sum_kernel, dict(TWO=True)),
-        (module._rows_kernel, dict(SUMS=False)), (module._rows_kernel, dict(SUMS=True)),
-    ):
-        two = own.get("TWO", False)
-        constants = dict(
-            SIZE=size, **own, SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, VECTOR=8, BLOCK=2048,
-            FOREVER=module.WAIT_FOREVER,
-        )
-        pointers = kernel.arg_names.index("count")
-        source = ASTSource(
-            kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
-            attrs={(at,): [["tt.divisibility", 16]] for at in range(pointers)},
-        )
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-        found = [ptx.count(word) for word in ("sys.release.exch", "sys.acquire", "v4.b32", "bar.sync")]
-        print(size, two, *found)
+    for two in (False, True):
+        show(module._sum_kernel, SIZE=size, TWO=two, VECTOR=8, BLOCK=2048)
+        show(module._rows_kernel, SIZE=size, SUMS=two, VECTOR=8, BLOCK=2048)
+        show(module._normed_kernel, SIZE=size, TWO=two, N=8192, BLOCK=8192)
 """
 
 
 @pytest.mark.slow
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
+def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False

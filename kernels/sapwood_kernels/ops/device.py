@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,17 @@ Float8 = tuple[Tensor, Tensor]
 """float8_e4m3fn values and their scales, as ``reference.quantise_rows`` and ``quantise_tensor`` return them."""
 GROUP = 128
 """Numbers of a row that share a scale where scales are grouped."""
+
+
+class Norm(Protocol):
+    """An RMSNorm: computed by a call, or by who reads its weight (float32) and eps."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, x: Any, /) -> Any: ...
 
 
 class OneRow(Protocol):

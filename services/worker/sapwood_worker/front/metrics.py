@@ -9,7 +9,7 @@ from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
-from sapwood_worker.records.model_info import SUM_METHODS, SUM_SIZES, SumTime
+from sapwood_worker.records.model_info import APART, SUM_METHODS, SUM_SIZES, SumTime
 from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
@@ -196,21 +196,21 @@ class WorkerMetrics:
 
     def watch_sums(self, counts: Callable[[], dict[str, int]], times: Callable[[], Sequence[SumTime]]) -> None:
         """Adds the metrics of sums over the ranks of a layer, which read their counts and times at each scrape."""
-        methods = OneOf(*SUM_METHODS)
         self._metrics.polled(
             "counter",
             "sapwood_worker_all_reduces_total",
             "Sums over the ranks of a layer, by the method that was chosen for their size; of the backend's in CUDA graphs the "
             "captures.",
             lambda: [((method,), count) for method, count in counts().items()],
-            method=methods,
+            method=OneOf(*SUM_METHODS),
         )
         self._metrics.polled(
             "gauge",
             "sapwood_worker_all_reduce_seconds",
-            "What such a sum of a tensor of so many bytes took at the start, by which methods are chosen.",
+            "What such a sum of a tensor of so many bytes took at the start, by which methods are chosen. Apart: a sum by one of "
+            "them, then the residual and the norm, for which +norm is taken where it is quicker.",
             lambda: [((each.method, str(each.num_bytes)), each.seconds) for each in times()],
-            method=methods,
+            method=OneOf(*SUM_METHODS, APART),
             bytes=OneOf(*map(str, SUM_SIZES)),
         )
 

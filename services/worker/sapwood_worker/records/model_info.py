@@ -8,10 +8,14 @@ import msgspec
 
 from sapwood_worker.records.kv_layout import WindowGroup
 
-SUM_METHODS = ("backend", "one-shot", "two-shot")
+SUM_METHODS = ("backend", "one-shot", "two-shot", "one-shot+norm", "two-shot+norm")
 """``backend``: that of torch.distributed. ``one-shot``: each rank reads what all others have and sums it. ``two-shot``: each rank
-sums a share of it and reads the others' sums, which is less to read for large tensors.
+sums a share of it and reads the others' sums, which is less to read for large tensors. ``+norm``: adds the sum to a residual and
+norms that, all in one.
 """
+
+APART = "apart"
+"""A sum by one of the others, then the residual and the norm: what ``+norm`` is compared with."""
 
 SUM_SIZES = tuple(1 << bits for bits in range(12, 23, 2))
 """Bytes of the tensors that are timed: 4 KiB to 4 MiB."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.native.library import load_library
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed import shared_parts
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
-from sapwood_worker.model.distributed.calibration import as_it_is, choose, time_on_host
+from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host
 from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.shared_parts import OneShot, SharedParts, TwoShot
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
@@ -134,6 +135,10 @@ class Named:
         return None
 
 
+def trial(group: ThreadGroup, timer: Any = time_on_host) -> Trial:
+    return Trial(group, device_ops("cpu"), [torch.float32], timer=timer, replay=as_it_is)
+
+
 def chosen(
     make: Any, name: str = "auto", size: int = 2, timer: Any = time_on_host
 ) -> list[tuple[str, Sequence[Any], AllReduce]]:
@@ -141,10 +146,7 @@ def chosen(
 
     def work(group: ThreadGroup) -> tuple[str, Sequence[Any], AllReduce]:
         backend, *own = make(group)
-        table = choose(
-            group, backend, {each.name: each for each in own}, name=name, device=CPU, dtypes=[torch.float32],
-            timer=timer, replay=as_it_is,
-        )  # fmt: skip
+        table = trial(group, timer).choose(name, backend, {each.name: each for each in own})
         return table.report.words, table.report.times, table
 
     return run_ranks(size, work)
@@ -166,10 +168,7 @@ def test_each_size_gets_what_is_quickest_on_the_slowest_rank(monkeypatch: Any) -
             return given if group.rank else min(given, 1.5)
 
         backend, *own = slow_and_quick(group)
-        table = choose(
-            group, backend, {each.name: each for each in own}, name="auto", device=CPU, dtypes=[torch.float32],
-            timer=timer, replay=as_it_is,
-        )  # fmt: skip
+        table = trial(group, timer).choose("auto", backend, {each.name: each for each in own})
         assert table.method(4096).name == "one-shot"
         assert table.method(4097).name == "one-shot"
         assert table.method(1 << 40).name == "backend"

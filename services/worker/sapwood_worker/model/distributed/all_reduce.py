@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from sapwood_worker.records.model_info import SumChoices, SumTime
+from sapwood_kernels.ops.device import Norm
+from sapwood_worker.records.model_info import APART, SumChoices, SumTime
 
 
-class SumMethod(Protocol):
-    """Sums tensors over the ranks of a group, which all make the same calls in the same order.
+class _Method(Protocol):
+    """What sums tensors over the ranks of a group, which all make the same calls in the same order.
 
     Attributes:
         name: One of :data:`~sapwood_worker.records.model_info.SUM_METHODS`.
@@ -27,6 +28,14 @@ class SumMethod(Protocol):
 
     @property
     def most_bytes(self) -> float: ...
+
+    def replayed(self) -> int | None:
+        """How often the device has run it, in CUDA graphs too; waits for it. None: nobody but the caller counts."""
+        ...
+
+
+class SumMethod(_Method, Protocol):
+    """Sums tensors."""
 
     def sum(self, x: Tensor) -> None:
         """Sums x over the ranks, in place."""
@@ -40,13 +49,33 @@ class SumMethod(Protocol):
         """This rank's rows of the sum over the ranks: [size * T, ...] -> [T, ...]."""
         ...
 
-    def replayed(self) -> int | None:
-        """How often the device has run it, in CUDA graphs too; waits for it. None: nobody but the caller counts."""
+
+class NormedMethod(_Method, Protocol):
+    """Sums what is added to a residual, which a norm comes after."""
+
+    def takes(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether it takes tensors of this kind, which are not too large for it."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        """Adds the sum of x over the ranks to the residual, in place; may overwrite x.
+
+        Args:
+            x: [T, N].
+            residual: [T, N].
+            norm: Of rows of N.
+
+        Returns:
+            [T, N]: what the norm gives of the residual; None: it was left to the caller.
+        """
         ...
 
 
+MethodT = TypeVar("MethodT", bound=_Method)
+
+
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Generic[MethodT]):
     """What sums tensors of a size.
 
     Attributes:
@@ -55,7 +84,7 @@ class Choice:
     """
 
     most_bytes: float
-    method: SumMethod
+    method: MethodT
 
 
 class AllReduce:
@@ -69,18 +98,27 @@ class AllReduce:
         report: What is chosen, for operators.
     """
 
-    def __init__(self, choices: Sequence[Choice], times: Sequence[SumTime] = ()) -> None:
+    def __init__(self, choices: Sequence[Choice[SumMethod]], times: Sequence[SumTime] = ()) -> None:
         assert choices[-1].most_bytes == math.inf, "the last takes tensors of any size"
         self._choices = choices
-        *smaller, last = choices
-        words = [f"{each.method.name} up to {each.most_bytes / 1024:.0f} KiB" for each in smaller]
-        words.append(f"{last.method.name} above" if smaller else last.method.name)
-        self.report = SumChoices(", ".join(words), tuple(times))
+        self._normed: Sequence[Choice[NormedMethod]] = ()
+        self.report = SumChoices(_words(choices), tuple(times))
         self._calls: Counter[str] = Counter()
+
+    def choose_normed(self, choices: Sequence[Choice[NormedMethod]], times: Sequence[SumTime]) -> None:
+        """Tells by what tensors are summed that a residual and a norm come after.
+
+        Args:
+            choices: As for sums alone.
+            times: The seconds by which they were chosen.
+        """
+        self._normed = choices
+        words = f"{self.report.words}; with residual and norm {_words(choices)}"
+        self.report = SumChoices(words, (*self.report.times, *times))
 
     def method(self, num_bytes: int) -> SumMethod:
         """What sums tensors of so many bytes. O(choices)."""
-        return next(each.method for each in self._choices if num_bytes <= each.most_bytes)
+        return _of(self._choices, num_bytes)
 
     def __call__(self, x: Tensor) -> None:
         """Sums x over the ranks, in place."""
@@ -94,11 +132,59 @@ class AllReduce:
         self._calls[method.name] += 1
         return method.scatter_sum(x)
 
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        """Adds the sum of x over the ranks to the residual, as :meth:`NormedMethod.add` does."""
+        if self._normed:
+            method = _of(self._normed, x.nbytes)
+            if method.takes(x, residual):
+                self._calls[method.name] += 1
+                return method.add(x, residual, norm)
+        self(x)
+        residual += x
+        return None
+
     def counts(self) -> dict[str, int]:
         """How often each method has been called, by its name; of the backend, calls in CUDA graphs count as they are captured."""
-        methods = {each.method.name: each.method for each in self._choices}
+        methods: dict[str, _Method] = {each.method.name: each.method for each in self._choices}
+        # The sums of what sums apart are counted.
+        methods |= {each.method.name: each.method for each in self._normed if each.method.name != APART}
         found = {name: method.replayed() for name, method in methods.items()}
         return {name: self._calls[name] if count is None else count for name, count in found.items()}
+
+
+class Apart:
+    """A sum, and the rest of it as the layers do it. Implements :class:`NormedMethod`.
+
+    Args:
+        sums: Sums.
+    """
+
+    name = APART
+    most_bytes = math.inf
+
+    def __init__(self, sums: Callable[[Tensor], None]) -> None:
+        self._sums = sums
+
+    def takes(self, x: Tensor, residual: Tensor) -> bool:
+        return True
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        self._sums(x)
+        residual += x
+        return None
+
+    def replayed(self) -> int | None:
+        return None
+
+
+def _of(choices: Sequence[Choice[MethodT]], num_bytes: int) -> MethodT:
+    return next(each.method for each in choices if num_bytes <= each.most_bytes)
+
+
+def _words(choices: Sequence[Choice[MethodT]]) -> str:
+    *smaller, last = choices
+    words = [f"{each.method.name} up to {each.most_bytes / 1024:.0f} KiB" for each in smaller]
+    return ", ".join([*words, f"{last.method.name} above" if smaller else last.method.name])
 
 
 def add_up(parts: Sequence[Tensor], result: Tensor) -> None:

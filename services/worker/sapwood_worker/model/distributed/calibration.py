@@ -5,22 +5,30 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, SumMethod, add_up
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.all_reduce import (
+    AllReduce,
+    Apart,
+    Choice,
+    MethodT,
+    NormedMethod,
+    SumMethod,
+)
 from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.trial_cases import Case, TrialNorm, normed_cases, sum_cases
 from sapwood_worker.records.model_info import SUM_SIZES, SumTime
 
 logger = logging.getLogger(__name__)
 
-_TRIED = (1, 1000, 100_003)
-"""Numbers of the tensors that are summed to see whether a method is exact."""
+_WIDTH = 4096
+"""Numbers of a row where norms are timed; fewer in the smallest tensors."""
 _ROUNDS = 4
 _CALLS = 3
 _CLEARLY = 0.9
@@ -32,57 +40,147 @@ Replay = Callable[[Callable[[], None]], Callable[[], None]]
 """What runs a call again as a model's steps do: where they are CUDA graphs, one of that call."""
 
 
-def choose(
-    group: Group,
-    backend: SumMethod,
-    own: Mapping[str, SumMethod],
-    *,
-    name: str,
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-    timer: Timer,
-    replay: Replay,
-    own_rows: bool = False,
-) -> AllReduce:
-    """What sums a group's tensors; called by all ranks together.
+class Trial:
+    """Tries methods; called by all ranks together.
 
     Args:
         group: The ranks, whose ``all_gather`` gives what sums are compared with.
-        backend: What needs no test.
-        own: Other methods that this machine has, by name; those are used that all ranks have.
-        name: ``auto``, or the method to take whatever the size.
-        device: Where the tensors are.
-        dtypes: Of the tensors that are tried.
+        ops: The operations of the device where the tensors are.
+        dtypes: Of the tensors that are tried; the first is timed.
         timer: Measures a call.
         replay: Makes of a call what the model runs.
-        own_rows: Whether ranks take rows to all ranks and get the sums of their own, and it is this that is timed. Nobody needs
-            the others' sums then: two-shot is not among the methods.
-
-    Raises:
-        ConfigError: The method that ``name`` asks for cannot be used.
     """
-    everywhere = set.intersection(*(set(each) for each in group.exchange(sorted(own)))) - {own_rows and "two-shot"}
-    methods: dict[str, SumMethod] = {backend.name: backend}
-    for each in sorted(everywhere):
-        if name in ("auto", each):
-            fault = _fault(group, own[each], device, dtypes, replay)
-            if fault:
-                logger.warning("all-reduce: %s is not used: %s", each, fault)
-            else:
-                methods[each] = own[each]
-    if name != "auto":
-        if name not in methods:
+
+    def __init__(
+        self, group: Group, ops: DeviceOps, dtypes: Sequence[torch.dtype], *, timer: Timer, replay: Replay
+    ) -> None:
+        self._group, self._ops, self._dtypes = group, ops, dtypes
+        self._timer, self._replay = timer, replay
+
+    def choose(
+        self, name: str, backend: SumMethod, own: Mapping[str, SumMethod], *, own_rows: bool = False
+    ) -> AllReduce:
+        """What sums tensors.
+
+        Args:
+            name: ``auto``, or the method to take whatever the size.
+            backend: What needs no test.
+            own: Other methods that this machine has, by name; those are used that all ranks have.
+            own_rows: Whether ranks take rows to all ranks and get the sums of their own, and it is this that is timed. Nobody
+                needs the others' sums then: two-shot is not among the methods.
+
+        Raises:
+            ConfigError: The method that ``name`` asks for cannot be used.
+        """
+        asked = {each: method for each, method in own.items() if name in ("auto", each)}
+        if own_rows:
+            asked.pop("two-shot", None)
+        methods: dict[str, SumMethod] = {backend.name: backend, **self._exact(asked, sum_cases)}
+        if name not in ("auto", *methods):
             raise ConfigError(f"--all-reduce {name}: it cannot be used here; the log says why")
-        methods = {backend.name: backend, name: methods[name]}
-    times = tuple(_measure(group, methods, device, dtypes[0], timer, own_rows=own_rows))
-    picked = _quickest(times) if name == "auto" else [(size, name) for size in SUM_SIZES]
-    table = AllReduce(_choices([(size, methods[each]) for size, each in picked], backend), times)
-    logger.info("all-reduce over %d ranks: %s", group.size, table.report.words)
-    return table
+        size, dtype = self._group.size, self._dtypes[0]
+        x = torch.zeros(SUM_SIZES[-1] // dtype.itemsize, dtype=dtype, device=self._ops.device)
+
+        def run(method: SumMethod, count: int) -> None:
+            if own_rows:
+                method.gather(method.scatter_sum(x[: count // size * size].view(size, -1)))
+            else:
+                method.sum(x[:count])
+
+        times = self._measure(methods, run)
+        picked = _quickest(times) if name == "auto" else [(each, name) for each in SUM_SIZES]
+        table = AllReduce(_choices([(most, methods[each]) for most, each in picked], backend), times)
+        logger.info("all-reduce over %d ranks: %s", self._group.size, table.report.words)
+        return table
+
+    def choose_normed(self, name: str, table: AllReduce, own: Mapping[str, NormedMethod]) -> None:
+        """Has a table take what is quickest for each size where a residual and a norm come after: one of ``own``, or a sum of the
+        table's, then the rest.
+
+        Args:
+            name: As for :meth:`choose`.
+            table: What sums.
+            own: Methods that this machine has, by name.
+        """
+        asked = {each: method for each, method in own.items() if name in ("auto", each.removesuffix("+norm"))}
+        apart = Apart(table)
+        methods: dict[str, NormedMethod] = {apart.name: apart, **self._exact(asked, normed_cases)}
+        if len(methods) == 1:
+            return
+        ops, dtype = self._ops, self._dtypes[0]
+        x, residual = torch.zeros(2, SUM_SIZES[-1] // dtype.itemsize, dtype=dtype, device=ops.device).unbind()
+        norms = {
+            width: TrialNorm(width, ops, dtype) for width in {min(_WIDTH, each // dtype.itemsize) for each in SUM_SIZES}
+        }
+
+        def run(method: NormedMethod, count: int) -> None:
+            width = min(_WIDTH, count)
+            rows = residual[:count].view(-1, width)
+            if method.add(x[:count].view(-1, width), rows, norms[width]) is None:
+                norms[width](rows)
+
+        times = self._measure(methods, run)
+        table.choose_normed(_choices([(size, methods[each]) for size, each in _quickest(times)], apart), times)
+        logger.info("all-reduce over %d ranks: %s", self._group.size, table.report.words)
+
+    def _exact(
+        self,
+        own: Mapping[str, MethodT],
+        cases: Callable[[MethodT, torch.dtype, DeviceOps, Group], Iterable[Case]],
+    ) -> dict[str, MethodT]:
+        """The methods that all ranks have and that are right on all of them."""
+        found = {}
+        for name in sorted(set.intersection(*(set(each) for each in self._group.exchange(sorted(own))))):
+            fault = self._fault(
+                case for dtype in self._dtypes for case in cases(own[name], dtype, self._ops, self._group)
+            )
+            if fault:
+                logger.warning("all-reduce: %s is not used: %s", name, fault)
+            else:
+                found[name] = own[name]
+        return found
+
+    def _fault(self, cases: Iterable[Case]) -> str:
+        """What is wrong with a method, on any rank; empty: nothing."""
+        for case in cases:
+            faults = [(rank, each) for rank, each in enumerate(self._group.exchange(self._try(case))) if each]
+            if faults:  # all ranks stop here
+                return "rank {}: {}".format(*faults[0])
+        return ""
+
+    def _try(self, case: Case) -> str:
+        """What is wrong with a case, here: once as it comes, then again and again as steps do."""
+        said, x = "", case.x
+        run = case.run
+        for turn in range(_ROUNDS):
+            generator = torch.Generator(x.device).manual_seed(1000 * turn + self._group.rank)
+            values = torch.randn(len(x), generator=generator, device=x.device).to(x.dtype)
+            every = self._group.all_gather(values).view(self._group.size, -1)
+            try:
+                if turn == 1:
+                    run = self._replay(run)
+                x.copy_(values)
+                run()
+                if wrong := case.wrong(every):
+                    said = f"its {wrong} of {len(x)} numbers of {x.dtype} was wrong"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+        return said
+
+    def _measure(self, methods: Mapping[str, MethodT], run: Callable[[MethodT, int], None]) -> list[SumTime]:
+        """Seconds of each method for each size: the slowest rank's."""
+        found = []
+        for size in SUM_SIZES:
+            count = size // self._dtypes[0].itemsize
+            for name, method in methods.items():
+                if size <= method.most_bytes:
+                    found.append((name, size, self._timer(partial(run, method, count))))
+        every = self._group.exchange([seconds for _, _, seconds in found])
+        return [SumTime(name, size, max(seconds)) for (name, size, _), *seconds in zip(found, *every, strict=True)]
 
 
-def _choices(picked: Sequence[tuple[int, SumMethod]], backend: SumMethod) -> list[Choice]:
-    """Neighbouring sizes of one method together; above what it takes the backend."""
+def _choices(picked: Sequence[tuple[int, MethodT]], backend: MethodT) -> list[Choice[MethodT]]:
+    """Neighbouring sizes of one method together; above what it takes the backend, or what else takes all."""
     runs = [list(run) for _, run in groupby(picked, key=lambda each: each[1].name)]
     choices = [Choice(run[-1][0], run[-1][1]) for run in runs[:-1]]
     last = runs[-1][-1][1]
@@ -101,78 +199,6 @@ def _quickest(times: Sequence[SumTime]) -> list[tuple[int, str]]:
         before = picked[-1][1] if picked else best
         picked.append((size, before if seconds.get(before, math.inf) * _CLEARLY <= seconds[best] else best))
     return picked
-
-
-def _fault(group: Group, method: SumMethod, device: torch.device, dtypes: Sequence[torch.dtype], replay: Replay) -> str:
-    """What is wrong with a method's sums, on any rank; empty: nothing."""
-    for dtype in dtypes:
-        for count in _TRIED:
-            if group.size * count * dtype.itemsize > method.most_bytes:
-                continue
-            said = _try(group, method, torch.empty(count, dtype=dtype, device=device), replay)
-            faults = [(rank, each) for rank, each in enumerate(group.exchange(said)) if each]
-            if faults:  # all ranks stop here
-                return "rank {}: {}".format(*faults[0])
-    return ""
-
-
-def _try(group: Group, method: SumMethod, x: Tensor, replay: Replay) -> str:
-    """What is wrong with what a method makes of tensors like this one, here: once as they come, then again as steps do."""
-    said = ""
-    found: list[Tensor] = []
-
-    def run() -> None:
-        every = method.gather(x)
-        found[:] = every, method.scatter_sum((group.rank + 1) * every)[0], x
-        method.sum(x)
-
-    call: Callable[[], None] = run
-    for turn in range(_ROUNDS):
-        generator = torch.Generator(x.device).manual_seed(1000 * turn + group.rank)
-        values = torch.randn(len(x), generator=generator, device=x.device).to(x.dtype)
-        every = group.all_gather(values).view(group.size, -1)
-        own, whole = torch.empty_like(x), torch.empty_like(x)
-        add_up([(rank + 1) * values for rank in range(group.size)], own)
-        add_up(every.unbind(), whole)
-        try:
-            if turn == 1:
-                call = replay(run)
-            x.copy_(values)
-            call()
-            expected = {"gathering": every, "sum of own rows": own, "sum": whole}
-            for (name, right), is_now in zip(expected.items(), found, strict=True):
-                if not torch.equal(is_now, right):
-                    said = f"its {name} of {len(x)} numbers of {x.dtype} was wrong"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-    return said
-
-
-def _measure(
-    group: Group,
-    methods: Mapping[str, SumMethod],
-    device: torch.device,
-    dtype: torch.dtype,
-    timer: Timer,
-    *,
-    own_rows: bool,
-) -> list[SumTime]:
-    """Seconds of each method for each size: the slowest rank's."""
-    found = []
-    for size in SUM_SIZES:
-        x = torch.zeros(group.size, size // dtype.itemsize // group.size, dtype=dtype, device=device)
-
-        def call(method: SumMethod, x: Tensor = x) -> None:
-            if own_rows:
-                method.gather(method.scatter_sum(x))
-            else:
-                method.sum(x)
-
-        for name, method in methods.items():
-            if size <= method.most_bytes:
-                found.append((name, size, timer(partial(call, method))))
-    every = group.exchange([seconds for _, _, seconds in found])
-    return [SumTime(name, size, max(seconds)) for (name, size, _), *seconds in zip(found, *every, strict=True)]
 
 
 def time_on_host(call: Callable[[], None]) -> float:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from sapwood_kernels.ops.device import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce
 
 ValueT = TypeVar("ValueT")
@@ -31,6 +32,20 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over the ranks, in place; returns x."""
         return x
+
+    def add_sum(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        """Adds the sum of x over the ranks to the residual, in place; may overwrite x.
+
+        Args:
+            x: [T, N].
+            residual: [T, N].
+            norm: What comes next.
+
+        Returns:
+            [T, N]: what the norm gives of the residual, where that was computed in the same pass; else None.
+        """
+        residual += self.all_reduce(x)
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors [..., N] side by side in their order: [..., size * N]."""

@@ -10,8 +10,9 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.native.library import load_library
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.all_reduce import AllReduce
-from sapwood_worker.model.distributed.calibration import as_it_is, choose, time_on_host
+from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.shared_parts import OneShot, SharedParts, TwoShot
 from sapwood_worker.model.distributed.torch_group import TorchGroup
@@ -55,39 +56,25 @@ def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float,
     else:
         logger.warning("all-reduce: no compiled library, or no memory that processes share: gloo sums")
     dtypes = (torch.float32, torch.bfloat16)
-    return choose(
-        group,
-        group.backend,
-        own,
-        name=name,
-        device=device,
-        dtypes=dtypes,
-        timer=time_on_host,
-        replay=as_it_is,
-        own_rows=own_rows,
-    )
+    trial = Trial(group, device_ops(device), dtypes, timer=time_on_host, replay=as_it_is)
+    return trial.choose(name, group.backend, own, own_rows=own_rows)
 
 
 def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float, own_rows: bool) -> AllReduce:
     from sapwood_worker.model.distributed import peer_sums  # only CUDA builds of torch have triton
 
     made: list[peer_sums.PeerSum] = []
+    normed: list[peer_sums.PeerNormedSum] = []
     try:
-        made = peer_sums.make_peer_sums(group, device)
+        made, normed = peer_sums.make_peer_sums(group, device)
     except RuntimeError as error:
         logger.warning("all-reduce: ranks do not reach each other's memory, NCCL sums: %s", error)
-    table = choose(
-        group,
-        group.backend,
-        {each.name: each for each in made},
-        name=name,
-        device=device,
-        dtypes=(torch.bfloat16, torch.float32),
-        timer=peer_sums.time_on_gpu,
-        replay=peer_sums.captured,
-        own_rows=own_rows,
-    )
-    for each in made:  # from now on they wait for as long as it takes
+    dtypes = (torch.bfloat16, torch.float32)
+    trial = Trial(group, device_ops(device), dtypes, timer=peer_sums.time_on_gpu, replay=peer_sums.captured)
+    table = trial.choose(name, group.backend, {each.name: each for each in made}, own_rows=own_rows)
+    if not own_rows:
+        trial.choose_normed(name, table, {each.name: each for each in normed})
+    for each in (*made, *normed):  # from now on they wait for as long as it takes
         each.wait_forever()
     return table
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from abc import ABC
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.device import Norm
 from sapwood_kernels.triton_all_reduce import PROGRAMS, WAIT_FOREVER, PeerSums
 from sapwood_worker.model.distributed.peer_memory import PeerMemory
 from sapwood_worker.model.distributed.torch_group import TorchGroup
@@ -19,21 +22,36 @@ _TRIAL_TRIES = 1 << 23
 _REPLAYS = 10
 
 
-class PeerSum:
-    """Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`.
+class _PeerMethod(ABC):
+    """What the methods have in common.
 
     Args:
-        sums: The kernel; both methods share it.
-        two_shot: Which of the two it is.
+        sums: The kernels; all methods share them.
+        two_shot: Which of the two ways it is.
 
     Until :meth:`wait_forever` is called, it gives up, and is wrong, where signals do not come.
     """
 
+    _normed: ClassVar[bool]
+
     def __init__(self, sums: PeerSums, *, two_shot: bool) -> None:
-        self.name = "two-shot" if two_shot else "one-shot"
+        self.name = ("two-shot" if two_shot else "one-shot") + ("+norm" if self._normed else "")
         self.most_bytes: float = sums.most_bytes
         self._tries = _TRIAL_TRIES
         self._sums, self._two_shot = sums, two_shot
+
+    def wait_forever(self) -> None:
+        """Ends the trial: calls from now on wait for signals for as long as it takes."""
+        self._tries = WAIT_FOREVER
+
+    def replayed(self) -> int | None:
+        return self._sums.calls(two_shot=self._two_shot, normed=self._normed)
+
+
+class PeerSum(_PeerMethod):
+    """Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`."""
+
+    _normed = False
 
     def sum(self, x: Tensor) -> None:
         whole = x.contiguous()
@@ -47,16 +65,21 @@ class PeerSum:
     def scatter_sum(self, x: Tensor) -> Tensor:
         return self._sums.scatter_sum(x.contiguous(), self._tries)
 
-    def wait_forever(self) -> None:
-        """Ends the trial: calls from now on wait for signals for as long as it takes."""
-        self._tries = WAIT_FOREVER
 
-    def replayed(self) -> int | None:
-        return self._sums.calls(two_shot=self._two_shot)
+class PeerNormedSum(_PeerMethod):
+    """Implements :class:`~sapwood_worker.model.distributed.all_reduce.NormedMethod`."""
+
+    _normed = True
+
+    def takes(self, x: Tensor, residual: Tensor) -> bool:
+        return self._sums.takes_rows(x, residual)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        return self._sums.add_normed(x, residual, norm.weight, norm.eps, two_shot=self._two_shot, tries=self._tries)
 
 
-def make_peer_sums(group: TorchGroup, device: torch.device) -> list[PeerSum]:
-    """Both methods, by memory that all ranks reach; called by all ranks together.
+def make_peer_sums(group: TorchGroup, device: torch.device) -> tuple[list[PeerSum], list[PeerNormedSum]]:
+    """The methods, by memory that all ranks reach; called by all ranks together.
 
     Raises:
         RuntimeError: They do not.
@@ -65,7 +88,8 @@ def make_peer_sums(group: TorchGroup, device: torch.device) -> list[PeerSum]:
     most = MOST_BYTES // unit * unit
     memory = PeerMemory(group, PeerSums.region_bytes(most, group.size), device)
     sums = PeerSums(memory.addresses, group.rank, most, device)
-    return [PeerSum(sums, two_shot=two_shot) for two_shot in (False, True)]
+    ways = False, True
+    return [PeerSum(sums, two_shot=each) for each in ways], [PeerNormedSum(sums, two_shot=each) for each in ways]
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from sapwood_common.errors import ConfigError
+from sapwood_kernels.ops.device import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -98,6 +99,9 @@ class TorchGroup(Group):
     def all_reduce(self, x: Tensor) -> Tensor:
         self.sums(x)
         return x
+
+    def add_sum(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        return self.sums.add(x, residual, norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._gathered(x).unbind(), -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +105,16 @@ class DecoderLayer(Layer, ABC):
         config: The model's configuration.
         index: The layer's index.
         context: Where and how it is built.
+
+    Attributes:
+        first_norm: What its input meets first; None: something else.
     """
+
+    first_norm: AnyNorm | None
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
+        self.first_norm = None
         self.attention = self_attention(config, index, context.attending.inside("self_attn"))
         self.mlp = feed_forward(config, index, context)
         self.norms = nn.ModuleDict({name: _norm(config, context.inside(name)) for name in self.norm_names()})
@@ -120,6 +127,11 @@ class DecoderLayer(Layer, ABC):
     @abstractmethod
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; may overwrite ``hidden``."""
+
+    def precedes(self, other: DecoderLayer) -> None:
+        """Tells it which layer its output goes to."""
+        if other.first_norm is not None and not isinstance(self.mlp, JoinedMLP) and self.mlp.ranks is not None:
+            self.mlp.ranks.norm_follows(other.first_norm)
 
     def norm(self, name: str) -> AnyNorm:
         """The norm of a name."""
@@ -157,7 +169,10 @@ class DecoderModel(Layer):
         if self._stages.rank == 0 or tied:
             named = vocabulary.inside("model").inside("embed_tokens")
             self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, named)
-        self.layers = nn.ModuleList(layer_class(config, i, inside.inside(f"layers.{i}")) for i in self.own)
+        layers = [layer_class(config, i, inside.inside(f"layers.{i}")) for i in self.own]
+        for layer, following in pairwise(layers):
+            layer.precedes(following)
+        self.layers = nn.ModuleList(layers)
         self.norm = _norm(config, inside.inside("norm"))
         if config.labels is None:
             table = self.embedding.table if tied and self.embedding is not None else None

@@ -16,8 +16,10 @@ class LlamaDecoderLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)
-        self.before_attention = self.norm("input_layernorm")
+        self.first_norm = self.before_attention = self.norm("input_layernorm")
         self.before_mlp = self.norm("post_attention_layernorm")
+        if self.attention.ranks is not None:
+            self.attention.ranks.norm_follows(self.before_mlp)
 
     @staticmethod
     def norm_names() -> tuple[str, ...]:

@@ -34,6 +34,9 @@ class Attention(Layer):
         sinks: Whether each query head has a sink (gpt-oss): ``sinks`` in the checkpoint.
         rope: Its rotary embedding; None: heads are not turned.
         context: Where and how it is built.
+
+    Attributes:
+        ranks: Sums what ranks have of the output; None: there is one.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Attention(Layer):
         inputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = ColumnLinear(input_size or hidden_size, inputs, qkv_bias, context)
         self.output = RowLinear(queries, "o_proj", hidden_size, output_bias, context)
+        self.ranks = self.output.ranks
         self.qk_norm = qk_norm
         self._sinks: WeightSlots = {}
         if sinks:

@@ -60,6 +60,9 @@ class LatentAttention(Layer):
         latent: The sizes.
         constants: The layer's constants for the backend.
         context: Where and how it is built.
+
+    Attributes:
+        ranks: Sums what ranks have of the output; None: there is one.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class LatentAttention(Layer):
         self._store: StoreLatent
         self._up = context.linear.dense(LinearShape((up,), whole(rank)))
         self.output = RowLinear(heads(latent.v_head_dim), "o_proj", hidden_size, False, context)
+        self.ranks = self.output.ranks
 
     def slots(self) -> WeightSlots:
         return self._up.slots()

@@ -11,6 +11,7 @@ from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
+from sapwood_worker.model.layers.rank_sum import RankSum
 from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
@@ -62,7 +63,7 @@ class ColumnLinear(Linear):
         """[T, in_features], normed first by ``norm`` -> [T, sum of the parts], half of that with a gated activation ``gate``."""
         method = self.method
         fused = method.fuses(x.shape[0])
-        taken = norm if fused.norm and isinstance(norm, RMSNorm) else None
+        taken = norm if fused.norm and isinstance(norm, RMSNorm) and not norm.has(x) else None
         if taken is None and norm is not None:
             x = norm(x)
         if gate is None or fused.gate_after:
@@ -80,6 +81,9 @@ class RowLinear(Linear):
         bias: Whether it has a bias; none where outputs are not summed here.
         context: Where and how it is built.
         summed: Whether the ranks' outputs are summed here; else who calls does it.
+
+    Attributes:
+        ranks: Sums them; None: there is one rank, or who calls does it.
     """
 
     def __init__(
@@ -87,10 +91,12 @@ class RowLinear(Linear):
     ) -> None:
         part = Part(context.inside(name).prefix, whole(out_features))
         super().__init__(LinearShape((part,), columns, bias and context.split_over is None), context)
-        self._group = context.split_over if summed else None
+        group = context.split_over if summed else None
+        self.ranks = None if group is None else RankSum(group)
         # The bias of a split layer: added once, after the sum.
         self._late_bias: WeightSlots = {}
-        if bias and self._group is not None:
+        self._adds_bias = group is not None and (not group.partial or group.rank == 0)
+        if bias and group is not None:
             empty = torch.empty(out_features, dtype=context.dtype, device=context.device)
             self._late_bias[f"{part.name}.bias"] = WeightSlot(empty)
 
@@ -102,16 +108,18 @@ class RowLinear(Linear):
 
         The output is added to ``residual`` in place, if there is one, and the sum returned.
         """
-        method, group = self.method, self._group
+        method, ranks = self.method, self.ranks
         fused = method.fuses(x.shape[0])
         if gate is not None and not fused.gate_before:
             x, gate = self._ops.gated(gate)(x), None
-        if group is None and (residual is None or fused.residual):
+        if ranks is None and (residual is None or fused.residual):
             return method.apply(x, gate_before=gate, residual=residual)
         result = method.apply(x, gate_before=gate)
-        if group is not None:
-            result = group.all_reduce(result)
-            if not group.partial or group.rank == 0:
+        if ranks is not None:
+            if not self._late_bias:
+                return ranks(result, residual)
+            result = ranks(result, None)
+            if self._adds_bias:
                 for bias in self._late_bias.values():
                     result += bias.target
         if residual is None:

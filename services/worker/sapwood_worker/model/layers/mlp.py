@@ -27,6 +27,9 @@ class GatedMLP(Layer):
         bias: Whether the projections have biases.
         context: Where and how it is built.
         summed: Whether the outputs of the ranks that it is split over are summed here; else who calls does it.
+
+    Attributes:
+        ranks: Sums them; None: there is one rank, or who calls does it.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class GatedMLP(Layer):
         inner = context.parallel.shard("intermediate_size", intermediate_size)
         self.gate_up = ColumnLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias, context)
         self.down = RowLinear(inner, "down_proj", hidden_size, bias, context, summed=summed)
+        self.ranks = self.down.ranks
         self._activation = activation
 
     def forward(self, hidden: Tensor, norm: AnyNorm | None, residual: Tensor | None = None) -> Tensor:
@@ -80,6 +84,9 @@ class PlainMLP(Layer):
         config: The activation and the names.
         bias: Whether the projections have biases.
         context: Where and how it is built.
+
+    Attributes:
+        ranks: Sums what ranks have of the output; None: there is one.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class PlainMLP(Layer):
         inner = context.parallel.shard("intermediate_size", intermediate_size)
         self.up = ColumnLinear(hidden_size, {config.up: inner}, bias, context)
         self.down = RowLinear(inner, config.down, hidden_size, bias, context)
+        self.ranks = self.down.ranks
         self._activation = _ACTIVATIONS[config.activation]
 
     def forward(self, hidden: Tensor, norm: AnyNorm | None, residual: Tensor | None = None) -> Tensor:

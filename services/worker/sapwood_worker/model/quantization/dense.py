@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, Gate, OneRow
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearShape, Norm, TableMethod
+from sapwood_kernels.ops.device import DeviceOps, Gate, Norm, OneRow
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearShape, TableMethod
 from sapwood_worker.model.weight_slot import WeightSlots
 
 ONE_ROW = Fuses(norm=True, gate_after=True, residual=True)

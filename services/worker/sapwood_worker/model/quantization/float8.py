@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate, OneRow
+from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate, Norm, OneRow
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.quantization.compressed import NAMES as COMPRESSED_NAMES
 from sapwood_worker.model.quantization.compressed import scheme_of
@@ -30,7 +30,6 @@ from sapwood_worker.model.quantization.linear_method import (
     LinearFormat,
     LinearMethod,
     LinearShape,
-    Norm,
     Part,
     Stored,
 )

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.native.products import SMALL, TYPES
-from sapwood_kernels.ops.device import DeviceOps, Gate, StoredProduct
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearShape, Norm, Stored, TableMethod
+from sapwood_kernels.ops.device import DeviceOps, Gate, Norm, StoredProduct
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearShape, Stored, TableMethod
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 

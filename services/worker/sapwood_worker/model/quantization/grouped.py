@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, FewRows, Gate
+from sapwood_kernels.ops.device import DeviceOps, FewRows, Gate, Norm
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Norm, Stored
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Stored
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 GROUP = 128

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, Gate, OneRow
+from sapwood_kernels.ops.device import DeviceOps, Gate, Norm, OneRow
 from sapwood_worker.model.quantization.dense import ONE_ROW
 from sapwood_worker.model.quantization.linear_method import (
     Fuses,
     LinearFormat,
     LinearMethod,
     LinearShape,
-    Norm,
     Part,
     Stored,
 )

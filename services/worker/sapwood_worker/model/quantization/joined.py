@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Gate
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod, Norm
+from sapwood_kernels.ops.device import Gate, Norm
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod
 from sapwood_worker.model.weight_slot import WeightSlots
 
 

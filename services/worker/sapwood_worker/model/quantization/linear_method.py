@@ -5,26 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.ops.device import DeviceOps, Gate
+from sapwood_kernels.ops.device import DeviceOps, Gate, Norm
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot, WeightSlots
-
-
-class Norm(Protocol):
-    """An RMSNorm: computed by a call, or by who reads its weight (float32) and eps."""
-
-    eps: float
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    def __call__(self, x: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Gate
+from sapwood_kernels.ops.device import Gate, Norm
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.sparse.experts import Experts
 from sapwood_worker.model.loader import LoadedModel
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod, Norm
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod
 from sapwood_worker.model.quantizer.watched_experts import WatchedExperts
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
 from sapwood_worker.model.weight_slot import WeightSlots

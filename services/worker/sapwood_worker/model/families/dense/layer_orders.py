@@ -54,7 +54,7 @@ class ParallelDecoderLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)
-        self.before = self.norm("input_layernorm")
+        self.first_norm = self.before = self.norm("input_layernorm")
 
     @staticmethod
     def norm_names() -> tuple[str, ...]:

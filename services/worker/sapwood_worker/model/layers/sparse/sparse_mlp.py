@@ -15,6 +15,7 @@ from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.rank_sum import RankSum
 from sapwood_worker.model.layers.sparse.experts import Experts
 from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
 from sapwood_worker.model.layers.sparse.router import Router
@@ -87,6 +88,9 @@ class SparseMLP(Layer):
         config: The mixture.
         activation: The activation of the experts' gates.
         context: Where and how it is built.
+
+    Attributes:
+        ranks: Sums what ranks have of the output; None: there is one.
     """
 
     def __init__(self, hidden_size: int, config: SparseConfig, *, activation: Gate, context: LayerContext) -> None:
@@ -100,7 +104,8 @@ class SparseMLP(Layer):
             context=context.inside(config.router),
         )
         self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
-        self._group = context.split_over
+        group = context.split_over
+        self.ranks = None if group is None else RankSum(group)
         self.shared: GatedMLP | None = None
         self._gate: WeightSlots = {}
         if config.shared is not None:
@@ -123,8 +128,8 @@ class SparseMLP(Layer):
             for gate in self._gate.values():
                 shared *= F.linear(x, gate.target).sigmoid()
             result += shared
-        if self._group is not None:
-            result = self._group.all_reduce(result)
+        if self.ranks is not None:
+            return self.ranks(result, residual)
         if residual is None:
             return result
         residual += result

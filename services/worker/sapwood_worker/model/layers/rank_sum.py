@@ -1,0 +1,35 @@
+"""How a layer ends of which ranks have parts: the sum of theirs, and what is done with it in the same pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
+
+
+class RankSum:
+    """Sums what ranks have of a layer's output.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._following: RMSNorm | None = None
+
+    def norm_follows(self, norm: AnyNorm) -> None:
+        """Tells which norm comes next to see the residual that outputs are added to."""
+        self._following = norm if isinstance(norm, RMSNorm) else None
+
+    def __call__(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        """This rank's part [T, N] -> the sum, added to ``residual`` in place if there is one; may overwrite ``part``."""
+        if residual is None:
+            return self._group.all_reduce(part)
+        following = self._following
+        if following is None:
+            residual += self._group.all_reduce(part)
+        elif (normed := self._group.add_sum(part, residual, following)) is not None:
+            following.keep(residual, normed)
+        return residual

@@ -229,7 +229,8 @@ from triton.compiler import ASTSource
 from sapwood_kernels import triton_all_reduce as module
 
 kinds = dict(x="*bf16", found="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32")
-kinds.update(count="i32", each="i32", rank="i32", most="i32", residual="*bf16", weight="*fp32", out="*bf16", rows="i32", eps="fp32")
+kinds.update(residual="*bf16", weight="*fp32", out="*bf16", eps="fp32")
+kinds.update(count="i32", each="i32", rank="i32", most="i32", rows="i32")
 
 def show(kernel, **constants):
     constants |= dict(SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, FOREVER=module.WAIT_FOREVER)

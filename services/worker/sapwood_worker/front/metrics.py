@@ -9,7 +9,7 @@ from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
-from sapwood_worker.records.model_info import APART, SUM_METHODS, SUM_SIZES, SumTime
+from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumTime
 from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
@@ -201,8 +201,14 @@ class WorkerMetrics:
             "sapwood_worker_all_reduces_total",
             "Sums over the ranks of a layer, by the method that was chosen for their size; of the backend's in CUDA graphs the "
             "captures.",
-            lambda: [((method,), count) for method, count in counts().items()],
+            lambda: [((method,), count) for method, count in counts().items() if method in SUM_METHODS],
             method=OneOf(*SUM_METHODS),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_overlapped_all_reduces_total",
+            "Of these, sums of pieces of long products that ran while the next piece was computed.",
+            lambda: [((), counts().get(OVERLAPPED, 0))],
         )
         self._metrics.polled(
             "gauge",

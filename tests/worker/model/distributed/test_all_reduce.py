@@ -224,10 +224,7 @@ def test_where_ranks_have_rows_of_their_own_it_is_these_that_are_timed() -> None
 
     def work(group: ThreadGroup) -> AllReduce:
         own = {name: Rows(group, name) for name in ("one-shot", "two-shot")}
-        return choose(
-            group, Rows(group, "backend"), own, name="auto", device=CPU, dtypes=[torch.float32],
-            timer=time_on_host, replay=as_it_is, own_rows=True,
-        )  # fmt: skip
+        return trial(group).choose("auto", Rows(group, "backend"), own, own_rows=True)
 
     tables = run_ranks(2, work)
     assert {each.method for each in tables[0].report.times} == {"backend", "one-shot"}

@@ -107,8 +107,8 @@ def test_where_it_does_not_pay_sums_are_apart() -> None:
     assert run_ranks(2, work) == [("backend; with residual and norm apart", True)] * 2
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["residual", "normed"])
-def test_one_that_is_wrong_on_one_rank_is_used_on_none(place: int, caplog: Any) -> None:
+@pytest.mark.parametrize(("place", "what"), [(0, "sum with a residual"), (1, "norm")])
+def test_one_that_is_wrong_on_one_rank_is_used_on_none(place: int, what: str, caplog: Any) -> None:
     def work(group: ThreadGroup) -> str:
         def wrong(*tensors: Tensor) -> None:
             if group.rank == 1:
@@ -117,7 +117,7 @@ def test_one_that_is_wrong_on_one_rank_is_used_on_none(place: int, caplog: Any) 
         return chosen(group, wrong=wrong).report.words
 
     assert run_ranks(2, work) == ["backend"] * 2
-    assert "one-shot+norm is not used: rank 1: its sum of 64 numbers of torch.float32 was wrong" in caplog.text
+    assert f"one-shot+norm is not used: rank 1: its {what} of 64 numbers of torch.float32 was wrong" in caplog.text
 
 
 def test_only_that_of_the_method_that_is_asked_for_is_tried() -> None:

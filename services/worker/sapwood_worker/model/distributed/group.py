@@ -8,6 +8,8 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce
+from sapwood_worker.model.distributed.overlap import Overlap
+from sapwood_worker.records.model_info import OVERLAPPED, SumChoices
 
 ValueT = TypeVar("ValueT")
 
@@ -21,13 +23,28 @@ class Group:
         rank: This process's place in the group, from 0.
         size: Ranks in the group.
         sums: How it sums tensors, where there is a choice.
+        overlap: Sums long products in pieces; None: they are summed whole.
         partial: Whether :meth:`all_reduce` leaves each rank its part, which whoever calls the layer sums.
     """
 
     rank: int = 0
     size: int = 1
     sums: AllReduce | None = None
+    overlap: Overlap | None = None
     partial: bool = False
+
+    @property
+    def report(self) -> SumChoices:
+        """What sums tensors, for operators."""
+        if self.sums is None or self.overlap is None or not self.overlap.words:
+            return SumChoices() if self.sums is None else self.sums.report
+        report = self.sums.report
+        return SumChoices(f"{report.words}; beside {self.overlap.words}", report.times)
+
+    def counts(self) -> dict[str, int]:
+        """How often each method has summed, and how many of these sums ran beside a product."""
+        found = {} if self.sums is None else self.sums.counts()
+        return found if self.overlap is None else found | {OVERLAPPED: self.overlap.summed}
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over the ranks, in place; returns x."""

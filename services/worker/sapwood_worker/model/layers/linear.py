@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -112,16 +113,18 @@ class RowLinear(Linear):
         fused = method.fuses(x.shape[0])
         if gate is not None and not fused.gate_before:
             x, gate = self._ops.gated(gate)(x), None
-        if ranks is None and (residual is None or fused.residual):
-            return method.apply(x, gate_before=gate, residual=residual)
-        result = method.apply(x, gate_before=gate)
-        if ranks is not None:
-            if not self._late_bias:
-                return ranks(result, residual)
-            result = ranks(result, None)
-            if self._adds_bias:
-                for bias in self._late_bias.values():
-                    result += bias.target
+        if ranks is None:
+            if residual is None or fused.residual:
+                return method.apply(x, gate_before=gate, residual=residual)
+            residual += method.apply(x, gate_before=gate)
+            return residual
+        product = partial(method.apply, gate_before=gate)
+        if not self._late_bias:
+            return ranks.of(product, x, residual)
+        result = ranks.of(product, x, None)
+        if self._adds_bias:
+            for bias in self._late_bias.values():
+                result += bias.target
         if residual is None:
             return result
         residual += result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from sapwood_worker.model.distributed.group import Group
@@ -22,6 +24,13 @@ class RankSum:
     def norm_follows(self, norm: AnyNorm) -> None:
         """Tells which norm comes next to see the residual that outputs are added to."""
         self._following = norm if isinstance(norm, RMSNorm) else None
+
+    def of(self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
+        """The same of this rank's part ``product(x)``, row by row a new tensor; of many rows it may be computed in pieces."""
+        overlap = self._group.overlap
+        if overlap is not None and (count := overlap.pieces(len(x))) > 1:
+            return overlap.run(product, x, residual, count)
+        return self(product(x), residual)
 
     def __call__(self, part: Tensor, residual: Tensor | None) -> Tensor:
         """This rank's part [T, N] -> the sum, added to ``residual`` in place if there is one; may overwrite ``part``."""

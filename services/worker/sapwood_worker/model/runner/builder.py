@@ -39,11 +39,12 @@ from sapwood_worker.model.runner.memory.page_counts import plan_pages
 from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
+from sapwood_worker.model.runner.overlap_trial import overlap_sums
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
 from sapwood_worker.records.kv_layout import WindowGroup
-from sapwood_worker.records.model_info import ModelInfo, SumChoices
+from sapwood_worker.records.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
@@ -146,6 +147,7 @@ class _Builder:
         self._layout = layout.kept_whole() if options.one_table else layout
         self._sizes = self._choose_sizes()
         running = self._sizes.max_running
+        overlap_sums(self._parallel, self._model, self._ops, self._dtype, self._sizes.max_step_tokens)
         self._largest_graph = min(options.cuda_graph_max_batch or running, running)
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(running, dtype=torch.int64, device=self._device)
@@ -293,7 +295,7 @@ class _Builder:
             tensor_parallel=self._tp.size,
             attention_ranks=1 if self._parallel.rows is None else self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
-            all_reduce=SumChoices() if self._tp.sums is None else self._tp.sums.report,
+            all_reduce=self._tp.report,
             lanes=1 if self._ops.asynchronous else self._parallel.pp.size,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
             max_running=self._sizes.max_running,

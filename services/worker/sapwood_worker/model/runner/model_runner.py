@@ -93,7 +93,7 @@ class ModelRunner:
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
         self.experts = None if isinstance(model, Head) or model.config.sparse is None else model.expert_tokens
-        self.sums = None if parallel.tp.sums is None else parallel.tp.sums.counts
+        self.sums = None if parallel.tp.sums is None else parallel.tp.counts
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self._ops = ops

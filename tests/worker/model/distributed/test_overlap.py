@@ -1,0 +1,190 @@
+"""Products in pieces, of which one is summed over the ranks while the next is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.split_models import SHAPE, load, logits_of
+from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
+from sapwood_worker.model.distributed import overlap as module
+from sapwood_worker.model.distributed.overlap import (
+    Overlap,
+    SideStream,
+    SideThread,
+    best_table,
+    counts_tried,
+    sizes_tried,
+)
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
+from sapwood_worker.model.runner.overlap_trial import overlap_sums
+
+TOKENS = [3 + i * 7 % 90 for i in range(23)]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_sum_is_begun_before_the_next_product_and_awaited_after_the_last(with_residual: bool) -> None:
+    said: list[str] = []
+
+    def aside(call: Callable[[], object]) -> Callable[[], object]:
+        said.append("begun")
+
+        def wait() -> None:
+            said.append("awaited")
+            call()  # not before it is waited for
+
+        return wait
+
+    def product(x: Tensor) -> Tensor:
+        said.append(f"product of {len(x)}")
+        return x @ torch.ones(3, 2)
+
+    overlap = Overlap(lambda x: x.mul_(2), aside)
+    residual = torch.full((7, 2), 5.0) if with_residual else None
+    x = torch.arange(21.0).view(7, 3)
+    result = overlap.run(product, x, residual, 3)
+    pieces = [f"product of {rows}" for rows in (3, 2, 2)]
+    assert said == [word for piece in pieces for word in (piece, "begun")] + ["awaited"] * 3
+    assert torch.equal(result, 2 * product(x) + (5.0 if with_residual else 0.0))
+    assert residual is None or result is residual
+    assert overlap.summed == 3
+
+
+def test_a_thread_sums_in_order_and_says_what_failed() -> None:
+    aside, done = SideThread(), []
+    waits = [aside(lambda each=each: done.append(each)) for each in range(50)]
+    for wait in waits:
+        wait()
+    assert done == list(range(50))
+    with pytest.raises(ZeroDivisionError):
+        aside(lambda: 1 / 0)()
+
+
+def test_a_stream_waits_for_the_product_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self) -> str:
+            said.append(f"{self.name} records")
+            return f"what {self.name} recorded"
+
+        def wait_event(self, event: str) -> None:
+            said.append(f"{self.name} waits for {event}")
+
+    main = Stream("main")
+    current = [main]
+
+    @contextmanager
+    def on(stream: Stream) -> Any:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    aside = SideStream(torch.device("cuda", 0))
+    overlap = Overlap(lambda x: said.append(f"sum on {current[-1].name}"), aside)
+
+    def product(x: Tensor) -> Tensor:
+        said.append(f"product on {current[-1].name}")
+        return x.clone()
+
+    overlap.run(product, torch.ones(4, 1), None, 2)
+    piece = ["product on main", "side waits for main", "sum on side", "side records"]
+    assert said == piece * 2 + ["main waits for what side recorded"] * 2
+
+
+def test_products_are_cut_where_that_is_clearly_quicker() -> None:
+    assert sizes_tried(511) == []
+    assert sizes_tried(5000) == [512, 1024, 2048, 4096]
+    assert [counts_tried(rows) for rows in (512, 1024, 2048)] == [[1, 2], [1, 2, 4], [1, 2, 4]]
+    seconds = {512: (1.0, 0.96), 1024: (2.0, 1.8, 1.79), 2048: (4.0, 3.5, 3.6), 4096: (8.0, 7.0, 6.0)}
+    table = best_table(
+        [(rows, count, each) for rows, of in seconds.items() for count, each in zip((1, 2, 4), of, strict=False)]
+    )
+    assert table == [(1024, 2), (4096, 4)]
+    overlap = Overlap(lambda x: x, SideThread())
+    assert overlap.words == ""
+    overlap.cut(table)
+    assert [overlap.pieces(rows) for rows in (1, 1023, 1024, 4095, 4096, 99_999)] == [1, 1, 2, 2, 4, 4]
+    assert overlap.words == "products of 1024 tokens and more in 2 pieces, of 4096 tokens and more in 4 pieces"
+    back = best_table([(512, 1, 1.0), (512, 2, 0.5), (1024, 1, 1.0), (1024, 2, 1.0)])
+    assert back == [(512, 2), (1024, 1)]
+    overlap.cut(back)
+    assert overlap.words == "products of 512 tokens and more in 2 pieces"
+
+
+@pytest.mark.parametrize(("name", "sums"), [("llama", 2), ("llama-biased-tied", 2), ("gemma3", 2), ("mixtral", 1)])
+def test_logits_are_those_of_whole_products(tiny_model: Any, name: str, sums: int) -> None:
+    path = tiny_model(name, **SHAPE).path
+
+    def work(cut: bool) -> Callable[[ThreadGroup], tuple[Tensor, int]]:
+        def run(group: ThreadGroup) -> tuple[Tensor, int]:
+            group.overlap = Overlap(group.all_reduce, SideThread())
+            group.overlap.cut([(len(TOKENS), 3)] if cut else [])
+            found = logits_of(load(path, Parallel(tp=group)), TOKENS, Parallel(tp=group))
+            return found, group.overlap.summed
+
+        return run
+
+    whole = run_ranks(2, work(False))
+    for (logits, summed), (expected, none) in zip(run_ranks(2, work(True)), whole, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        assert (summed, none) == (3 * sums * load(path).config.num_layers, 0)
+
+
+def test_ranks_choose_alike_by_the_slowest(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FEWEST_ROWS", 4)
+    path = tiny_model("llama", **SHAPE).path
+
+    def work(group: ThreadGroup) -> tuple[str, dict[str, int]]:
+        parallel = Parallel(tp=group)
+        overlap_sums(parallel, load(path, parallel).model, device_ops("cpu"), torch.float32, 16)
+        assert group.overlap is not None
+        return group.overlap.words, group.counts()
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert first[1] == {"overlapped": 0}
+
+
+def over_processes(rank: int, folder: Path, path: Path) -> None:
+    """A process: logits of a model's part whose products are cut."""
+    torch.set_num_threads(1)
+    parallel = join_groups(rank, tensor=2, rendezvous=f"file://{folder}/meeting", backend="gloo", timeout=60)
+    group = parallel.tp
+    assert isinstance(group, TorchGroup)
+    loaded = load(path, parallel)
+    overlap_sums(parallel, loaded.model, device_ops("cpu"), torch.float32, 512)  # whatever it finds
+    group.overlap = Overlap(group.all_reduce, SideThread())
+    group.overlap.cut([(8, 4)])
+    torch.save((logits_of(loaded, TOKENS, parallel), group.counts()["overlapped"]), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_over_gloo_give_the_logits_of_one(tiny_model: Any, tmp_path: Path) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    multiprocessing.spawn(over_processes, (tmp_path, path), nprocs=2)
+    whole = load(path)
+    expected = logits_of(whole, TOKENS)
+    for rank in range(2):
+        logits, summed = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
+        assert summed == 4 * 2 * whole.config.num_layers

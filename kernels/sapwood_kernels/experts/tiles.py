@@ -21,7 +21,7 @@ class TilePlan(NamedTuple):
     """The tiles of a layer's two products.
 
     Attributes:
-        height: Places of a tile.
+        height: Places of a tile; 1: nothing is sorted, each pair is multiplied by itself.
         gate_up: The first product's.
         down: The second's.
     """
@@ -32,7 +32,13 @@ class TilePlan(NamedTuple):
 
 
 HEIGHTS = (16, 32, 64, 128)
+FEW_TOKENS = 16
+"""Tokens up to which pairs by themselves are worth measuring."""
 _LOW = (TileShape(64, 64, 4, 3), TileShape(64, 128, 4, 4), TileShape(128, 64, 4, 4), TileShape(32, 128, 4, 4))
+_ALONE = (
+    TileShape(4, 4096, 8, 1), TileShape(4, 2048, 8, 1), TileShape(2, 1024, 2, 1), TileShape(4, 1024, 4, 1),
+    TileShape(8, 1024, 8, 1), TileShape(8, 512, 4, 1),
+)  # fmt: skip
 _TALL = (TileShape(128, 64, 8, 3), TileShape(128, 64, 4, 4), TileShape(64, 64, 4, 4), TileShape(256, 64, 8, 3))
 
 
@@ -43,20 +49,29 @@ def tile_height(pairs: int, experts: int) -> int:
 
 def tile_shape(height: int) -> TileShape:
     """What goes with tiles so high, unless it was measured."""
+    if height == 1:
+        return _ALONE[0]
     return TileShape(128 if height >= 64 else 64, 64, 8 if height == 128 else 4, 3)
 
 
 def modelled_tiles(pairs: int, experts: int) -> TilePlan:
-    """Tiles for so many pairs of tokens and experts, by what an expert has on average."""
-    height = tile_height(pairs, experts)
+    """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one."""
+    height = 1 if 4 * pairs <= experts else tile_height(pairs, experts)
     return TilePlan(height, tile_shape(height), tile_shape(height))
 
 
-def candidates(pairs: int, experts: int) -> dict[int, tuple[TileShape, ...]]:
-    """What is worth measuring, by height: the modelled height and its neighbours."""
+def candidates(pairs: int, experts: int, chosen: int) -> dict[int, tuple[TileShape, ...]]:
+    """What is worth measuring, by height: the modelled height and its neighbours, and for few tokens each pair by itself.
+
+    Args:
+        pairs: Of tokens and experts.
+        experts: How many there are.
+        chosen: How many a token goes to.
+    """
     at = HEIGHTS.index(tile_height(pairs, experts))
     heights = HEIGHTS[max(at - 1, 0) : at + 2]
-    return {
+    alone = {1: _ALONE} if pairs <= FEW_TOKENS * chosen else {}
+    return alone | {
         height: tuple({tile_shape(height): None, **dict.fromkeys(_TALL if height >= 64 else _LOW)})
         for height in heights
     }

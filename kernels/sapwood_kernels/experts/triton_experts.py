@@ -4,7 +4,7 @@ Tokens are sorted by expert on the device (``triton_align.py``), and each expert
 multiplies a tile of one expert's tokens with a tile of its matrix. Shapes depend on the number of tokens only, never on what the
 router chose: all of it can be captured in a CUDA graph. Matrices in few bits are widened in registers. Bound: in small batches
 reading the matrices of the experts that are hit, in large ones the products; a tile that is not full costs as much as a full one,
-so its height follows the tokens that an expert has on average.
+so its height follows the tokens that an expert has on average. Few tokens are not sorted (``triton_few_tokens.py``).
 """
 
 from __future__ import annotations
@@ -16,62 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sapwood_kernels.experts import triton_few_tokens
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles import TilePlan, TileShape, modelled_tiles
 from sapwood_kernels.experts.triton_align import Tiles, align
+from sapwood_kernels.experts.triton_few_tokens import Gate
+from sapwood_kernels.experts.triton_widen import widened
 
 _SUM_BLOCK = 512
-
-
-@triton.jit
-def _power(exponent):
-    """2 to a power that is held with a bias of 127, float32."""
-    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _widened(
-    codes, scales, zeros, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, float32."""
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    row = expert.to(tl.int64) * N + columns.to(tl.int64)
-    if BITS == 4:
-        at = start // 2 + tl.arange(0, BLOCK_K // 2)
-        pair = tl.load(
-            codes + row[:, None] * (K // 2) + at[None, :], mask=inside[:, None] & (at < K // 2)[None, :], other=0
-        )
-        code = tl.reshape(tl.join(pair & 15, pair >> 4), (BLOCK_N, BLOCK_K)).to(tl.int32)
-        if INTEGERS:
-            values = code.to(tl.float32)
-        else:
-            # In quarters every number is whole: the exponent's 0 means that there is no leading 1.
-            exponent, half = (code >> 1) & 3, code & 1
-            quarters = tl.where(exponent == 0, 2 * half, (2 + half) << exponent).to(tl.float32)
-            values = tl.where(code > 7, -0.25, 0.25) * quarters
-    else:
-        at = start + tl.arange(0, BLOCK_K)
-        values = tl.load(
-            codes + row[:, None] * K + at[None, :], mask=inside[:, None] & (at < K)[None, :], other=0.0
-        ).to(tl.float32)
-    if GROUP >= BLOCK_K:
-        place = row * groups + start // GROUP
-        held = tl.load(scales + place, mask=inside, other=0)
-        if INTEGERS:
-            values -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)[:, None]
-        values *= (_power(held) if BITS == 4 and not INTEGERS else held.to(tl.float32))[:, None]
-    else:
-        group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
-        there = inside[:, None] & (group < groups)[None, :]
-        place = row[:, None] * groups + group[None, :]
-        held = tl.load(scales + place, mask=there, other=0)
-        apart = tl.reshape(values, (BLOCK_N, BLOCK_K // GROUP, GROUP))
-        if INTEGERS:
-            apart -= tl.load(zeros + place, mask=there, other=0).to(tl.float32)[:, :, None]
-        held = _power(held) if BITS == 4 and not INTEGERS else held.to(tl.float32)
-        values = tl.reshape(apart * held[:, :, None], (BLOCK_N, BLOCK_K))
-    return values
 
 
 @triton.jit
@@ -96,7 +48,7 @@ def _product_kernel(
             deep = at < K
             taken = tl.load(row[:, None] + at[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
             if GROUP > 0:
-                wide = _widened(
+                wide = widened(
                     weight, scales, zeros, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
                 )  # fmt: skip
                 part = tl.trans(wide.to(taken.dtype))
@@ -142,6 +94,16 @@ def product(
     return out
 
 
+def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read."""
+    tokens, width = len(ids), parts.shape[1]
+    out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device)
+    _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
+        parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], BLOCK=_SUM_BLOCK, num_warps=4
+    )
+    return out
+
+
 def expert_sum(
     x: Tensor,
     ids: Tensor,
@@ -149,21 +111,20 @@ def expert_sum(
     gate_up: DenseStack | StoredStack,
     down: DenseStack | StoredStack,
     activate: Callable[[Tensor], Tensor],
+    gate: Gate,
     tiles: Callable[[int], TilePlan] | None = None,
 ) -> Tensor:
     """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous.
 
     Args:
-        x, ids, weights, gate_up, down, activate: As ``reference.expert_sum`` has them.
+        x, ids, weights, gate_up, down, activate: As ``reference.expert_sum`` has them; ids may be of any integers.
+        gate: What ``activate`` computes, for a kernel that does so itself.
         tiles: Gives them, by the number of pairs of tokens and experts; None: ``modelled_tiles`` does.
     """
     pairs, chosen = ids.numel(), ids.shape[1]
     plan = modelled_tiles(pairs, gate_up.experts) if tiles is None else tiles(pairs)
+    if plan.height == 1:
+        return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan)
     places = align(ids, gate_up.experts, plan.height)
     inner = activate(product(x, gate_up, places, pairs, chosen, plan.gate_up))
-    parts = product(inner, down, places, pairs, 1, plan.down)
-    out = torch.empty(len(x), down.outputs, dtype=x.dtype, device=x.device)
-    _sum_kernel[(len(x), triton.cdiv(down.outputs, _SUM_BLOCK))](
-        parts, ids, weights, out, gate_up.experts, down.outputs, CHOSEN=chosen, BLOCK=_SUM_BLOCK, num_warps=4
-    )  # fmt: skip
-    return out
+    return weighted_sum(product(inner, down, places, pairs, 1, plan.down), ids, weights, gate_up.experts)

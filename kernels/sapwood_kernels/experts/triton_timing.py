@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -11,7 +12,8 @@ from torch import Tensor
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles import TileShape
 from sapwood_kernels.experts.triton_align import align
-from sapwood_kernels.experts.triton_experts import product
+from sapwood_kernels.experts.triton_experts import product, weighted_sum
+from sapwood_kernels.experts.triton_few_tokens import Gate, first, second
 from sapwood_kernels.experts.tuning import Part
 
 _DRAWS, _ROUNDS = 4, 3
@@ -21,35 +23,64 @@ _DRAWS, _ROUNDS = 4, 3
 class ProductTimer:
     """Implements ``Measure`` by the weights of a layer, with tokens spread evenly over its experts.
 
+    Timed with the first product are sorting and activation, with the second the sum.
+
     Args:
         gate_up: The matrices of the first product.
         down: Those of the second.
         chosen: How many experts a token goes to.
         dtype: The dtype of activations.
+        activate: The gated activation.
+        gate: What it computes.
     """
 
     def __init__(
-        self, gate_up: DenseStack | StoredStack, down: DenseStack | StoredStack, chosen: int, dtype: torch.dtype
+        self,
+        gate_up: DenseStack | StoredStack,
+        down: DenseStack | StoredStack,
+        chosen: int,
+        dtype: torch.dtype,
+        activate: Callable[[Tensor], Tensor],
+        gate: Gate,
     ) -> None:
         self._stacks = {"gate_up": gate_up, "down": down}
         self._widths = {"gate_up": down.outputs, "down": gate_up.outputs // 2}
         self._chosen, self._dtype = chosen, dtype
+        self._activate, self._gate = activate, gate
 
     def __call__(self, pairs: int, height: int, part: Part, shape: TileShape) -> float:
         stack = self._stacks[part]
         device = (stack.weight if isinstance(stack, DenseStack) else stack.codes).device
-        share = self._chosen if part == "gate_up" else 1
-        x = torch.randn(pairs // share, self._widths[part], dtype=self._dtype, device=device)
-        draws = [align(self._ids(pairs, stack.experts, device), stack.experts, height) for _ in range(_DRAWS)]
+        draws = [self._ids(pairs, stack.experts, device) for _ in range(_DRAWS)]
+        weights = torch.rand(len(draws[0]), self._chosen, device=device)
+
+        def numbers(rows: int, width: int) -> Tensor:
+            return torch.randn(rows, width, dtype=self._dtype, device=device)
+
+        def run(ids: Tensor) -> None:
+            if height == 1 and part == "gate_up":
+                first(x, ids, stack, shape)
+            elif height == 1:
+                second(x, ids, weights, stack, self._gate, shape)
+            elif part == "gate_up":
+                self._activate(product(x, stack, align(ids, stack.experts, height), pairs, self._chosen, shape))
+            else:
+                weighted_sum(product(x, stack, aligned[id(ids)], pairs, 1, shape), ids, weights, stack.experts)
+
+        if part == "gate_up":
+            x = numbers(pairs // self._chosen, self._widths[part])
+        else:
+            x = numbers(pairs, self._widths[part] * (2 if height == 1 else 1))
+            aligned = {id(ids): align(ids, stack.experts, height) for ids in draws if height > 1}
         try:
-            product(x, stack, draws[0], pairs, share, shape)
+            run(draws[0])
         except (triton.CompilationError, triton.OutOfResources, RuntimeError):
             return math.inf
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()  # launched one by one, small products would wait for the host
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for tiles in draws:
-                product(x, stack, tiles, pairs, share, shape)
+            for ids in draws:
+                run(ids)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         best = math.inf
         for _ in range(_ROUNDS):

@@ -61,17 +61,17 @@ def tuned(
     for tokens in TOKENS:
         if clock() - started >= seconds:
             break
-        plans[tokens * chosen] = _fastest(tokens * chosen, experts, measure)
+        plans[tokens * chosen] = _fastest(tokens * chosen, experts, chosen, measure)
     tuning = Tuning("measured", len(plans), round(clock() - started, 1))
     logger.info("tiles of experts: %d batch sizes measured in %.1f s", tuning.sizes, tuning.seconds)
     _write(path, plans, tuning.seconds)
     return TileTable(experts, plans), tuning
 
 
-def _fastest(pairs: int, experts: int, measure: Measure) -> TilePlan:
+def _fastest(pairs: int, experts: int, chosen: int, measure: Measure) -> TilePlan:
     """Both products share the tiles' height; given that, each has the shape that is the fastest for it."""
     best: tuple[float, TilePlan] | None = None
-    for height, shapes in candidates(pairs, experts).items():
+    for height, shapes in candidates(pairs, experts, chosen).items():
         (up_time, up), (down_time, down) = (
             _shape(pairs, height, part, shapes, measure) for part in ("gate_up", "down")
         )

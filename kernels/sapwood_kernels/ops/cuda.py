@@ -137,20 +137,28 @@ class CudaOps(DeviceOps):
     def tune_experts(self, seconds: float, folder: Path) -> None:
         self._tune = seconds, folder
 
-    def _tiles(self, gate_up: DenseStack | StoredStack, down: DenseStack | StoredStack, chosen: int) -> TileTable:
+    def _tiles(
+        self,
+        gate_up: DenseStack | StoredStack,
+        down: DenseStack | StoredStack,
+        chosen: int,
+        activate: Callable[[Tensor], Tensor],
+        gate: Gate | ClampedGate,
+    ) -> TileTable:
         """The tiles of a kind of layer, measured once."""
         experts, (seconds, folder) = gate_up.experts, self._tune
         if not seconds:
             return TileTable(experts)
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
         kind = f"int{gate_up.integers}" if isinstance(gate_up, StoredStack) and gate_up.integers else held.dtype
-        parts = (
+        parts = (  # and the number of what candidates there were
             torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
-            f"triton{version('triton')}",
+            f"triton{version('triton')}", "2",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
         if name not in self._tables:
-            timer = ProductTimer(gate_up, down, chosen, held.dtype if held.dtype.itemsize > 1 else torch.bfloat16)
+            dtype = held.dtype if held.dtype.itemsize > 1 else torch.bfloat16
+            timer = ProductTimer(gate_up, down, chosen, dtype, activate, gate)
             self._tables[name], self.tuning = tuned(experts, chosen, timer, folder / f"{name}.json", seconds)
         return self._tables[name]
 
@@ -159,8 +167,8 @@ class CudaOps(DeviceOps):
         if not isinstance(gate_up, known) or not isinstance(down, known):
             return super().expert_sum(gate_up, down, gate, chosen)
         activate = partial(triton_activation.clamped, gate=gate) if isinstance(gate, ClampedGate) else self.gated(gate)
-        tiles = self._tiles(gate_up, down, chosen).plan
-        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, tiles=tiles)
+        tiles = self._tiles(gate_up, down, chosen, activate, gate).plan
+        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, gate=gate, tiles=tiles)
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
         return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=self._live)

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_routing
+from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_routing
 
 
 
@@ -53,6 +53,14 @@ for name, (stored, group, bits) in formats.items():
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         print(name, height, *compiled(triton_experts._product_kernel, kinds | stored, constants, **options))
+kinds = dict(x="*bf16", inner="*bf16", zeros="*u8", bias="*bf16", out="*bf16", ids="*i32", weights="*fp32")
+kinds |= dict(N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
+for name, (stored, group, bits) in formats.items():
+    constants = dict(HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", BLOCK_N=4, BLOCK_K=2048)
+    one = constants | dict(SHARE=8, K=2048)
+    print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=8))
+    two = constants | dict(CHOSEN=8, K=2048, GATE=0)
+    print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds | stored, two, num_warps=8))
 kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i32", N="i32")
 print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, BLOCK=512)))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
@@ -74,5 +82,6 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
     assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "int4", "int8", "sum", "align", "route"}
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
+    assert sum(height in (1, 2) for _, height in found) == 10
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
     assert len(tall) == 5 and all(tall), "tall tiles use the tensor cores of Hopper"

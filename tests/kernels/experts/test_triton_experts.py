@@ -10,7 +10,7 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack
-from sapwood_kernels.experts.tiles import tile_height
+from sapwood_kernels.experts.tiles import TilePlan, TileShape, tile_height
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -19,6 +19,8 @@ cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS = 6
+ALONE = TilePlan(1, TileShape(32, 64, 4, 1), TileShape(64, 4096, 8, 1))
+"""Each pair by itself."""
 
 
 def made(tokens, chosen, dtype, *, bias=False, width=72, inner=20):
@@ -36,6 +38,16 @@ def made(tokens, chosen, dtype, *, bias=False, width=72, inner=20):
     return numbers(tokens, width) * 8, ids, weights, gate_up, down
 
 
+GATES = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+
+
+def both(parts, gate, plan=None):
+    """The kernels' sum, by a plan if it is given, and the reference's."""
+    tiles = None if plan is None else lambda pairs: plan
+    activate = GATES[gate] if isinstance(gate, str) else gate
+    return triton_experts.expert_sum(*parts, activate, gate, tiles), expert_sum(*parts, activate)
+
+
 def near(ours, theirs, limit):
     assert ours.dtype == theirs.dtype
     assert (ours.float() - theirs.float()).abs().max() <= limit * theirs.float().abs().max()
@@ -44,14 +56,14 @@ def near(ours, theirs, limit):
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 4), (9, 2), (50, 5)])
 def test_the_sum_is_the_references(tokens, chosen):
     parts = made(tokens, chosen, torch.float32)
-    near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
+    near(*both(parts, "silu"), 1e-5)
 
 
 # The interpreter's products of bfloat16 are wrong.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16])
 def test_half_precision_with_biases_and_a_clamped_gate(dtype):
     parts = made(11, 3, dtype, bias=True)
-    near(*(each(*parts, ClampedGate(limit=1.0)) for each in (triton_experts.expert_sum, expert_sum)), 0.02)
+    near(*both(parts, ClampedGate(limit=1.0)), 0.02)
 
 
 def test_experts_that_are_elsewhere_add_nothing():
@@ -59,9 +71,25 @@ def test_experts_that_are_elsewhere_add_nothing():
     here = [DenseStack(each.weight[:3].contiguous()) for each in stacks]
     local = ids.clamp(max=3)
     assert (local == 3).any()
-    near(
-        *(each(x, local, weights, *here, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5
-    )
+    for plan in (None, ALONE):
+        near(*both((x, local, weights, *here), "silu", plan), 1e-5)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", ClampedGate(limit=1.0)], ids=["silu", "gelu", "clamped"])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (3, 4)])
+def test_few_tokens_are_not_sorted_and_have_the_references_sum(tokens, chosen, gate, monkeypatch):
+    """The width is no whole number of blocks, and experts are shared."""
+    monkeypatch.setattr(triton_experts, "align", None)
+    near(*both(made(tokens, chosen, torch.float32, bias=True), gate, ALONE), 1e-5)
+
+
+def test_without_a_plan_pairs_are_sorted_only_where_several_share_an_expert(monkeypatch):
+    sorted_ones = []
+    align = triton_experts.align
+    monkeypatch.setattr(triton_experts, "align", lambda *args: (sorted_ones.append(args), align(*args))[1])
+    for tokens, times in ((1, 0), (3, 1)):
+        near(*both(made(tokens, 1, torch.float32), "silu"), 1e-5)
+        assert len(sorted_ones) == times
 
 
 @pytest.mark.parametrize("height", [16, 32])
@@ -112,7 +140,7 @@ def stored(bits, *sizes):
 def test_matrices_in_few_bits_are_widened_as_they_are_multiplied(bits, tokens):
     x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
     parts = x, ids, weights, stored(bits, 192, 160), stored(bits, 160, 96)
-    near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
+    near(*both(parts, "silu", ALONE if tokens == 1 else None), 1e-5)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 160), (8, 64), (8, 160)])
@@ -129,7 +157,7 @@ def test_integers_are_widened_as_they_are_multiplied(bits, group, tokens):
 
     x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
     parts = x, ids, weights, stack(192, 160), stack(160, 96)
-    near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
+    near(*both(parts, "silu", ALONE if tokens == 1 else None), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,12 @@ def test_eighteen_sizes_are_within_three_percent_of_all_that_could_be_tried(tmp_
     gpu = Gpu()
     table, tuning = tuned(EXPERTS, CHOSEN, gpu.measure, tmp_path / "tiles.json", math.inf, gpu.clock)
     assert tuning == Tuning("measured", 18, gpu.now)
-    every = {shape for tokens in TOKENS for shapes in candidates(tokens * CHOSEN, EXPERTS).values() for shape in shapes}
+    every = {
+        shape
+        for tokens in TOKENS
+        for shapes in candidates(tokens * CHOSEN, EXPERTS, CHOSEN).values()
+        for shape in shapes
+    }
     for pairs in (tokens * CHOSEN for tokens in TOKENS):
         best = min(
             sum(min(gpu.measure(pairs, height, part, shape) for shape in every) for part in ("gate_up", "down"))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from sapwood_kernels.ops.device import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
@@ -129,10 +130,16 @@ class CudaOps(DeviceOps):
 
     def grouped_few(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> FewRows | None:
         if self._hopper and triton_few.serves(weight, dtype):
-            return FewRows(partial(triton_few.few_rows, weight=weight, bias=bias), triton_few.MOST, norm=False)
+            one = int(triton_one.serves(weight, dtype))
+
+            def product(x: Tensor, **others: Any) -> Tensor:
+                kernel = triton_one.one_row if len(x) <= one else triton_few.few_rows
+                return kernel(x, weight, bias=bias, **others)
+
+            return FewRows(product, triton_few.MOST, norm=one)
         if not triton_row.serves(weight):
             return None
-        return FewRows(partial(triton_row.row_product, weight=weight, bias=bias), 1, norm=True)
+        return FewRows(partial(triton_row.row_product, weight=weight, bias=bias), 1, norm=1)
 
     def tune_experts(self, seconds: float, folder: Path) -> None:
         self._tune = seconds, folder

@@ -66,12 +66,12 @@ class FewRows:
     Attributes:
         product: As of :class:`OneRow`, for x [T, K].
         most: Largest T.
-        norm: Whether it takes the norm before it along, too.
+        norm: Largest T with which it takes the norm before it along, too.
     """
 
     product: OneRow
     most: int
-    norm: bool
+    norm: int
 
 
 class StoredProduct(Protocol):

@@ -165,24 +165,25 @@ def _few_kernel(
     gl.store(out + place, result.to(out.dtype.element_ty), mask=at_m < M)
 
 
-def _bits(count: int) -> range:
+def bits(count: int) -> range:
+    """The bits of a power of 2 below it."""
     return range(count.bit_length() - 1)
 
 
 @cache
 def layouts(splits: int, wide: int, tall: int, block_m: int) -> tuple[gl.constexpr_type, gl.constexpr_type]:
     """Which thread holds which codes [splits, rows, 32] and inputs [splits, block_m, 128]: as tensor cores take them."""
-    rows = [[0, 16 << b, 0] for b in _bits(wide)]
-    shares = [[1 << b, 0, 0] for b in _bits(splits)]
+    rows = [[0, 16 << b, 0] for b in bits(wide)]
+    shares = [[1 << b, 0, 0] for b in bits(splits)]
     codes = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], *[[0, 16 * wide << b, 0] for b in _bits(tall)]],
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], *[[0, 16 * wide << b, 0] for b in bits(tall)]],
         lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         warp_bases=rows + shares,
         block_bases=[],
         shape=[splits, 16 * wide * tall, 32],
     )
     inputs = gl.DistributedLinearLayout(
-        reg_bases=[*[[0, 0, 1 << b] for b in range(5)], *[[0, 8 << b, 0] for b in _bits(block_m // 8)]],
+        reg_bases=[*[[0, 0, 1 << b] for b in range(5)], *[[0, 8 << b, 0] for b in bits(block_m // 8)]],
         lane_bases=[[0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         warp_bases=[[0, 0, 0] for _ in rows] + shares,
         block_bases=[],

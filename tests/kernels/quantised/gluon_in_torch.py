@@ -41,8 +41,32 @@ def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0) -> Te
     return _value(torch.where(inside, found, torch.tensor(other, dtype=found.dtype)))
 
 
-def _store(pointer: _Pointer, values: Tensor, mask: Tensor) -> None:
-    at, values, mask = torch.broadcast_tensors(pointer.at, values, mask)
+class _Shared:
+    """Shared memory; what nobody wrote is not a number."""
+
+    def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
+        self.values = torch.full(shape, float("nan"), dtype=dtype)
+
+    def _part(self, values: Tensor) -> _Shared:
+        part = _Shared.__new__(_Shared)
+        part.values = values
+        return part
+
+    def index(self, at: int) -> _Shared:
+        return self._part(self.values[at])
+
+    def slice(self, start: int, length: int, dim: int) -> _Shared:
+        return self._part(self.values.narrow(dim, start, length))
+
+    def store(self, values: Tensor) -> None:
+        self.values.copy_(values.as_subclass(torch.Tensor))
+
+    def load(self, layout: Any) -> Tensor:
+        return _value(self.values.clone())
+
+
+def _store(pointer: _Pointer, values: Tensor, mask: Tensor | bool = True) -> None:
+    at, values, mask = torch.broadcast_tensors(pointer.at, values, torch.as_tensor(mask))
     pointer.base[at[mask].as_subclass(torch.Tensor)] = values[mask].as_subclass(torch.Tensor)
 
 
@@ -55,14 +79,15 @@ def _widen(codes: Tensor, zero: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 _GL = SimpleNamespace(
-    int16=torch.int16, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+    allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
+    int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
     arange=lambda start, end, layout: _value(torch.arange(start, end)),
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
     convert_layout=lambda tensor, layout: tensor, exp=torch.exp, expand_dims=torch.unsqueeze,
     full=lambda shape, value, dtype, layout: _value(torch.full(shape, value, dtype=dtype)), load=_load,
     minimum=lambda tensor, most: tensor.clamp(max=most), permute=lambda tensor, order: tensor.permute(order),
-    reshape=lambda tensor, shape: tensor.reshape(shape), split=lambda tensor: tensor.unbind(-1), static_range=range,
-    store=_store, sum=lambda tensor, axis: tensor.sum(axis),
+    reshape=lambda tensor, shape: tensor.reshape(shape), rsqrt=torch.rsqrt, split=lambda tensor: tensor.unbind(-1),
+    static_range=range, store=_store, sum=lambda tensor, axis: tensor.sum(axis),
     zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
     **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), lambda *_, **__: None),
 )  # fmt: skip
@@ -75,6 +100,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         kernel: The kernel.
         others: Its module's other functions of Gluon, by name.
     """
+    waits = dict.fromkeys(("_together", "gdc_launch_dependents", "gdc_wait"), lambda: None)
 
     def body(function: Any) -> Callable[..., Any]:
         return FunctionType(function.fn.__code__, names)
@@ -84,13 +110,14 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "range": range,
         "mma_v2": lambda a, b, total: total + a.float() @ b.float(),
         "_widen": _widen,
+        **waits,
     }
     names |= {name: body(function) for name, function in others.items()}
     run = body(kernel)
 
     class Launcher:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
                 given = [_Pointer(each) if isinstance(each, Tensor) else each for each in arguments]
                 for program in itertools.product(*map(range, grid)):
                     _GL.program_id = program.__getitem__

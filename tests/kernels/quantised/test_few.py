@@ -1,4 +1,4 @@
-"""The product of few rows with 4-bit groups against its definition: on a GPU, else with the kernel's body in torch."""
+"""Products of one row and of few with 4-bit groups against its definition: on a GPU, else with the kernel's body in torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise, round_t
 from tests.kernels.quantised.gluon_in_torch import in_torch
 
 triton_few = pytest.importorskip("sapwood_kernels.quantised.triton_few", reason="Triton is not installed")
+triton_one = pytest.importorskip("sapwood_kernels.quantised.triton_one", reason="Triton is not installed")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -23,6 +24,8 @@ GATES = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
 def _on_a_cpu(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_few, "_few_kernel", in_torch(triton_few._few_kernel, _quarters=triton_few._quarters))
+        others = {name: getattr(triton_one, name) for name in ("_pair_codes", "_pair_values", "_taken")}
+        monkeypatch.setattr(triton_one, "_one_kernel", in_torch(triton_one._one_kernel, **others))
 
 
 def made(rows: int, columns: int, group: int, dtype: torch.dtype) -> GroupedWeight:
@@ -65,15 +68,54 @@ def test_gate_bias_and_sum_are_taken_along_by_weights_of_any_kind(gate, biased):
     near(total, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [512, 1024, 3584])
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_row_alone_is_normed_and_multiplied(dtype, columns, normed):
+    torch.manual_seed(columns)
+    weight = made(64, columns, 128, dtype)
+    assert triton_one.serves(weight, dtype)
+    x = torch.randn(1, columns, device=DEVICE).to(dtype) * 3
+    norm = torch.rand(columns, device=DEVICE) + 0.5
+    wanted = x.float()
+    if normed:
+        wanted = reference.rms_norm(wanted, norm, 1e-6)
+    near(triton_one.one_row(x, weight, norm=(norm, 1e-6) if normed else None), wanted @ dequantise(weight).t())
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_row_alone_takes_gate_bias_and_sum_along(gate, biased):
+    torch.manual_seed(3)
+    order, factors = torch.randperm(1536, device=DEVICE), torch.rand(128, 1, device=DEVICE) + 0.5
+    weight = replace(made(128, 1536, 128, torch.bfloat16), zeros=None, order=order, factors=factors)
+    x, norm = torch.randn(1, 1536, device=DEVICE).bfloat16(), torch.rand(1536, device=DEVICE) + 0.5
+    bias = torch.randn(128, device=DEVICE).bfloat16() if biased else None
+    wanted = reference.rms_norm(x.float(), norm, 1e-5) @ dequantise(weight).t()
+    if bias is not None:
+        wanted += bias.float()
+    if gate is not None:
+        wanted = GATES[gate](wanted)
+    total = torch.randn_like(wanted).bfloat16()
+    wanted += total.float()
+    assert triton_one.one_row(x, weight, bias=bias, norm=(norm, 1e-5), gate=gate, add_to=total) is total
+    near(total, wanted)
+
+
 def test_a_hopper_takes_it_for_up_to_16_rows_and_another_kernel_for_one_row_of_other_weights(monkeypatch):
     ops = cuda.CudaOps(torch.device(DEVICE))
     monkeypatch.setattr(ops, "_hopper", True)
     few = ops.grouped_few(made(128, 640, 128, torch.bfloat16), None, torch.bfloat16)
-    assert few is not None and few.most == 16 and not few.norm
+    assert few is not None and (few.most, few.norm) == (16, 0)
+    one = ops.grouped_few(made(128, 1024, 128, torch.bfloat16), None, torch.bfloat16)
+    assert one is not None and (one.most, one.norm) == (16, 1)
+    row, norm = torch.randn(1, 1024, device=DEVICE).bfloat16(), (torch.ones(1024, device=DEVICE), 1e-6)
+    assert one.product(row, norm=norm, gate="silu").shape == (1, 64)
+    assert one.product(row.expand(2, -1), gate="silu").shape == (2, 64)
     x = torch.randn(2, 640, device=DEVICE).bfloat16()
     assert few.product(x, gate="silu").shape == (2, 64)
     other = ops.grouped_few(made(128, 640, 64, torch.bfloat16), None, torch.bfloat16)
-    assert other is not None and other.most == 1 and other.norm
+    assert other is not None and (other.most, other.norm) == (1, 1)
 
 
 def test_tiles_divide_every_weight_that_is_served():
@@ -84,6 +126,18 @@ def test_tiles_divide_every_weight_that_is_served():
                     splits, wide, tall, _ = triton_few.block_shape(count, rows, columns, gated=gated)
                     assert rows % (16 * wide * tall) == 0
                     assert splits * wide in (1, 2, 4, 8)
+
+
+def test_shares_of_a_row_alone_are_whole():
+    for rows in (64, 28672):
+        for columns in (512, 2560, 3584, 4096, 5120, 8192, 12288, 14336, 28672):
+            for gated in (False, True):
+                shape = triton_one.block_shape(rows, columns, gated=gated)
+                assert shape is not None
+                shares, tall, depth = shape
+                assert columns % (256 * shares) == 0 and 1 <= depth <= columns // (256 * shares) <= 8
+                assert rows % (16 * tall) == 0
+    assert triton_one.block_shape(4096, 11008, gated=False) is None  # 43 pairs of groups
 
 
 def test_other_weights_are_left_to_others():

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_one, triton_row
 
 def check(kernel, kinds, warps, stages=2, language=ASTSource, **constants):
     kinds = dict(each.split(":") for each in kinds.split())
@@ -74,6 +74,15 @@ for rows, columns, count, gate in ((28672, 4096, 1, 1), (4096, 14336, 8, 0), (61
         HAS_ZEROS=not gate, HAS_FACTORS=gate == 2, HAS_BIAS=gate == 2, ADDS=not gate, GATE=gate, SPLITS=splits, WIDE=wide,
         TALL=tall, DEPTH=depth, BLOCK_M=block_m, CODES=codes, INPUTS=inputs,
     )
+for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0)):
+    shares, tall, depth = triton_one.block_shape(rows, columns, gated=gate != 0)
+    check(
+        triton_one._one_kernel,
+        "x:*bf16 codes:*u16 scales:*bf16 zeros:*u8 factors:*fp32 norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32",
+        shares, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
+        HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate, SHARES=shares, TALL=tall, DEPTH=depth,
+        **triton_one.layouts(shares, tall),
+    )
 check(triton_int8._quantise_kernel, "x:*bf16 out:*i8 scales:*fp32 x_stride:i32", 8, N=K, BLOCK=4096)
 for count in (16, 8192):
     block_m, block_n, block_k, warps, stages = triton_int8.block_shape(count, N, 132)
@@ -89,6 +98,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 19
+    assert len(lines) == 22
     for line in lines:
         assert int(line.split()[1]) <= SHARED_KIB * 1024, line

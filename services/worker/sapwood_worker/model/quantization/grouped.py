@@ -88,7 +88,7 @@ class GroupedMethod(LinearMethod):
         few = self._few
         if few is None or rows > few.most:
             return Fuses()
-        return Fuses(norm=few.norm, gate_after=True, residual=True)
+        return Fuses(norm=rows <= few.norm, gate_after=True, residual=True)
 
     def apply(
         self,

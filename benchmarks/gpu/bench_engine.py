@@ -36,7 +36,7 @@ from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
 STEP_TOKENS = 8192
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = {
     "temperature": SamplingParams(temperature=0.8),
     "top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
@@ -97,7 +97,7 @@ class Engine:
         )  # fmt: skip
         runners = self._ranks.enter_context(group_runners(ranks, [wanted], device, stages, split))
         self.runner = TimedRunner(next(runners))
-        self._wait()
+        self.wait()
         self.start_seconds = time.perf_counter() - started
         spare_the_collector()
         info = self.runner.info
@@ -110,7 +110,18 @@ class Engine:
         self.scheduler = schedulers[0] if len(schedulers) == 1 else RankPlanner(config, schedulers)
         self.count = 0
 
-    def _wait(self) -> None:
+    @classmethod
+    def of(cls, runner: LoadedRunner, scheduler: Scheduler | RankPlanner) -> Engine:
+        """The engine of what a worker has built, on one device."""
+        made = cls.__new__(cls)
+        made.overlap, made.count, made._ranks = True, 0, ExitStack()
+        made._device = "cuda" if torch.cuda.is_available() else "cpu"
+        made.runner, made.scheduler = TimedRunner(runner), scheduler
+        spare_the_collector()
+        return made
+
+    def wait(self) -> None:
+        """Returns once the device has done all that is queued."""
         if self._device == "cuda":
             torch.cuda.synchronize()
 
@@ -128,7 +139,7 @@ class Engine:
         """Steps until all is done, as the worker's event loop takes them; each yields what it brought."""
         launched: deque[LaunchedStep] = deque()
         while self.scheduler.has_work:
-            planned = self.scheduler.schedule()
+            planned = self.scheduler.schedule() if self.scheduler.plans_ahead else None
             if planned:
                 launched.append(self.runner.launch(planned))
             outputs: list[RequestOutput] = []
@@ -139,12 +150,12 @@ class Engine:
     def generate(self, prompts: list[list[int]], lengths: list[int], sampling: SamplingParams = GREEDY) -> float:
         """Seconds from submission to the last token."""
         self.scheduler.flush_cache()
-        self._wait()
+        self.wait()
         started = time.perf_counter()
         self.add(prompts, lengths, sampling)
         for _ in self.steps():
             pass
-        self._wait()
+        self.wait()
         return time.perf_counter() - started
 
     @contextmanager

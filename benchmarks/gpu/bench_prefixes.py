@@ -33,7 +33,7 @@ def warm(engine: Engine, shared: int) -> None:
 
 def whole(engine: Engine, prompts: list[list[int]], length: int) -> dict[str, float]:
     """Seconds from submission to the first token of all, and to the last; what the cache holds stays."""
-    torch.cuda.synchronize()
+    engine.wait()
     started = time.perf_counter()
     engine.add(prompts, [length] * len(prompts), GREEDY)
     begun: set[int] = set()
@@ -42,7 +42,7 @@ def whole(engine: Engine, prompts: list[list[int]], length: int) -> dict[str, fl
         begun.update(output.serial for output in outputs)
         if not first and len(begun) == len(prompts):
             first = time.perf_counter() - started
-    torch.cuda.synchronize()
+    engine.wait()
     return {"first": first, "last": time.perf_counter() - started}
 
 

@@ -33,6 +33,20 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone-moe": ("ExaoneMoeConfig", {**_GROUPED, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 9}),
     "flex-olmo": ("FlexOlmoConfig", {**_EXPERTS, **_WHOLE_HEADS}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 80,
+            "interleave_moe_layer_step": 2, "num_hidden_layers": 5, "attention_chunk_size": 1024, "use_qk_norm": True,
+        },
+    ),
+    "llama4-no-norms": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 80,
+            "no_rope_layers": [1, 0, 0, 1], "attention_chunk_size": 1024, "use_qk_norm": False,
+        },
+    ),
     "minimax-m2": (
         "MiniMaxM2Config",
         {

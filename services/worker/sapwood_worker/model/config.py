@@ -40,7 +40,8 @@ class ModelConfig:
         attention_sinks: Whether each head has a sink: a product of its own that takes part in the softmax and has no value.
         final_softcap: The same as ``attention_softcap`` for logits.
         qk_norm: Whether queries and keys have norms.
-        qk_norm_kind: RMSNorms of each head or of all heads together (``width``), or LayerNorms of each head (``layer``).
+        qk_norm_kind: RMSNorms of each head, without weights where heads are turned (``unit``), or of all heads together
+            (``width``), or LayerNorms of each head (``layer``).
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
@@ -74,7 +75,7 @@ class ModelConfig:
     attention_sinks: bool = False
     final_softcap: float | None = None
     qk_norm: bool = False
-    qk_norm_kind: Literal["head", "width", "layer"] = "head"
+    qk_norm_kind: Literal["head", "unit", "width", "layer"] = "head"
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     qkv_bias: bool = False

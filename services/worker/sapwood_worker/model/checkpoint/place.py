@@ -47,6 +47,8 @@ class Place:
         if rows is None or kind in _SHARED or not shape or shape[0] == 1:
             return None
         dim = 1 if kind in _BY_COLUMNS else 0
+        if len(shape) == 3:  # of all experts, transposed
+            dim = 2
         count = shape[dim] if len(shape) > dim else 0
         if count == rows.total:
             return dim, rows
@@ -76,11 +78,12 @@ def places(name: str, path: Path, stored: str, fused: FusedRows) -> Iterator[tup
         stored: The tensor's name there.
         fused: Projections that are stored as one tensor.
     """
+    name += "."
     whole = next((each for each in fused if f".{each}." in name), None)
     if whole is None:
-        yield name, Place(path, stored)
+        yield name[:-1], Place(path, stored)
         return
     start, total = 0, sum(fused[whole].values())
     for part, size in fused[whole].items():
-        yield name.replace(f".{whole}.", f".{part}."), Place(path, stored, Span(start, size, total))
+        yield name.replace(f".{whole}.", f".{part}.")[:-1], Place(path, stored, Span(start, size, total))
         start += size

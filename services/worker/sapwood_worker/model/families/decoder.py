@@ -20,7 +20,7 @@ from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP, PlainMLP
 from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
-from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, WidthNorm
+from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, UnitNorm, WidthNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
@@ -51,7 +51,7 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
         num_kv_heads=config.num_kv_heads,
         head_dim=dim,
         constants=constants,
-        qk_norm=_qk_norm(config, context) if config.qk_norm else None,
+        qk_norm=_qk_norm(config, index, context) if config.qk_norm else None,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         sinks=config.attention_sinks,
@@ -60,7 +60,9 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
     )
 
 
-def _qk_norm(config: ModelConfig, context: LayerContext) -> AnyQKNorm:
+def _qk_norm(config: ModelConfig, index: int, context: LayerContext) -> AnyQKNorm | None:
+    if config.qk_norm_kind == "unit":
+        return None if config.ropes[index] is None else UnitNorm(config.head_dim, config.rms_norm_eps, context)
     sizes, eps = (config.num_heads, config.num_kv_heads, config.head_dim), config.rms_norm_eps
     if config.qk_norm_kind == "head":
         return QKNorm(config.head_dim, eps, context)
@@ -92,7 +94,7 @@ def _feed_forward(config: ModelConfig, index: int, context: LayerContext) -> Gat
     width, sparse, activation = config.hidden_size, config.sparse, config.activation
     if sparse is not None and index not in sparse.dense_layers:
         return SparseMLP(width, sparse, activation=activation, context=context.inside(sparse.block))
-    inside = context.inside("mlp")
+    inside = context.inside("mlp" if sparse is None else sparse.block)
     if config.plain_mlp is not None:
         return PlainMLP(width, config.intermediate_size, config.plain_mlp, bias=config.mlp_bias, context=inside)
     return GatedMLP(width, config.intermediate_size, activation=activation, bias=config.mlp_bias, context=inside)

@@ -26,6 +26,7 @@ from sapwood_worker.model.families.sparse.deepseek import DEEPSEEK_V2, DEEPSEEK_
 from sapwood_worker.model.families.sparse.ernie_moe import ERNIE4_5_MOE
 from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from sapwood_worker.model.families.sparse.gpt_oss import GPT_OSS
+from sapwood_worker.model.families.sparse.llama4 import LLAMA4
 from sapwood_worker.model.families.sparse.minimax import MINIMAX_M2
 from sapwood_worker.model.families.sparse.mixtral import MIXTRAL
 from sapwood_worker.model.families.sparse.olmoe import FLEX_OLMO, OLMOE
@@ -39,7 +40,7 @@ _DENSE = (
 )
 _SPARSE = (
     *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, ERNIE4_5_MOE, EXAONE_MOE, FLEX_OLMO, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
-    *(MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, SOLAR_OPEN),
+    *(LLAMA4, MINIMAX_M2, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, SOLAR_OPEN),
 )
 _FAMILIES = {family.name: family for family in (*_DENSE, *_SPARSE)}
 

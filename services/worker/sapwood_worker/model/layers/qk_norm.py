@@ -38,6 +38,17 @@ class QKNorm(Layer):
         }
 
 
+class UnitNorm(QKNorm):
+    """The same without weights, in the layers that turn heads (Llama 4, which norms them after that: it changes nothing)."""
+
+    def __init__(self, head_dim: int, eps: float, context: LayerContext) -> None:
+        super().__init__(head_dim, eps, context)
+        self._stored.fill_(1.0)
+
+    def slots(self) -> WeightSlots:
+        return {}
+
+
 class WidthNorm(Layer):
     """An RMSNorm over all query heads together and one over all key heads (OLMo 2); ranks add up their squares.
 

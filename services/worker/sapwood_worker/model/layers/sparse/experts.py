@@ -10,7 +10,7 @@ from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.sparse.matrices import expert_matrices
+from sapwood_worker.model.layers.sparse.matrices import StackedMatrices, expert_matrices
 from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import WeightSlots, whole
@@ -29,6 +29,7 @@ class Experts(Layer):
         chosen: How many a token goes to.
         projections: What checkpoints call an expert's gate, up and down.
         activation: The gate's activation.
+        stacked: Whether checkpoints hold each projection of all experts as one tensor, transposed.
         context: Where and how it is built.
 
     Raises:
@@ -44,6 +45,7 @@ class Experts(Layer):
         *,
         projections: tuple[str, str, str],
         activation: Gate,
+        stacked: bool = False,
         context: LayerContext,
     ) -> None:
         super().__init__()
@@ -52,8 +54,9 @@ class Experts(Layer):
         self._places = ExpertPlaces(count, context.parallel, context.device)
         outer = whole(hidden_size)
         self.projections = gate, up, down = projections
-        self._gate_up = expert_matrices((gate, up), self._places, inner, outer, context)
-        self._down = expert_matrices((down,), self._places, outer, inner, context)
+        made = StackedMatrices if stacked else expert_matrices
+        self._gate_up = made((gate, up), self._places, inner, outer, context)
+        self._down = made((down,), self._places, outer, inner, context)
         self._sum: PlacedSum
 
     def name(self, expert: int, projection: str) -> str:

@@ -71,6 +71,19 @@ class WideMatrices(ExpertMatrices):
         return DenseStack(self._weight.flatten(1, 2))
 
 
+class StackedMatrices(WideMatrices):
+    """The same where the checkpoint holds each projection of all experts as one tensor, each transposed: [E, K, N]."""
+
+    def slots(self) -> WeightSlots:
+        spans = self._own, self._columns, self._rows
+        return {
+            f"{self._context.prefix}.{part}": WeightSlot(
+                self._weight[: self._own.size, at].transpose(1, 2), spans=spans
+            )
+            for at, part in enumerate(self._parts)
+        }
+
+
 class Float8Matrices(ExpertMatrices):
     """In float8 with a scale for each block of 128 x 128; activations stay as they are."""
 

@@ -56,6 +56,8 @@ class SparseConfig:
         block: What checkpoints call the mixture.
         projections: What they call an expert's gate, up and down.
         joined: The activation of experts that checkpoints hold joined, all of a layer's in one tensor; None: they do not.
+        stacked: Whether checkpoints hold each projection of all of a layer's experts as one tensor, transposed.
+        scales_inputs: Whether a token's weight is a factor of its expert's input, not of what comes out; it goes to one.
     """
 
     routing: Routing
@@ -69,6 +71,8 @@ class SparseConfig:
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     joined: ClampedGate | None = None
+    stacked: bool = False
+    scales_inputs: bool = False
 
 
 def _experts(
@@ -77,7 +81,8 @@ def _experts(
     sizes = hidden_size, config.intermediate_size, config.routing.experts, config.routing.chosen
     if config.joined is not None:
         return JoinedExperts(*sizes, activation=config.joined, context=context)
-    return Experts(*sizes, projections=config.projections, activation=activation, context=context)
+    stacked, names = config.stacked, config.projections
+    return Experts(*sizes, projections=names, activation=activation, stacked=stacked, context=context)
 
 
 class SparseMLP(Layer):
@@ -103,6 +108,7 @@ class SparseMLP(Layer):
             correction_dims=config.correction_dims,
             context=context.inside(config.router),
         )
+        self._scales_inputs = config.scales_inputs
         self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
         group = context.split_over
         self.ranks = None if group is None else RankSum(group)
@@ -122,7 +128,10 @@ class SparseMLP(Layer):
     def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
         x = hidden if norm is None else norm(hidden)
-        result: Tensor = self.experts(x, *self.router(x))
+        taken, (ids, weights) = x, self.router(x)
+        if self._scales_inputs:
+            taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        result: Tensor = self.experts(taken, ids, weights)
         if self.shared is not None:
             shared = self.shared(hidden, norm)
             for gate in self._gate.values():

@@ -11,7 +11,7 @@ from h2.settings import SettingCodes
 from sapwood_common.http2.server.flow_control import _MOST_AT_ONCE
 from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.stream import WINDOW, ServerStream
-from sapwood_common.http2.server.turnstile import MOST_A_TURN
+from sapwood_common.http2.server.turnstile import MOST_A_TURN, Turnstile
 from sapwood_common.http2.wire import frames
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
@@ -172,6 +172,7 @@ async def test_more_data_of_streams_that_are_over_than_their_windows_ends_the_co
 
 async def test_of_connections_that_send_much_at_once_a_few_are_read_in_a_turn(make_wire) -> None:
     common = SharedLimits(BodyMemory(1 << 30), TimeShare(lambda: 0.0))
+    common.breaths = Turnstile(lambda: 0.0)
     wires = [make_wire(shared=common) for _ in range(3 * MOST_A_TURN)]
     for wire in wires:
         wire.open(1)

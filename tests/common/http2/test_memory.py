@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 
+import pytest
 from h2.errors import ErrorCodes
 
 from sapwood_common.errors import ResourceExhaustedError
+from sapwood_common.http2.server import flow_control
 from sapwood_common.http2.server.limits import stream_total
 from sapwood_common.http2.server.limits.frame_rates import OVERLOAD, RULES
 from sapwood_common.http2.server.limits.stream_total import StreamTotal
@@ -122,6 +124,50 @@ async def test_answers_that_a_client_does_not_take_count(make_wire) -> None:
     while wire.connection.go_on(float("inf")):
         pass
     assert wire.connection.idle
+    assert memory.held == 0
+
+
+@pytest.mark.parametrize("holds", ["its window", "the connection's window", "the socket"])
+async def test_calls_whose_client_reads_nothing_count_after_a_while_and_have_a_bound(
+    make_wire, monkeypatch: pytest.MonkeyPatch, holds: str
+) -> None:
+    """However little each was sent: what works for it holds more."""
+    now = [0.0]
+    monkeypatch.setattr(flow_control.time, "monotonic", lambda: now[0])
+    memory = BodyMemory(MB // 2)
+    wire = make_wire(memory=memory)
+    if holds == "its window":
+        wire.send(frames.settings([(4, 0)]))
+    elif holds == "the connection's window":
+        wire.open(9999).stream.write(bytes(65_530))
+
+    async def answer(streams: range) -> list[asyncio.Task[None]]:
+        tasks = []
+        for number in streams:
+            stream = wire.open(number).stream
+            if holds == "the socket":
+                wire.connection.pause_writing()
+            stream.write(b"a token")
+            tasks.append(asyncio.ensure_future(stream.drained()))
+            await asyncio.sleep(0)
+            if holds == "the socket":
+                wire.connection._flow.paused = False  # or no call begins
+        wire.connection._flow.paused = holds == "the socket"
+        return tasks
+
+    waiting = await answer(range(10_001, 10_101, 2))
+    assert memory.held == 0  # a client may be a moment late
+    now[0] += 2.0
+    waiting += await answer(range(10_101, 10_201, 2))
+    ended = sum(call.overload is not None for call in wire.calls.values())
+    assert 10 <= ended < 50
+    assert 0 < memory.held <= memory.most
+    now[0] += 0.5
+    wire.connection.resume_writing()
+    wire.send(frames.settings([(4, 1 << 20)]) + frames.window_update(0, 1 << 25))
+    while wire.connection.go_on(float("inf")):
+        pass
+    await asyncio.gather(*waiting)
     assert memory.held == 0
 
 

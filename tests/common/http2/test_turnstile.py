@@ -1,10 +1,15 @@
 import asyncio
 
-from sapwood_common.http2.server.turnstile import MOST_A_TURN, Turnstile
+from sapwood_common.http2.server.turnstile import LEAST_A_TURN, LONG, MOST_A_TURN, Turnstile
+
+
+def make_turnstile() -> Turnstile:
+    """Turns take no time."""
+    return Turnstile(lambda: 0.0)
 
 
 async def test_calls_begin_in_order_and_a_few_a_turn() -> None:
-    turnstile, begun = Turnstile(), []
+    turnstile, begun = make_turnstile(), []
     for number in range(3 * MOST_A_TURN):
         turnstile.enter(lambda number=number: begun.append(number))
     counts = [len(begun)]
@@ -15,8 +20,21 @@ async def test_calls_begin_in_order_and_a_few_a_turn() -> None:
     assert begun == sorted(begun)
 
 
+async def test_fewer_begin_while_turns_take_long_and_more_again_once_they_do_not() -> None:
+    clock, begun = [0.0], []
+    turnstile = Turnstile(lambda: clock[0])
+    for number in range(100):
+        turnstile.enter(lambda number=number: begun.append(number))
+    counts = [len(begun)]
+    for took in (2 * LONG, 2 * LONG, LONG / 2, LONG / 2, 2 * LONG):
+        clock[0] += took
+        await asyncio.sleep(0)
+        counts.append(len(begun) - sum(counts))
+    assert counts == [MOST_A_TURN, LEAST_A_TURN, LEAST_A_TURN, LEAST_A_TURN + 1, LEAST_A_TURN + 2, LEAST_A_TURN]
+
+
 async def test_who_comes_while_others_wait_comes_after_them_and_alone_at_once() -> None:
-    turnstile, begun = Turnstile(), []
+    turnstile, begun = make_turnstile(), []
     for number in range(MOST_A_TURN + 1):
         turnstile.enter(lambda number=number: begun.append(number))
     turnstile.enter(lambda: begun.append("late"))
@@ -29,7 +47,7 @@ async def test_who_comes_while_others_wait_comes_after_them_and_alone_at_once() 
 
 
 async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_callers_in_turn() -> None:
-    turnstile, begun = Turnstile(), []
+    turnstile, begun = make_turnstile(), []
     for number in range(MOST_A_TURN):
         turnstile.enter(lambda number=number: begun.append(number))
     assert turnstile.busy
@@ -48,7 +66,7 @@ async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_c
 
 
 async def test_who_leaves_holds_up_nobody_and_is_forgotten_at_once() -> None:
-    turnstile, begun = Turnstile(), []
+    turnstile, begun = make_turnstile(), []
     for number in range(MOST_A_TURN):
         assert turnstile.enter(lambda number=number: begun.append(number)) is None
     places = [turnstile.enter(lambda: begun.append("gone"), 1, f"caller {number % 7}") for number in range(10_000)]

@@ -41,8 +41,8 @@ class Call:
 class Counting(SharedCall):
     """Each byte of a message is a piece of work that takes 0.6 ms; "!" fails."""
 
-    def __init__(self) -> None:
-        super().__init__("nowhere:1", "/Method", Dialer())
+    def __init__(self, dialer: Dialer | None = None) -> None:
+        super().__init__("nowhere:1", "/Method", dialer or Dialer())
         self.handled = b""
         self.lost: list[str] = []
 
@@ -105,6 +105,30 @@ async def test_others_get_turns_between_and_nothing_more_is_read_meanwhile(call:
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
     assert call.reads == [True, False, True]
     running.cancel()
+
+
+async def test_calls_of_one_dialer_share_the_time_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many workers answer at once, others have their turns between."""
+    calls: list[Call] = []
+
+    async def open_call(*_: object) -> Call:
+        calls.append(Call())
+        return calls[-1]
+
+    monkeypatch.setattr(shared_call, "open_call", open_call)
+    dialer = Dialer()
+    counting = [Counting(dialer if number % 2 else dialer.expecting("a name")) for number in range(20)]
+    running = [await _opened(each) for each in counting]
+    for each in calls:
+        each.receive(b"abcdef")
+    most, handled = 0, sum(len(each.handled) for each in counting)
+    while handled < 120:
+        await asyncio.sleep(0)
+        before, handled = handled, sum(len(each.handled) for each in counting)
+        most = max(most, handled - before)
+    assert most <= 4  # in one millisecond, each takes 0.6
+    for each in running:
+        each.cancel()
 
 
 async def test_what_came_before_the_end_counts(call: Call) -> None:

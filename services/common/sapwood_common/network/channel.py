@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 
 from sapwood_common.network.tls import Version, channel_credentials, client_context, version_of
+from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -63,6 +64,9 @@ class Dialer:
         key: PEM file with its key.
         name: What the peers' certificates must be for; None: the host each is reached at.
 
+    Attributes:
+        share: What is done with all that comes from its peers has one share of the event loop's time.
+
     Raises:
         ConfigError: A file is missing or cannot be read; :meth:`open` and :meth:`context` raise it, too.
     """
@@ -72,11 +76,14 @@ class Dialer:
     ) -> None:
         self._files = (ca, cert, key)
         self._name = name
+        self.share = TimeShare()
         channel_credentials(*self._files)
 
     def expecting(self, name: str | None) -> Dialer:
         """A dialer with the same files, for peers whose certificates are for ``name``, whatever their addresses are."""
-        return Dialer(*self._files, name)
+        dialer = Dialer(*self._files, name)
+        dialer.share = self.share
+        return dialer
 
     def version(self) -> Version | None:
         """Differs after any of the files has changed; None where there are none. Raises OSError if one is missing."""

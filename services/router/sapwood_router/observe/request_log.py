@@ -96,7 +96,7 @@ class OpenLine:
         }
         told = {name: text[:_LONGEST] for name, text in answer.items() if text}
         if not self._context.detokenize:
-            told["token_ids"] = str(self._context.output_ids)[:_LONGEST]
+            told["token_ids"] = str(self._context.output_ids.tolist())[:_LONGEST]
         return f"{shown} prompt_content={_json(_prompt(self._context))} answer={_json(told)}"
 
 

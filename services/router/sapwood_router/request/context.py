@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -206,7 +208,7 @@ class RequestContext(msgspec.Struct):
     packed: Sequence[bytes] = ()
     worker: str = "-"
     reason: str = "-"
-    output_ids: list[int] = msgspec.field(default_factory=list)
+    output_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     worker_finish: FinishReason | None = None

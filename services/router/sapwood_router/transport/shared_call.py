@@ -16,7 +16,6 @@ import grpc
 
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
-from sapwood_common.pacing.time_share import TimeShare
 from sapwood_router.transport.duplex_dial import open_call
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class SharedCall(ABC):
         """Messages that came and are not handled to their end. What is in them goes all the way to clients' sockets: where
         hundreds of requests go in step, all else would wait for all of them.
         """
-        self._share = TimeShare()
+        self._share = dialer.share
 
     @property
     @abstractmethod

@@ -6,6 +6,7 @@ Settings that change the windows of all streams cost O(1), however many are open
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Protocol
@@ -18,6 +19,8 @@ from sapwood_common.http2.wire.peer_settings import PeerSettings
 
 _MOST_AT_ONCE = 32
 """Streams that write in one go when there is room; others follow in later turns of the event loop."""
+_PATIENCE = 1.0
+"""Seconds that a stream may wait for room before it counts as one whose client does not read."""
 
 
 class Writer(Protocol):
@@ -41,6 +44,10 @@ class Writer(Protocol):
 
     def flush(self) -> None:
         """Sends what the windows and the socket allow."""
+        ...
+
+    def count_unread(self) -> None:
+        """The client has not read for ``_PATIENCE`` seconds what it was to be sent."""
         ...
 
     def break_off(self, code: ErrorCodes) -> None:
@@ -77,6 +84,7 @@ class FlowControl:
         "_largest",
         "_retries",
         "_settings",
+        "_since",
         "_starved",
         "_streams",
         "_unwritable",
@@ -103,6 +111,8 @@ class FlowControl:
         """Streams that wait for the socket alone."""
         self._starved: OrderedDict[Writer, None] = OrderedDict()
         """Streams that wait for their own windows."""
+        self._since: OrderedDict[Writer, float] = OrderedDict()
+        """When those that wait began to, by the monotonic clock; without those that were counted as unread."""
         self._retries = 0
         """How many of the starved, from the first on, may have room now."""
 
@@ -114,16 +124,30 @@ class FlowControl:
     def block(self, stream: Writer) -> None:
         """Calls the stream's :meth:`Writer.flush` once there is room on the connection and its socket."""
         (self._blocked if stream.has_unsent else self._unwritable)[stream] = None
+        self._await_room(stream)
 
     def starve(self, stream: Writer) -> None:
         """Calls the stream's :meth:`Writer.flush` once the client takes more of it."""
         self._starved[stream] = None
+        self._await_room(stream)
+
+    def _await_room(self, stream: Writer) -> None:
+        """Each that begins to wait looks at two of those that have waited longest: no timer is needed."""
+        now = time.monotonic()
+        self._since.setdefault(stream, now)
+        for _ in range(2):
+            oldest, since = next(iter(self._since.items()), (stream, now))
+            if now - since < _PATIENCE:
+                return
+            del self._since[oldest]
+            oldest.count_unread()
 
     def forget(self, stream: Writer) -> None:
-        """Drops a stream that is over."""
+        """Drops a stream that is over, or waits no more."""
         for waiting in (self._blocked, self._unwritable, self._starved):
             if waiting:
                 waiting.pop(stream, None)
+        self._since.pop(stream, None)
 
     def take_window(self, number: int, payload: bytes) -> None:
         """Takes a WINDOW_UPDATE frame, of the connection or of a stream that is open or over.

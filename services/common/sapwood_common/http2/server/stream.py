@@ -24,6 +24,8 @@ _LARGE = 64 * 1024
 """Bytes: a larger request counts as held while its call runs."""
 _EACH = 128
 """Bytes of memory that a whole message takes beside its own."""
+_UNREAD = 16 * 1024
+"""Bytes that a call counts whose client does not read, for all that works for it."""
 
 
 class StreamReceiver(Protocol):
@@ -101,6 +103,7 @@ class ServerStream:
         "_prefix",
         "_receiver",
         "_undelivered",
+        "_unread",
         "_unsent",
         "_waiters",
         "_weight",
@@ -135,6 +138,8 @@ class ServerStream:
         """Bytes received of which the client was not told that they were taken."""
         self._undelivered: int | None = None
         """Bytes of DATA that must still come by the client's content-length; None if it gave none."""
+        self._unread = False
+        """Whether the client has not read for a while what it was to be sent."""
         self._unsent = bytearray()
         self._end: bytes | None = None
         """The block of the trailers, once the last message was written."""
@@ -228,9 +233,18 @@ class ServerStream:
                 connection.send(frames.reset(self.number, ErrorCodes.NO_ERROR))
             self._close()
         elif connection.writable:
+            flow.forget(self)
+            if self._unread:
+                self._unread = False
+                self._weigh()
             self._wake()
         else:
             flow.block(self)
+
+    def count_unread(self) -> None:
+        """Counts it as one whose client does not read, until the client does. May end the stream."""
+        self._unread = True
+        self._weigh()
 
     async def drained(self) -> None:
         """Returns once :attr:`ready`, or once the stream is over."""
@@ -270,8 +284,10 @@ class ServerStream:
     def _weigh(self) -> None:
         """Tells the connection how much is held, if that is much or was."""
         size = self._held + self._kept + len(self._messages.pending) + len(self._unsent)
-        weight = size if size > _LIGHT and not self.closed else 0
         self._heavy = size + _LIGHT
+        if self._unread:
+            size += _UNREAD
+        weight = size if size > _LIGHT and not self.closed else 0
         if weight != self._weight:
             self._weight = weight
             self._connection.hold(self, weight)

@@ -1,5 +1,7 @@
 """Lets a few calls begin in each turn of the event loop: those of high priority first, then each caller's in turn.
 
+Where turns take long there are fewer, since what else is done in them is done for others: who comes new waits for several turns.
+
 Calls that come together would otherwise go in step: a turn does the same piece of work for every call, and what they write leaves
 only at its end. With 256 calls at once and 0.3 ms each, the first waits 75 ms, and so do all calls that run already. The cost is
 one callback in each turn in which calls begin, and O(1) for each call that waits or leaves.
@@ -8,10 +10,13 @@ one callback in each turn in which calls begin, and O(1) for each call that wait
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-MOST_A_TURN = 8
+MOST_A_TURN, LEAST_A_TURN = 8, 2
+LONG = 0.004
+"""Seconds of a turn after which fewer begin in the next."""
 
 Rank = tuple[int, Hashable]
 """The priority and the caller of a call that has to wait."""
@@ -41,9 +46,17 @@ class Place:
 
 
 class Turnstile:
-    """Lets calls begin on one event loop."""
+    """Lets calls begin on one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._most = MOST_A_TURN
+        self._since = 0.0
+        """When this turn's first began."""
         self._begun = 0
         """Calls that have begun in this turn."""
         self._waiting: dict[int, OrderedDict[Hashable, OrderedDict[Place, None]]] = {}
@@ -52,7 +65,7 @@ class Turnstile:
     @property
     def busy(self) -> bool:
         """Whether a call that enters now has to wait."""
-        return self._begun >= MOST_A_TURN
+        return self._begun >= self._most
 
     @property
     def waiting(self) -> int:
@@ -71,8 +84,9 @@ class Turnstile:
             Its place if it has to wait.
         """
         if self._begun == 0:
+            self._since = self._clock()
             asyncio.get_running_loop().call_soon(self._turn)
-        if self._begun < MOST_A_TURN:
+        if self._begun < self._most:
             self._begun += 1
             begin()
             return None
@@ -107,8 +121,11 @@ class Turnstile:
             del self._waiting[priority]
 
     def _turn(self) -> None:
+        now = self._clock()
+        self._most = LEAST_A_TURN if now - self._since > LONG else min(self._most + 1, MOST_A_TURN)
+        self._since = now
         self._begun = 0
-        while self._waiting and self._begun < MOST_A_TURN:
+        while self._waiting and self._begun < self._most:
             if self._begun == 0:
                 asyncio.get_running_loop().call_soon(self._turn)
             self._begun += 1

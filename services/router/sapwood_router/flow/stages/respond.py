@@ -42,7 +42,7 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
 
 
 def _delta(context: RequestContext, chunk: OutputChunk, start: int, end: int) -> Delta:
-    delta = Delta(chunk.output, context.output_ids[start:end], text_tokens=min(chunk.tokens, end) - start)
+    delta = Delta(chunk.output, context.output_ids[start:end].tolist(), text_tokens=min(chunk.tokens, end) - start)
     if context.logprobs:
         delta.logprobs = context.logprobs[start:end]
     return delta

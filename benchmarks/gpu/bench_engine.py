@@ -32,6 +32,7 @@ from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.experts import expert_load
+from sapwood_worker.records.model_info import SUM_METHODS
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
@@ -47,11 +48,11 @@ SAMPLED = {
 
 
 class TimedRunner:
-    """Attributes: info, experts: The runner's; waited: Seconds that the host waited for results; steps: Results so far."""
+    """Attributes: info, experts, sums: The runner's; waited: Seconds that the host waited for results; steps: Results so far."""
 
     def __init__(self, runner: LoadedRunner) -> None:
         self._runner = runner
-        self.info, self.experts = runner.info, runner.experts
+        self.info, self.experts, self.sums = runner.info, runner.experts, runner.sums
         self.waited, self.steps = 0.0, 0
 
     def launch(self, planned: Step) -> LaunchedStep:
@@ -225,6 +226,9 @@ def main() -> None:
         help="Ranks have requests of their own (default: all have all).",
     )
     parser.add_argument(
+        "--all-reduce", choices=("auto", *SUM_METHODS[:3]), default="auto", help="What sums over ranks (default: auto)."
+    )
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (default: cuda)."
     )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
@@ -239,6 +243,7 @@ def main() -> None:
     split = Split(
         whole_experts=arguments.expert_parallel,
         own_requests=arguments.data_parallel_attention,
+        all_reduce=arguments.all_reduce,
         uniform_tokens=most if arguments.routing == "uniform" else 0,
     )
     commit = measured_commit()
@@ -253,6 +258,8 @@ def main() -> None:
         variant += "+tuned"
     if arguments.tensor_parallel > 1:
         variant += f"+tp{arguments.tensor_parallel}"
+    if arguments.all_reduce != "auto":
+        variant += f"+{arguments.all_reduce}"
     if arguments.expert_parallel:
         variant += "+ep"
     if arguments.data_parallel_attention:
@@ -333,6 +340,10 @@ def main() -> None:
     if engine.runner.experts is not None:
         report(
             "expert balance", expert_load(engine.runner.experts()).balance, "mean of a layer's experts / its busiest"
+        )
+    if engine.runner.sums is not None:
+        print(
+            json.dumps({"what": f"{variant} all-reduce", "chosen": info.all_reduce.words, "sums": engine.runner.sums()})
         )
     if arguments.tensor_parallel > 1 and info.attention_ranks == 1:  # else it has raised
         report("all ranks sampled the same", engine.runner.steps, "steps")

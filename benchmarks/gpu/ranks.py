@@ -18,11 +18,14 @@ from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.model.distributed.own_rows import OwnRows
+from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.place import Place
+
+_EXCHANGE_SECONDS = 600.0
 
 Options = dict[str, Any]
 """Of :class:`RunnerOptions`, but for the device and the groups."""
@@ -35,11 +38,13 @@ class Split:
     Attributes:
         whole_experts: Whether each has some of the experts, whole.
         own_requests: Whether each has requests of its own.
+        all_reduce: What sums over them, as ``--all-reduce`` of the worker names it.
         uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
     """
 
     whole_experts: bool = False
     own_requests: bool = False
+    all_reduce: str = "auto"
     uniform_tokens: int = 0
 
 
@@ -109,8 +114,9 @@ def _build(place: Place, stages: int, models: Sequence[Options], device: str, sp
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         timeout=120,
-        exchange_timeout=600,
+        exchange_timeout=_EXCHANGE_SECONDS,
     )
     if split.own_requests and place.size > 1:
         parallel = replace(parallel, rows=OwnRows(parallel.tp))
+    choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
     return [build_runner(RunnerOptions(device=device, parallel=parallel, **each)) for each in models]

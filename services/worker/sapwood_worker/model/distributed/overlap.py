@@ -12,6 +12,8 @@ from torch import Tensor
 
 _FEWEST_ROWS = 256
 """Rows of a piece, at least, where it is tried in how many a product is cut."""
+_MOST_ROWS = 4096
+"""Rows of the largest product that is tried."""
 _COUNTS = (1, 2, 4)
 _CLEARLY = 0.95
 """What more pieces are to take of fewer pieces' seconds, at most."""
@@ -109,7 +111,7 @@ class Overlap:
 def sizes_tried(most: int) -> list[int]:
     """Rows of the products by which :func:`best_table` chooses, where steps have so many tokens at most; ascending."""
     sizes: list[int] = []
-    while (size := 2 * _FEWEST_ROWS << len(sizes)) <= most:
+    while (size := 2 * _FEWEST_ROWS << len(sizes)) <= min(most, _MOST_ROWS):
         sizes.append(size)
     return sizes
 

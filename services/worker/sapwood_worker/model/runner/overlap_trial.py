@@ -22,7 +22,7 @@ from sapwood_worker.model.layers.linear import RowLinear
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 3
+_TRIES = 2
 
 
 @torch.inference_mode()

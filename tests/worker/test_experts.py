@@ -59,6 +59,8 @@ def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
         # The last token is not computed.
         assert sum(after.tokens) == (len(PROMPT) + 5) * 4 * 2
         assert 0 < after.balance <= 1
+        # Of each of the tokens in both layers with experts 48 float32 numbers go to the other rank and as many come back.
+        assert after.exchanged_bytes == 2 * (len(PROMPT) + 5) * 2 * 48 * 4
 
         assert main(["worker", "experts", "--worker", address, "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
@@ -74,6 +76,7 @@ def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
         }
         assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
         assert found["sapwood_worker_expert_balance",] == after.balance
+        assert found["sapwood_worker_expert_exchanged_bytes_total",] == after.exchanged_bytes
         assert not after.tiles and found["sapwood_worker_expert_tile_sizes",] == 0, "a CPU has no tiles"
 
 
@@ -117,7 +120,9 @@ def test_processes_move_experts_and_answer_as_one(model, ranks, make_runner, mak
         assert found["sapwood_worker_expert_rank_balance"] == load.rank_balance
         assert main(["worker", "experts", "--worker", address]) == 0
         shown = capsys.readouterr().out
-        assert f"ranks {ranks}, rank_balance {round(load.rank_balance, 3)}, moves {load.moves}" in shown
+        assert (
+            f"ranks {ranks}, rank_balance {round(load.rank_balance, 3)}, moves {load.moves}, exchanged_bytes " in shown
+        )
         assert main(["worker", "experts", "--worker", address, "--json"]) == 0
         layers = json.loads(capsys.readouterr().out)["layers"]
         assert [[len(rank) for rank in layer] for layer in layers] == [

@@ -122,6 +122,7 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
         }
         if load.ranks:
             found |= {"ranks": load.ranks, "rank_balance": round(load.rank_balance, 3), "moves": load.moves}
+            found["exchanged_bytes"] = load.exchanged_bytes
         layers = [_by_rank(layer.experts, load.ranks) for layer in load.layers]
         return found | {"each": tokens, "layers": layers} if given.json else found
 

@@ -183,7 +183,11 @@ def main() -> int:
         operations = Operations(scheduler, _profiler())
         overlap = config.overlap
         balancer = ExpertBalancer(config.tensor_parallel, config.redundant_experts) if config.expert_parallel else None
-        experts = None if runner.experts is None else ExpertWatch(runner.experts, balancer=balancer)
+        experts = (
+            None
+            if runner.experts is None
+            else ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.info.expert_exchange)
+        )
         loop = EventLoop(
             scheduler,
             runner,

@@ -193,6 +193,13 @@ class WorkerMetrics:
             "Experts that were copied from rank to rank, so that ranks have equally much to compute.",
             lambda: [((), 0.0 if (places := load().places) is None else float(places.moves))],
         )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_expert_exchanged_bytes_total",
+            "Where ranks have whole experts, bytes of tokens' vectors and of their experts' sums that the ranks have given each "
+            "other, as sums in shares do; a sum that each rank makes of all parts takes half as many times as there are ranks.",
+            lambda: [((), 0.0 if (places := load().places) is None else float(places.exchanged_bytes))],
+        )
 
     def watch_sums(self, counts: Callable[[], dict[str, int]], times: Callable[[], Sequence[SumTime]]) -> None:
         """Adds the metrics of sums over the ranks of a layer, which read their counts and times at each scrape."""

@@ -219,6 +219,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
         if (places := load.places) is not None:
             answer.ranks, answer.rank_balance, answer.moves = places.ranks, places.balance, places.moves
+            answer.exchanged_bytes = places.exchanged_bytes
             answer.layers.extend(worker_pb2.ExpertSlots(experts=slots) for slots in places.slots)
         return answer
 

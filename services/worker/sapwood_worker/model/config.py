@@ -108,6 +108,17 @@ class ModelConfig:
             inside = sparse.routing.chosen * sparse.intermediate_size + shared
         return attention + (3 if self.plain_mlp is None else 2) * width * inside
 
+    def expert_exchange(self, ranks: int, itemsize: int) -> float:
+        """Bytes that ranks with whole experts give each other for each token that an expert gets, as ``ModelInfo`` has them.
+
+        Args:
+            ranks: That have whole experts.
+            itemsize: Bytes of a number.
+        """
+        if self.sparse is None:
+            return 0.0
+        return 2 * (ranks - 1) * self.hidden_size * itemsize / self.sparse.routing.chosen
+
     @property
     def rotary_variants(self) -> tuple[str, ...]:
         """What of its rotary embeddings depends on ``max_position``, so that cached keys are no others'."""

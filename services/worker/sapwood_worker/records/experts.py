@@ -15,12 +15,14 @@ class ExpertPlaces(msgspec.Struct, frozen=True, array_like=True):
         balance: The tokens that a layer's ranks have got on average lately, divided by those of its busiest; the mean over the
             layers. 1: all have the same. 0: there were no tokens yet.
         moves: Experts that were copied from rank to rank since the start.
+        exchanged_bytes: Bytes of tokens' vectors and of their experts' sums that ranks have given each other since the start.
         slots: For each layer the expert in each slot, rank after rank, equally many for each; -1: none.
     """
 
     ranks: int
     balance: float
     moves: int
+    exchanged_bytes: int
     slots: tuple[tuple[int, ...], ...]
 
 

@@ -92,6 +92,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         expert_tiles: What the tiles of a GPU's expert products go by: ``model``, ``measured`` at this start, or a ``file`` of an
             earlier one; empty: there are none.
         expert_tile_sizes: Batch sizes whose tiles were measured.
+        expert_exchange: Where ranks have whole experts, the bytes that they give each other for each token that an expert gets:
+            its share of the token's vector to all other ranks and of the sums back, or of a sum by all ranks in shares; else 0.
         tensor_parallel: Ranks that its layers are split over.
         attention_ranks: Ranks that have requests of their own, each with so many pages; 1: all have all of them.
         pipeline_parallel: Stages that its layers are spread over.
@@ -129,6 +131,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_reason: str = ""
     expert_tiles: str = ""
     expert_tile_sizes: int = 0
+    expert_exchange: float = 0.0
     tensor_parallel: int = 1
     attention_ranks: int = 1
     pipeline_parallel: int = 1

@@ -21,6 +21,7 @@ class ExpertWatch:
         read: Gives the tokens that each expert of each layer has got.
         clock: Gives seconds.
         balancer: Moves experts between ranks by what is seen; None: ranks have no whole experts.
+        exchanged: Bytes that ranks give each other for each token that an expert gets.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class ExpertWatch:
         read: Callable[[], list[list[int]]],
         clock: Callable[[], float] = time.monotonic,
         balancer: ExpertBalancer | None = None,
+        exchanged: float = 0.0,
     ) -> None:
-        self._read, self._clock, self._balancer = read, clock, balancer
+        self._read, self._clock, self._balancer, self._exchanged = read, clock, balancer, exchanged
         self._looked = clock() - _EVERY
         self._told: ExpertLoad | None = None
 
@@ -48,7 +50,8 @@ class ExpertWatch:
         if (balancer := self._balancer) is not None:
             balancer.see(totals)
             slots = tuple(map(tuple, balancer.slots))
-            places = ExpertPlaces(balancer.ranks, balancer.rank_balance, balancer.moves, slots)
+            exchanged = round(sum(load.tokens) * self._exchanged)
+            places = ExpertPlaces(balancer.ranks, balancer.rank_balance, balancer.moves, exchanged, slots)
             load = msgspec.structs.replace(load, places=places)
         if load == self._told:
             return None

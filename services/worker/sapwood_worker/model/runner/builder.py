@@ -284,6 +284,7 @@ class _Builder:
             decode_attention=self._attention.decode.name,
             expert_tiles=self._ops.tuning.source if config.sparse is not None and self._ops.groups_experts else "",
             expert_tile_sizes=self._ops.tuning.sizes,
+            expert_exchange=config.expert_exchange(self._parallel.ep.size, self._dtype.itemsize),
             attention_reason=self._attention.reason,
             special_ids=sentences.special_ids,
             weights=self._weights,

@@ -1,9 +1,9 @@
 """The targets of the engine on one GPU, measured as a worker ships: every size is its own choice, no flag but the model.
 
-One model in one process, built as a worker builds it: runner, tiers and scheduler with whatever drafts by default. ``--flags``
-gives it flags of the worker, for what the best of them would bring. The first request's time counts from the process's beginning:
-with empty caches it is a cold start. Prints one JSON object a line; ``--table FILE`` prints a file of them beside the targets, the
-figures of d3c93b6 and those of vLLM 0.24.0.
+One model in one process, built as a worker builds it: runner, tiers and scheduler, with whatever drafts by default.
+``--flags`` gives it flags of the worker, for what the best of them would bring. The time to the first request counts from the
+start of the process: with empty caches it is a cold start. Prints one JSON object a line; ``--table FILE`` prints a file of them
+beside the targets, the figures of d3c93b6 and those of vLLM 0.24.0.
 
     benchmarks/gpu/targets.sh OUT.jsonl
 """

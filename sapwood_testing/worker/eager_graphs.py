@@ -79,8 +79,8 @@ class EagerGraphs(DecodeGraphs):
         return found
 
 
-def with_graphs(runner: ModelRunner, sizes: Sequence[int]) -> EagerGraphs:
-    """Gives a runner on a CPU graphs of these sizes, ascending."""
+def with_graphs(runner: ModelRunner, sizes: Sequence[int], *, capture: bool = True) -> EagerGraphs:
+    """Gives a runner on a CPU graphs of these sizes, ascending; or, without ``capture``, computes such steps once."""
 
     def decodes(parts: AttentionParts) -> Callable[[int], StepAttention]:
         kinds = parts.needs.kinds
@@ -94,6 +94,8 @@ def with_graphs(runner: ModelRunner, sizes: Sequence[int]) -> EagerGraphs:
     make = backend.graphs()
     assert make is not None
     with patch.object(torch.Tensor, "pin_memory", lambda self: self):
-        graphs = EagerGraphs(runner._model, backend, make, None, pool, sizes, runner._last_tokens, ops, runner._shifted)
+        graphs = EagerGraphs(
+            runner._model, backend, make, None, pool, sizes, runner._last_tokens, ops, runner._shifted, capture=capture
+        )
     runner._graphs = graphs
     return graphs

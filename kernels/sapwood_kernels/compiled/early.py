@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from sapwood_kernels.attention.planned import Variant
 
 _TELL_EVERY = 5.0
 """Seconds."""
+_NICE = 10
+"""They take all cores for a minute, in which Triton compiles what a start does wait for."""
 
 
 class EarlyBuild:
@@ -63,6 +66,7 @@ class EarlyBuild:
             raise RuntimeError(f"FlashInfer's kernels could not be compiled: {self._error}") from self._error
 
     def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # this thread's compilers, too
         try:
             self._work()
         except Exception as error:

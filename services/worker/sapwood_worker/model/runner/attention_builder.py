@@ -104,6 +104,7 @@ class AttentionBuilder:
         *,
         whole_ladder: bool,
         shifted: ShiftedSteps | None = None,
+        capture: bool = True,
     ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any.
 
@@ -113,6 +114,7 @@ class AttentionBuilder:
             largest: Tokens of the largest graph.
             whole_ladder: Whether the smaller graphs are made too.
             shifted: Shifts a head's steps; None: it is a whole model.
+            capture: Whether there will be graphs; else their steps are computed once.
         """
         kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
         for index in pool.layout.layers:
@@ -134,7 +136,10 @@ class AttentionBuilder:
         sizes = ladder(largest) if whole_ladder else [largest]
         # Ranks that compute a step together replay graphs of one size.
         makes = make, backend.shared_graphs() if self._alone else None
-        return backend, DecodeGraphs(self._model, backend, *makes, pool, sizes, last_tokens, self._ops, shifted)
+        graphs = DecodeGraphs(
+            self._model, backend, *makes, pool, sizes, last_tokens, self._ops, shifted, capture=capture
+        )
+        return backend, graphs
 
     @torch.inference_mode()
     def pieces(

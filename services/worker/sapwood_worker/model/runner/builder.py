@@ -27,12 +27,13 @@ from sapwood_worker.model.heads.mtp import load_mtp
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
-from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.draft_trial import try_checks
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
+from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
+from sapwood_worker.model.runner.memory.chosen_sizes import chosen_sizes
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
 from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
 from sapwood_worker.model.runner.memory.page_counts import plan_pages
@@ -42,7 +43,6 @@ from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.overlap_trial import overlap_sums
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
-from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
 from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 
@@ -113,6 +113,7 @@ class _Builder:
         self._ops = device_ops(options.device)
         self._ops.tune_experts(options.expert_tuning, cache_folder() / "experts")
         self._device = self._ops.device
+        self._ahead = KernelsAhead.begin(options, self._ops)
         self._dtype_name = self._ops.default_dtype if options.dtype == "auto" else options.dtype
         self._dtype = DTYPES[self._dtype_name]
         float8 = options.kv_cache_dtype == "fp8_e4m3"
@@ -145,7 +146,7 @@ class _Builder:
         self._whole = loaded.family.kv_layout(self._config, kept, options.page_size)
         layout = self._whole.stage(self._model.own).shard(self._parallel.attending.tp.size)
         self._layout = layout.kept_whole() if options.one_table else layout
-        self._sizes = self._choose_sizes()
+        self._sizes = chosen_sizes(options, self._config, self._layout, self._device, self._parallel)
         running = self._sizes.max_running
         overlap_sums(self._parallel, self._model, self._ops, self._dtype, self._sizes.max_step_tokens)
         self._largest_graph = min(options.cuda_graph_max_batch or running, running)
@@ -186,6 +187,8 @@ class _Builder:
             num_pages: Pages of the pool; None: as the options say.
         """
         options, config = self._options, self._config
+        if self._ahead is not None:
+            self._ahead.compile(self._rehearse)
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
         # Pages that no layer keeps anything in are many.
         windows = pool.counts[1:] if not self._whole.group_bytes(0) else ()
@@ -304,33 +307,6 @@ class _Builder:
             sizes_reason="; ".join(self._sizes.reasons),
         )
 
-    def _choose_sizes(self) -> Sizes:
-        """What runs at once, the same on all ranks. The weights are loaded: what is used of a GPU's memory is known."""
-        options, config, device = self._options, self._config, self._device
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            facts = DeviceFacts("cuda", total, total - free)
-        else:
-            facts = DeviceFacts("cpu", memory_limit())
-        model = ModelFacts(
-            token_bytes=self._layout.page_bytes / options.page_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=-(-config.intermediate_size // self._tp.size),
-            context_length=config.max_position,
-        )
-        given = Given(
-            max_running=options.max_running,
-            max_step_tokens=options.max_step_tokens,
-            cache_tokens=None if options.num_pages is None else options.num_pages * options.page_size,
-            cache_bytes=options.kv_cache_bytes,
-            memory_fraction=options.memory_fraction,
-        )
-        # Ranks may find different amounts of memory: all take what the one with the least chose.
-        sizes = min(self._parallel.exchange(choose_sizes(facts, model, given)), key=lambda each: each.least)
-        for reason in sizes.reasons:
-            logger.info("%s", reason)
-        return sizes
-
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
         if self._head is not None:  # the pieces run layer by layer, past the taps
             return None
@@ -367,21 +343,35 @@ class _Builder:
         )
         return tuple(map(min, zip(*self._parallel.exchange(own), strict=True)))
 
-    @torch.inference_mode()
-    def _try_largest_step(self) -> int:
-        """Computes a step with the most tokens and samples beside the largest decode graph; returns the bytes of its pool."""
-        options, config = self._options, self._config
+    def _trial_pool(self) -> tuple[list[int], DevicePool]:
+        """The prompts of a step with the most tokens, by their lengths, and a cache that holds them."""
         running, step_tokens = self._sizes.max_running, self._sizes.max_step_tokens
-        longest = config.max_position
+        longest = self._config.max_position
         prompts = [min(longest, step_tokens)]
         while sum(prompts) < step_tokens and len(prompts) < running:
             prompts.append(min(longest, step_tokens - sum(prompts)))
-        needed = sum(-(-length // options.page_size) for length in prompts)
-        pool = self._build_pool([max(needed, running)] * len(self._layout.groups))
+        needed = sum(-(-length // self._options.page_size) for length in prompts)
+        return prompts, self._build_pool([max(needed, running)] * len(self._layout.groups))
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        """Goes through the steps that graphs are captured of, and prompts, without a graph."""
+        prompts, pool = self._trial_pool()
+        backend, _ = self._attention.backend(
+            pool, self._last_tokens, self._largest_graph, whole_ladder=True, capture=False
+        )
+        for lengths in ([1, 2], prompts):
+            compute_trial(lengths, self._model, pool, backend, self._ops)
+        compute_shared_trial(self._config.max_position, self._model, pool, backend, self._ops)
+
+    @torch.inference_mode()
+    def _try_largest_step(self) -> int:
+        """Computes a step with the most tokens and samples beside the largest decode graph; returns the bytes of its pool."""
+        prompts, pool = self._trial_pool()
         backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=False)
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         hidden = compute_trial(prompts, self._model, pool, backend, self._ops)
-        rows = hidden.index_select(0, torch.zeros(running, dtype=torch.int64, device=self._device))
+        rows = hidden.index_select(0, torch.zeros(self._sizes.max_running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
         del graphs, pieces

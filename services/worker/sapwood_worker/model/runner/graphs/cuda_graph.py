@@ -89,6 +89,7 @@ class DecodeGraphs:
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
         ops: The device's operations.
         shifted: Takes what a head makes of its tokens; None: it is a whole model.
+        capture: Whether there will be graphs; else each step is computed once, for what that compiles.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class DecodeGraphs:
         last_tokens: Tensor,
         ops: DeviceOps,
         shifted: ShiftedSteps | None = None,
+        *,
+        capture: bool = True,
     ) -> None:
         self._ops = ops
         self._shifted = shifted
@@ -119,8 +122,9 @@ class DecodeGraphs:
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._slots = self._inputs[3 : 3 + tables].unbind()
         self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
-        self._shared = {} if make_shared is None else self._capture_all(sparse_ladder(self._sizes), make_shared)
-        self._captured = self._capture_all(self._sizes, make)
+        every = self._capture_all if capture else self._compute_all
+        self._shared = {} if make_shared is None else every(sparse_ladder(self._sizes), make_shared)
+        self._captured = every(self._sizes, make)
 
     @property
     def largest(self) -> int:
@@ -239,7 +243,13 @@ class DecodeGraphs:
             self._memory = captured[size].graph.pool()
         return dict(reversed(captured.items()))
 
-    def _capture(self, size: int, attention: StepAttention) -> _Captured:
+    def _compute_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
+        for size in reversed(sizes):
+            self._step(size, self._padding(size, make(size)))
+        return {}
+
+    def _padding(self, size: int, attention: StepAttention) -> PagedPlan:
+        """The plan of a step of padding rows."""
         size_of_page = self._pool.page_size
         tables = [np.full((size, 1), slot // size_of_page, np.int32) for slot in self._scratch]
         for slots, scratch in zip(self._slots, self._scratch, strict=True):
@@ -247,7 +257,10 @@ class DecodeGraphs:
         if self._shifted is not None:
             self._inputs[-1].fill_(self._scratch[0])
         self._plan(attention, np.ones(size, np.int64), tables)
-        plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
+        return PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
+
+    def _capture(self, size: int, attention: StepAttention) -> _Captured:
+        plan = self._padding(size, attention)
         stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

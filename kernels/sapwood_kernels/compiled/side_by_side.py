@@ -1,0 +1,137 @@
+"""Triton's kernels, compiled by several processes before they are needed, instead of each when it is first launched.
+
+What is needed is found by a rehearsal: inside :func:`noted` nothing is launched that is not compiled yet, and what would have
+been is noted as Triton itself describes it. The processes need no GPU; they leave what they make in Triton's cache, where
+launches find it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+_TELL_EVERY = 2.0
+"""Seconds."""
+
+
+class Kernel(NamedTuple):
+    """A variant of a kernel.
+
+    Attributes:
+        module, name: Of its function.
+        variant: Its types and constants, as Triton describes them.
+    """
+
+    module: str
+    name: str
+    variant: str
+
+
+@contextmanager
+def noted() -> Iterator[list[Kernel]]:
+    """Notes each kernel that is launched and not compiled yet, once, and does not launch it: it writes nothing."""
+    from triton import knobs
+
+    found: set[Kernel] = set()
+    kernels: list[Kernel] = []
+
+    def note(*, fn: Any, **about: Any) -> bool:
+        kernel = Kernel(fn.module, fn.name, about["compile"]["specialization_data"])
+        if kernel not in found:
+            found.add(kernel)
+            kernels.append(kernel)
+        return True  # neither compiled nor launched
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield kernels
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+class Compilers:
+    """Processes that are begun early, as they take seconds to import what they need.
+
+    Args:
+        count: How many.
+        capability: The compute capability to compile for.
+    """
+
+    def __init__(self, count: int, capability: tuple[int, int]) -> None:
+        command = [sys.executable, "-m", __name__, str(10 * capability[0] + capability[1])]
+        places = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=places, text=True)
+            for _ in range(count)
+        ]
+
+    def compile(self, kernels: Sequence[Kernel], tell: Callable[[str], None]) -> None:
+        """Compiles them all, and ends the processes. What one cannot compile is left to the launch, which says why.
+
+        Args:
+            kernels: From :func:`noted`.
+            tell: Is told now and then what is waited for.
+        """
+        count = len(self._processes)
+        for first, process in enumerate(self._processes):
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(kernels[first::count]))
+                process.stdin.close()
+            except BrokenPipeError:  # it could not begin
+                pass
+        began = told = time.monotonic()
+        while any(process.poll() is None for process in self._processes):
+            time.sleep(0.02)
+            if time.monotonic() - told > _TELL_EVERY:
+                told = time.monotonic()
+                tell(f"compiling {len(kernels)} of Triton's kernels in {count} processes; {told - began:.0f} s so far")
+
+    def close(self) -> None:
+        """Ends the processes if they have nothing to do; returns once they have."""
+        for process in self._processes:
+            if process.stdin is not None and not process.stdin.closed:
+                process.kill()
+                process.stdin.close()
+            process.wait()
+
+
+class _Elsewhere:
+    """What Triton asks of a device while it compiles, for one that is not looked at."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def main() -> None:
+    """Compiles what it reads from its input, a list in JSON, for the compute capability that is its argument, 90 for 9.0."""
+    import triton
+
+    triton.runtime.driver.set_active(_Elsewhere(int(sys.argv[1])))
+    for module in ("sapwood_kernels.triton_norm", "sapwood_kernels.attention.triton_decode"):
+        import_module(module)  # while the model is still being built
+    for module, name, variant in json.loads(sys.stdin.read() or "[]"):
+        try:
+            getattr(import_module(module), name).preload(variant)
+        except Exception as error:
+            print(f"{name} could not be compiled ahead: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Triton's kernels of a model's steps, compiled side by side at its first start on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from sapwood_kernels.compiled import places
+from sapwood_kernels.compiled.side_by_side import Compilers, noted
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config
+from sapwood_worker.model.compiled_kernels import this_machine
+from sapwood_worker.model.runner.options import RunnerOptions
+
+logger = logging.getLogger(__name__)
+
+_MOST_COMPILERS = 8
+"""Processes; each imports torch first, and there are some thirty kernels."""
+_NO_MATTER = ("parallel", "model_path", "seed", "threads")
+"""Options that change no kernel, ``config.json`` being looked at."""
+
+
+class KernelsAhead:
+    """Triton's kernels of a model, compiled side by side before anything is captured, where a model starts for the first time.
+
+    Args:
+        mark: A file that is there once a start like this one has compiled everything.
+        compilers: Processes that compile.
+    """
+
+    def __init__(self, mark: Path, compilers: Compilers) -> None:
+        self._mark = mark
+        self._compilers = compilers
+
+    @classmethod
+    def begin(cls, options: RunnerOptions, ops: DeviceOps, cores: int | None = None) -> KernelsAhead | None:
+        """Starts the processes; None: nothing is to be compiled here, or not so.
+
+        Args:
+            options: The model's. Ranks that compute together compile as they go: one would wait for another; so do models with
+                experts.
+            ops: The operations of the device.
+            cores: The processors there are; None: they are counted.
+        """
+        count = min(_MOST_COMPILERS, (len(os.sched_getaffinity(0)) if cores is None else cores) // 2)
+        config = options.model_path / "config.json"
+        alone = options.parallel.tp.size == options.parallel.pp.size == 1
+        if ops.device.type != "cuda" or not alone or count < 2 or not config.is_file():
+            return None
+        if read_hf_config(options.model_path)[1].sparse is not None:  # some of their kernels read where others say
+            return None
+        facts = this_machine() | {"sapwood": version("sapwood")}
+        given = [getattr(options, each.name) for each in fields(options) if each.name not in _NO_MATTER]
+        known = hashlib.sha256(repr((sorted(facts.items()), given)).encode() + config.read_bytes()).hexdigest()
+        mark = places.triton_cache() / f"sapwood-{known[:32]}"
+        return None if mark.exists() else cls(mark, Compilers(count, torch.cuda.get_device_capability(ops.device)))
+
+    def compile(self, rehearse: Callable[[], None]) -> None:
+        """Compiles what a rehearsal would launch; what goes wrong is logged, and compiled when it is launched.
+
+        Args:
+            rehearse: Computes all kinds of steps; of Triton's kernels it launches those that are compiled, and no others.
+        """
+        began = time.monotonic()
+        try:
+            with noted() as kernels:
+                rehearse()
+            known = time.monotonic()
+            self._compilers.compile(kernels, logger.info)
+            logger.info(
+                "kernels: %d of Triton's compiled side by side in %.1f s, found in %.1f",
+                len(kernels), time.monotonic() - known, known - began,
+            )  # fmt: skip
+        except Exception as error:
+            logger.warning("kernels are compiled one after another: %s", error)
+        finally:
+            self._compilers.close()
+        torch.cuda.empty_cache()
+
+    def remember(self) -> None:
+        """The start has compiled everything: one like it need not look."""
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        self._mark.touch()

@@ -1,0 +1,91 @@
+"""What a model's first start on a machine compiles side by side."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sapwood_kernels.compiled.side_by_side import Kernel
+from sapwood_testing.worker.eager_graphs import EagerGraphs, with_graphs
+from sapwood_worker.model.runner import kernels_ahead
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
+from sapwood_worker.model.runner.options import RunnerOptions
+
+
+class FakeCompilers:
+    def __init__(self, count: int, capability: tuple[int, int]) -> None:
+        self.count, self.capability = count, capability
+        self.kernels: list[Kernel] = []
+        self.closed = False
+
+    def compile(self, kernels: Sequence[Kernel], tell: Callable[[str], None]) -> None:
+        self.kernels += kernels
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """A GPU, as far as the choice goes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(kernels_ahead, "Compilers", FakeCompilers)
+    monkeypatch.setattr(kernels_ahead, "this_machine", lambda: {"compute capability": "9.0"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return SimpleNamespace(device=torch.device("cuda"))
+
+
+def test_a_start_like_one_before_compiles_nothing_ahead(tiny_model: Any, machine: Any) -> None:
+    options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=32)
+    first = KernelsAhead.begin(options, machine, cores=16)
+    assert first is not None and first._compilers.count == 8
+    assert KernelsAhead.begin(options, machine, cores=16) is not None  # the first has not ended
+    first.remember()
+    assert KernelsAhead.begin(options, machine, cores=16) is None
+    other = RunnerOptions(model_path=options.model_path, num_pages=32, kv_cache_dtype="fp8_e4m3")
+    assert KernelsAhead.begin(other, machine, cores=16) is not None
+
+
+def test_processes_that_would_take_each_others_core_are_not_begun(tiny_model: Any, machine: Any) -> None:
+    options = RunnerOptions(model_path=tiny_model("llama").path)
+    assert KernelsAhead.begin(options, machine, cores=3) is None
+    assert KernelsAhead.begin(options, SimpleNamespace(device=torch.device("cpu")), cores=16) is None
+
+
+def test_a_rehearsal_that_fails_is_said_and_ends_the_processes(
+    tiny_model: Any, machine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    ahead = KernelsAhead.begin(RunnerOptions(model_path=tiny_model("llama").path), machine, cores=16)
+    assert ahead is not None
+
+    def rehearse() -> None:
+        raise RuntimeError("no memory")
+
+    with caplog.at_level(logging.WARNING):
+        ahead.compile(rehearse)
+    assert "compiled one after another: no memory" in caplog.text
+    assert ahead._compilers.closed
+
+
+def test_decode_steps_are_computed_once_each_where_nothing_is_captured(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    step = EagerGraphs._step
+
+    def counted(self: EagerGraphs, size: int, plan: Any) -> Any:
+        computed.append(size)
+        return step(self, size, plan)
+
+    monkeypatch.setattr(EagerGraphs, "_step", counted)
+    runner = build_runner(RunnerOptions(model_path=tiny_model("llama").path, num_pages=32, max_running=4, threads=1))
+    graphs = with_graphs(runner, [1, 2, 4], capture=False)
+    assert computed == [4, 2, 1]
+    assert not graphs._captured

@@ -15,11 +15,12 @@ from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common.http2.wire import frames
 
 _MOST = 16 * 1024 * 1024 - 1024
+_NO_WINDOW = frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)])
 
 
-def _bodies(make: Callable[[], bytes]) -> Callable[[int], Iterator[bytes]]:
+def _bodies(make: Callable[[], bytes], path: bytes = b"/v1/completions") -> Callable[[int], Iterator[bytes]]:
     """The same body again and again, of a request each; made only once it is sent, since all together take seconds."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
     kept = cache(make)
     return lambda _: itertools.repeat(head % (KEY, len(kept())) + kept())
 
@@ -54,12 +55,17 @@ def _calls(make: Callable[[], bytes]) -> Callable[[int], Iterator[bytes]]:
     return chunks
 
 
-def _unread_streams(_: int) -> Iterator[bytes]:
-    """Long answers over windows of zero."""
+def _chat(messages: int) -> bytes:
+    said = b",".join([b'{"role": "user", "content": "a"}'] * messages)
+    return b'{"model": "mock", "max_tokens": 1, "messages": [%b]}' % said
+
+
+def _unread_streams(settings: bytes) -> Iterator[bytes]:
+    """Long answers, of which none has room, or which nobody reads."""
     sampling = common_pb2.SamplingParams(max_tokens=2000, ignore_eos=True)
     request = router_pb2.RouterGenerateRequest(text="a", sampling=sampling).SerializeToString()
     block = call_block(GENERATE, ("authorization", f"Bearer {KEY.decode()}"))
-    yield frames.PREFACE + frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)])
+    yield frames.PREFACE + settings
     for stream in streams():
         yield call(stream, block, request)
 
@@ -120,7 +126,15 @@ KEYED_FLOODS = (
         reads=False,
         times=30,
     ),
-    Flood("streams over windows of zero", "grpc", _unread_streams, keyed=True),
+    Flood("chats of 7000 messages", "http", _bodies(lambda: _chat(7000), b"/v1/chat/completions"), keyed=True),
+    Flood(
+        "answers of 60 000 choices",
+        "http",
+        _bodies(lambda: _of_prompt(b'"a", "guided_choice": [%b]' % b",".join([b'"a"'] * 60_000))),
+        keyed=True,
+    ),
+    Flood("streams over windows of zero", "grpc", lambda _: _unread_streams(_NO_WINDOW), keyed=True),
+    Flood("streams over gRPC unread", "grpc", lambda _: _unread_streams(frames.settings([])), keyed=True, reads=False),
     Flood("gzip bombs with a key", "grpc", _calls(lambda: bytes(_MOST)), keyed=True),
     Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops), keyed=True),
 )

@@ -11,7 +11,7 @@ from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, Reque
 MOST_BAD_WORDS = 128
 MOST_TOGETHER = 4 * 1024 * 1024
 """Characters of all prompts of a request, each as often as it is continued: every run has it tokenized, hashed, sent and kept."""
-_CHARACTERS_A_TOKEN = 4
+_CHARACTERS_A_TOKEN, _CHARACTERS_A_TURN = 4, 32
 _UINT32 = 2**32
 
 
@@ -21,7 +21,7 @@ def extent(prompt: Prompt) -> int:
         return len(prompt.text) + len(prompt.suffix)
     if isinstance(prompt, ChatPrompt):
         said = sum(len(turn.content or "") + len(turn.reasoning or "") for turn in prompt.turns)
-        return said + len(prompt.tools) + len(prompt.template_variables)
+        return said + _CHARACTERS_A_TURN * len(prompt.turns) + len(prompt.tools) + len(prompt.template_variables)
     return _CHARACTERS_A_TOKEN * len(prompt.token_ids)
 
 

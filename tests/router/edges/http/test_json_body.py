@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Hashable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.http import json_size
+from sapwood_router.edges.http.errors import OPENAI
+from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import decode_object
 from sapwood_router.edges.http.json_size import check_size, most_values, size_steps
+from sapwood_router.edges.http1.body import Body
+from sapwood_router.edges.http1.request import Request
 
 MANY = 300_000
 
@@ -40,6 +49,42 @@ def test_how_many_values_a_body_may_have_goes_by_the_longest_context() -> None:
     assert list(size_steps(body, most_values(MANY))) == []
     with pytest.raises(InvalidArgumentError, match="or 262144 values"):
         list(size_steps(body, most_values(131_072)))
+
+
+def test_many_values_take_long_and_long_texts_do_not() -> None:
+    assert check_size(json.dumps({"messages": [{"role": "user", "content": "a"}] * 1_500}).encode())
+    assert check_size(json.dumps({"input": ["a" * 10] * 10_000}).encode())
+    assert not check_size(json.dumps({"messages": [{"role": "user", "content": "a" * 5_000}] * 40}).encode())
+    assert not check_size(json.dumps({"prompt": [128_000] * 20_000}).encode())
+
+
+@pytest.mark.parametrize(("count", "waits"), [(100, False), (700, False), (3_000, True), (10_000, True)])
+async def test_a_body_of_many_values_waits_for_its_turn_while_it_counts_as_held(count: int, waits: bool) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * count}).encode()
+    memory, turns = BodyMemory(1 << 24), []
+
+    class Turns(HeavyWork):
+        async def turn(self, caller: Hashable = None) -> None:
+            turns.append((caller, memory.held))
+
+    came = Body(len(body), memory)
+    came.feed(body, 0)
+    head = SimpleNamespace(fields={}, method="POST", path="/v1/chat/completions")
+    request = SimpleNamespace(
+        head=head,
+        writable=None,
+        write_chunk=None,
+        take_body=came.take,
+        receive_body=lambda limit, look_at: came.receive(limit, lambda: None, look_at),
+    )
+    exchange = Exchange(cast(Request, request), OPENAI)
+    given = exchange.take_body(1 << 24)
+    if given is None:
+        given = await exchange.receive_body(1 << 24, Turns(), lambda: 0)
+    assert bytes(given) == body
+    assert bool(turns) == waits
+    assert all(turn == ("", len(body)) for turn in turns)
+    assert memory.held == 0
 
 
 @pytest.mark.parametrize("depth", [2_000, 10_000])

@@ -114,6 +114,13 @@ async def test_embeddings_of_a_model_that_shortens_them_have_fewer_dimensions(ma
             await refused(cluster, EMBEDDINGS, "dimensions", dimensions=wrong)
 
 
+async def test_a_very_long_chat_is_answered_whole(one) -> None:
+    """It is written for the tokenizer in several turns of the event loop."""
+    said = [f"turn {number}" for number in range(1100)]
+    await post(one, CHAT, messages=[{"role": "user", "content": text} for text in said], max_tokens=1)
+    assert [turn.content for turn in one.tokenizer.chats[-1].messages] == said
+
+
 async def test_chats_show_their_tokens(one) -> None:
     text = "<think>no</think>yes"
     answer_ids = encode(text)[1:]
@@ -220,6 +227,7 @@ WRONG = [
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_choice": ["a", ""]}, "guided_choice"),
     ({"guided_choice": "a"}, "guided_choice"),
+    ({"guided_choice": ["a"] * 4097}, "guided_choice"),
     ({"guided_json": "{}", "guided_regex": "a"}, "guided_regex"),
     ({"guided_json": "{}", "response_format": {"type": "json_object"}}, "guided_json"),
     ({"structured_outputs": {}}, "structured_outputs"),

@@ -16,7 +16,7 @@ from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, reques
 from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
-from sapwood_router.edges.http.json_size import check_size, most_values, size_steps
+from sapwood_router.edges.http.json_size import SMALL, check_size, most_values, size_steps
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
@@ -102,22 +102,15 @@ class Exchange:
                 request_id_var.set(self.request_id)
 
     def take_body(self, limit: int) -> bytes | None:
-        """The request's body of JSON, if all of it is here and it is no larger than ``limit`` bytes; else it is to be received.
-
-        Raises:
-            InvalidArgumentError: It has far too many values.
-        """
-        body = self._request.take_body(limit)
-        if body is not None:
-            check_size(body)
-        return body
+        """The request's body of JSON, if it is small, no larger than ``limit`` bytes, and all here; else it is to be received."""
+        return self._request.take_body(min(limit, SMALL - 1))
 
     async def receive_body(self, limit: int, heavy: HeavyWork, longest_context: Callable[[], int]) -> bytes:
         """The request's body of JSON, which may have ``limit`` bytes.
 
         Args:
             limit: The most bytes.
-            heavy: A large one is looked at in its turns.
+            heavy: A large one, or one with many values, is looked at and parsed in its turns.
             longest_context: The longest of all models, in tokens: how many a large body may hold goes by it.
 
         Raises:
@@ -127,7 +120,8 @@ class Exchange:
 
         async def look_at(body: Body) -> None:
             if body.size < LARGE:
-                check_size(body.whole)
+                if body.size >= SMALL and check_size(body.whole):
+                    await heavy.turn(tenant)
                 return
             await heavy.turn(tenant)
             for _ in size_steps(body.whole, most_values(longest_context())):

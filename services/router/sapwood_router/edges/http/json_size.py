@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from sapwood_common.errors import InvalidArgumentError
 
@@ -10,6 +10,10 @@ _MOST_STRINGS, _MOST_NESTED = 65_536, 16_384
 """The most strings of a body, keys included, and the most arrays and objects together. Without these bounds a body of 16 MB would
 keep the event loop for half a second, and then whoever checks what is in it; it would take 400 MB.
 """
+SMALL = 2 * _MOST_NESTED
+"""Bytes: a smaller body cannot have too many."""
+_MANY_STRINGS, _MANY_NESTED = 8_192, 1_024
+"""With more it takes some milliseconds to parse a body, and to make a request of it."""
 _BATCH, _BESIDE, _MOST_VALUES = 262_144, 65_536, 1_310_720
 """Values of a body that are taken whatever models there are; those beside the tokens of one prompt; and the most of any body."""
 _MOST_SIGNS, _MOST_ESCAPES = 262_144, 1_048_576
@@ -28,18 +32,24 @@ def most_values(longest_context: int) -> int:
     return min(max(_BATCH, longest_context + _BESIDE), _MOST_VALUES)
 
 
-def check_size(body: bytes) -> None:
+def check_size(body: bytes) -> bool:
     """Refuses a body with too many values. What stands in texts does not count, unless that alone is too much.
+
+    Returns:
+        Whether it may have so many that they take long. There what stands in texts does count.
 
     Raises:
         InvalidArgumentError: It has far too many.
     """
-    if len(body) >= 2 * _MOST_NESTED:
-        for _ in size_steps(body):
-            pass
+    steps = size_steps(body)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bool(end.value)
 
 
-def size_steps(body: bytes, most: int = _MOST_VALUES) -> Iterator[None]:
+def size_steps(body: bytes, most: int = _MOST_VALUES) -> Generator[None, None, bool]:
     """The same, a step for each MB.
 
     Args:
@@ -62,6 +72,7 @@ def size_steps(body: bytes, most: int = _MOST_VALUES) -> Iterator[None]:
     if quotes // 2 > _MOST_STRINGS or nested > _MOST_NESTED or commas > most:
         yield
         yield from _steps_without_texts(body, most)
+    return quotes // 2 > _MANY_STRINGS or nested > _MANY_NESTED
 
 
 def _steps_without_texts(body: bytes, most: int) -> Iterator[None]:

@@ -25,6 +25,8 @@ _KINDS = {
     "structural_tag": "JSON as text",
 }
 """vLLM's kinds of structured output, and what each must be."""
+_MOST_CHOICES = 4096
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _PARAMETERS = (
     ("regex", "regex"),
     ("ebnf", "grammar"),
@@ -105,13 +107,15 @@ def _of_kind(kind: str, value: Any, field: str) -> AnswerGrammar:
         case "structural_tag", str():
             return AnswerGrammar("structural_tag", value)
         case "choice", [str(), *_]:
+            if len(value) > _MOST_CHOICES:
+                raise InvalidArgumentError(f"at most {_MOST_CHOICES} choices, got {len(value)}", field=field)
             if all(isinstance(choice, str) and choice for choice in value):
                 return AnswerGrammar("ebnf", f"start: {' | '.join(map(_literal, value))}")
     raise InvalidArgumentError(f"{field} must be {_KINDS[kind]}", field=field)
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return _ENCODER.encode(text)
 
 
 def _response_format(value: Any) -> tuple[AnswerGrammar | None, str]:

@@ -110,10 +110,12 @@ def main() -> None:
         from sapwood_worker.model.compiled_kernels import take_kernels, this_machine
         from sapwood_worker.model.runner import builder
         from sapwood_worker.model.runner.graphs import cuda_graph
+        from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
     if arguments.archive is not None:
         with timeline.span("archive taken"):
             take_kernels(arguments.archive)
     timeline.watch(builder, "load_model", "weights, made up")
+    timeline.watch(KernelsAhead, "compile", "rehearsal, and Triton's compilers side by side")
     timeline.watch(EarlyBuild, "wait", "waiting for FlashInfer's compilers")
     timeline.watch(EarlyBuild, "_run", "FlashInfer's compilers, beside the rest")
     timeline.watch(builder, "measure_pool_bytes", "memory measured, with the largest graphs")

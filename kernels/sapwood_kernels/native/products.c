@@ -19,7 +19,7 @@ enum { TOKENS = 2, FEW = 4, FEWER = 2 };
 #else
 enum { TOKENS = 4, FEW = 8, FEWER = 4 };
 #endif
-enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, BLOCK = 128, LINE = 64, AHEAD = 4096 };
+enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, MOST = 512, SHARES = 8, BLOCK = 128, LINE = 64, AHEAD = 4096 };
 // What is read once for several uses: else compilers read it from memory for each.
 #if defined(__AVX512F__)
 #define KEEP(v) __asm__("" : "+v"(v))
@@ -203,7 +203,9 @@ typedef struct {
     int64_t x_stride;
     float *out;
     int64_t out_stride;
-    int64_t tasks, next;
+    int64_t tasks, task_rows;
+    // In a cache line of its own: each thread that takes a task would take the others' from them.
+    int64_t next __attribute__((aligned(LINE)));
 } product;
 
 // Rows `first` .. `last` - 1 times all x, as `small_product` lays them out.
@@ -272,8 +274,9 @@ static void multiply(void *data) {
     product *p = data;
     for (int64_t task; (task = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->tasks;) {
         const matrix *m = p->parts;
-        for (int64_t mine; task >= (mine = (m->rows + TASK - 1) / TASK); m++) task -= mine;
-        const int64_t first = task * TASK, last = m->rows - first < TASK ? m->rows : first + TASK;
+        const int64_t rows = p->task_rows;
+        for (int64_t mine; task >= (mine = (m->rows + rows - 1) / rows); m++) task -= mine;
+        const int64_t first = task * rows, last = m->rows - first < rows ? m->rows : first + rows;
         if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
         else
             for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, start);
@@ -323,12 +326,13 @@ static int small_product(product *p, const around *with, int64_t outputs, parall
 EXPORT int64_t sapwood_gguf_multiply(
     const matrix *parts, int64_t count, const float *x, int64_t tokens, int64_t columns, int64_t x_stride, float *out,
     int64_t out_stride, const float *norm, float eps, int64_t gate, parallel run, unsigned threads) {
-    product p = {parts, tokens, columns, x, x_stride, out, out_stride, 0, 0};
     int64_t outputs = 0;
-    for (int64_t i = 0; i < count; i++) {
-        p.tasks += (parts[i].rows + TASK - 1) / TASK;
-        outputs += parts[i].rows;
-    }
+    for (int64_t i = 0; i < count; i++) outputs += parts[i].rows;
+    // Few for each thread: the end of a task has fetched ahead what another thread reads.
+    int64_t rows = outputs / (SHARES * (int64_t)threads) / TASK * TASK;
+    rows = rows < TASK ? TASK : rows > MOST ? MOST : rows;
+    product p = {parts, tokens, columns, x, x_stride, out, out_stride, 0, rows, 0};
+    for (int64_t i = 0; i < count; i++) p.tasks += (parts[i].rows + p.task_rows - 1) / p.task_rows;
     const around with = {norm, eps, gate};
     if (tokens <= SMALL && (tokens > 1 || norm || gate)) return small_product(&p, &with, outputs, run, threads);
     if (norm || gate) return 2;

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("products.c", "signals.c", "steps.c", "blocks.h", "vectors.h"))
+SOURCES = tuple(FOLDER / name for name in ("products.c", "replay.c", "signals.c", "steps.c", "blocks.h", "vectors.h"))
 _STEM = "sapwood"
 _FLAGS = (
     "-O3",

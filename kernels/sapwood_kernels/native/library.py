@@ -44,6 +44,7 @@ class NativeLibrary:
         self.norm = self._function("norm", _pointer, _number, _number, _number, _pointer, ctypes.c_float, _pointer)
         self.store_heads = self._function("store_heads", *[_pointer] * 5, _number, _pointer)
         self.attend = self._function("attend", *[_pointer] * 3, _number, _pointer, _number, _pointer)
+        self.replay = self._function("replay", _pointer, _number)
         self.post = self._plain("post", _pointer, _number)
         self.wait = self._plain("wait", _pointer, _number, _number, _number)
 

@@ -18,12 +18,12 @@ LANES = 16
 
 def norm(library: NativeLibrary, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     """Computes ``reference.rms_norm`` of float32 [..., N] by a contiguous weight [N]."""
-    width, function = weight.shape[0], library.norm
+    width = weight.shape[0]
 
     def apply(x: Tensor) -> Tensor:
         x = x.contiguous()
         result = torch.empty_like(x)
-        function(
+        library.norm(
             *(x.data_ptr(), x.numel() // width, width, width, weight.data_ptr(), eps, result.data_ptr()),
             *(library.run, torch.get_num_threads()),
         )

@@ -18,6 +18,7 @@ from sapwood_worker.model.attention.backend import (
     AttentionParts,
     StepAttention,
 )
+from sapwood_worker.model.attention.paged import GroupedAttention
 from sapwood_worker.model.attention.torch_shared import TorchSharedAttention
 from sapwood_worker.model.pools.device_pool import DevicePool
 
@@ -28,31 +29,42 @@ class NativeAttention:
     Args:
         pool: Keys and values.
         library: The compiled library.
+
+    Attributes:
+        pages: The planned requests' pages, int32 [T, P]; rows may lie apart.
+        lengths: How many keys each has.
     """
 
     def __init__(self, pool: DevicePool, library: NativeLibrary) -> None:
         self._pool = pool
         self._library = library
         self._layers: dict[int, DecodeAttention] = {}
-        self._pages: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-        self._lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+        self.pages: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+        self.lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._pages = batch.page_table if batch.page_table.strides[1] == 4 else np.ascontiguousarray(batch.page_table)
-        self._lengths = np.ascontiguousarray(batch.seq_lens)
+        self.pages = batch.page_table if batch.page_table.strides[1] == 4 else np.ascontiguousarray(batch.page_table)
+        self.lengths = np.ascontiguousarray(batch.seq_lens)
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         attention = self._layers.get(layer.index)
         if attention is None:
             attention = self._layers[layer.index] = self._make(layer, query.shape[1])
         result = layer.empty_result(query) if out is None else out
-        attention(query.contiguous(), self._pages, self._lengths, result)
+        attention(query.contiguous(), self.pages, self.lengths, result)
         return result
 
     def _make(self, layer: AttentionLayer, heads: int) -> DecodeAttention:
         keys, values = self._pool.key_pages(layer.index), self._pool.value_pages(layer.index)
         constants = layer.scale, layer.window, layer.softcap, layer.sinks
         return DecodeAttention(self._library, keys, values, heads, *constants)
+
+
+def native_parts(attention: StepAttention) -> list[NativeAttention] | None:
+    """The attention of each page table that layers use, if all of it is native."""
+    parts = attention.parts if isinstance(attention, GroupedAttention) else [attention]
+    found = [part for part in parts if isinstance(part, NativeAttention)]
+    return found if len(found) == len(parts) else None
 
 
 def _library(ops: DeviceOps) -> NativeLibrary | None:

@@ -86,12 +86,16 @@ class GroupedAttention:
     Args:
         pool: Keys and values.
         groups: The attention of each group's layers.
+
+    Attributes:
+        parts: That of the groups that have layers.
     """
 
     def __init__(self, pool: DevicePool, groups: Sequence[StepAttention]) -> None:
         self._pool = pool
         self._groups = groups
         self._used = frozenset(pool.group.values())  # others are of layers in another stage of a pipeline, or of none
+        self.parts = [groups[group] for group in sorted(self._used)]
 
     def plan(self, batch: AttentionBatch) -> None:
         for group, (attention, each) in enumerate(zip(self._groups, batch.tables, strict=True)):
@@ -111,6 +115,9 @@ class PagedPlan:
         prefill: Attention of the others, planned.
         decodes: How many tokens are the first requests', one of each; None: all.
         cache_slots: int64 [T] on the device, for each group of the pool.
+
+    Attributes:
+        whole: What computes the attention of all tokens, if they are all of the first requests.
     """
 
     def __init__(
@@ -124,6 +131,7 @@ class PagedPlan:
         self._pool = pool
         self._decode, self._prefill = decode, prefill
         self._decodes = decodes
+        self.whole = decode if decodes is None else None
         self._cache_slots = cache_slots
 
     def destination(self, layer: AttentionLayer) -> KVDestination:

@@ -267,17 +267,25 @@ class DecoderModel(Layer):
         else:
             shape = len(token_ids), self.config.hidden_size
             hidden = stages.receive(torch.empty(shape, dtype=self._dtype, device=token_ids.device), stages.rank - 1)
-        angles = [rotary(positions) for rotary in self.rotary]
+        hidden = self.through(hidden, self.angles(positions), plan)
+        if (taps := self.taps) is not None:
+            taps.see(self.config.num_layers, hidden)
+            taps.keep(plan.destination(self._lasting).slots)
+        if stages.rank < stages.size - 1:
+            stages.send(hidden, stages.rank + 1)
+        return hidden
+
+    def angles(self, positions: Tensor) -> list[Angles]:
+        """int64 [T] -> each kind of rotation's, as :meth:`through` takes them."""
+        return [rotary(positions) for rotary in self.rotary]
+
+    def through(self, hidden: Tensor, angles: Sequence[Angles], plan: AttentionPlan) -> Tensor:
+        """Runs this stage's layers: [T, hidden_size], which they may overwrite -> the same shape."""
         taps = self.taps
         for layer, index in zip(self.layers, self.own, strict=True):
             if taps is not None:
                 taps.see(index, hidden)
             hidden = layer(hidden, angles[self._kinds[index]], plan)
-        if taps is not None:
-            taps.see(self.config.num_layers, hidden)
-            taps.keep(plan.destination(self._lasting).slots)
-        if stages.rank < stages.size - 1:
-            stages.send(hidden, stages.rank + 1)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

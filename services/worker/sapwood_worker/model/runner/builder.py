@@ -30,6 +30,7 @@ from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.draft_trial import try_checks
+from sapwood_worker.model.runner.graphs.recorded_steps import record_steps
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
@@ -222,6 +223,7 @@ class _Builder:
             identity=self._identity,
             cuts=cuts,
             parallel=self._parallel,
+            recorded=record_steps(options, self._model, self._ops, self._dtype),
         )
         if self._ops.asynchronous and config.labels is None and cuts is None and self._parallel.rows is None:
             try_checks(runner)

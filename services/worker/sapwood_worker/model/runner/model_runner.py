@@ -38,6 +38,7 @@ from sapwood_worker.records.step import DeferredStep, Entry, ModelOutput, RankLo
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
+    from sapwood_worker.model.runner.graphs.recorded_steps import RecordedSteps
 
 # Prompt tokens whose logits are computed at once for log probabilities; more would take more memory.
 _LOGPROB_ROWS = 256
@@ -63,8 +64,10 @@ class ModelRunner:
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
         shifted: Shifts steps for a head that drafts; None: it is a whole model.
         parallel: The groups of ranks.
+        recorded: Runs decodes from what was recorded of them; None: nothing is.
 
     Attributes:
+        recorded: The argument.
         sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
         draft: Runs a model that drafts for this one, over as many pages; None: there is none.
     """
@@ -88,6 +91,7 @@ class ModelRunner:
         cuts: MicroBatches | None = None,
         shifted: ShiftedSteps | None = None,
         parallel: Parallel = Parallel(),  # noqa: B008 - it holds nothing
+        recorded: RecordedSteps | None = None,
     ) -> None:
         self.info = info
         self.draft: ModelRunner | None = None
@@ -110,6 +114,7 @@ class ModelRunner:
         self._own_rows = parallel.rows
         self._layers = len(pool.layout.layers)
         self._shifted = shifted
+        self.recorded = recorded
         self._defers = info.lanes > 1 and parallel.pp.rank < parallel.pp.size - 1
         self._deferred: list[DeferredStep] = []
         self._entries: dict[int, Entry] = {}
@@ -266,7 +271,10 @@ class ModelRunner:
         least = _most(step)
         if self._pieces is not None and max(len(batch.token_ids), least) <= self._pieces.largest:
             return self._pieces.run(batch, least)
-        hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
+        plan = self._backend.plan(batch.attention)
+        if self.recorded is not None and (found := self.recorded.run(batch, plan)) is not None:
+            return found
+        hidden: Tensor = self._model(batch.token_ids, batch.positions, plan)
         if self._shifted is not None:
             self._shifted.leave(hidden, self._ops.to_device(self._shifted.left(step)))
         return hidden

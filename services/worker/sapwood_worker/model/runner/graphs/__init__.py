@@ -1,1 +1,1 @@
-"""CUDA graphs of steps: of decodes whole, of prompts in pieces between the layers' attention. Knows no scheduler."""
+"""Steps without the host's part: CUDA graphs of decodes and of prompts' pieces, on a CPU recordings. Knows no scheduler."""

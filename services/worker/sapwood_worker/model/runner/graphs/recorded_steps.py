@@ -1,0 +1,111 @@
+"""Decodes on a CPU as one call: the layers' C calls, recorded in the first step of so many tokens and run again in later ones."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.native.library import NativeLibrary
+from sapwood_kernels.native.products import SMALL
+from sapwood_kernels.native.recording import Recording
+from sapwood_kernels.ops.cpu import CpuOps
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.attention.native import native_parts
+from sapwood_worker.model.attention.paged import PagedPlan
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.runner.forward_batch import ForwardBatch
+from sapwood_worker.model.runner.options import RunnerOptions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    recording: Recording
+    result: Tensor | None  # None: the layers change their input
+
+
+class RecordedSteps:
+    """Runs the layers for one token of each of a few requests.
+
+    Layers that compute anything by torch, other than sums in place, are not recorded: such a model never has a recorded step.
+
+    Args:
+        model: The model, whole and on one rank.
+        library: The library that its layers call.
+
+    Attributes:
+        runs: Steps that were run from a recording.
+        refused: Why nothing is recorded; None: nothing stood against it so far.
+    """
+
+    def __init__(self, model: DecoderModel, library: NativeLibrary) -> None:
+        self.runs = 0
+        self.refused: str | None = None
+        self._model = model
+        self._library = library
+        self._recorded: dict[int, _Recorded] = {}
+
+    def run(self, batch: ForwardBatch, plan: PagedPlan) -> Tensor | None:
+        """The hidden states after every token, [T, hidden_size], as the model gives them; None: it has to compute them.
+
+        Args:
+            batch: The step.
+            plan: Its attention.
+        """
+        tokens, tables = len(batch.token_ids), batch.attention.tables
+        if self.refused is not None or tokens > SMALL or tokens != len(batch.attention.seq_lens):
+            return None
+        attention = None if plan.whole is None else native_parts(plan.whole)
+        if attention is None:
+            return None
+        hidden = self._model.embed(batch.token_ids)
+        angles = self._model.angles(batch.positions)
+        inputs = [hidden.data_ptr()]
+        inputs += [each.data_ptr() for both in angles for each in both]
+        inputs += [table.cache_slots.data_ptr() for table in tables]
+        strides: dict[int, int] = {}
+        for part in attention:
+            strides[len(inputs)] = part.pages.strides[0] // part.pages.itemsize
+            inputs += [part.pages.ctypes.data, part.lengths.ctypes.data]
+        found = self._recorded.get(tokens)
+        if found is None:
+            return self._record(hidden, angles, plan, inputs)
+        found.recording.run(inputs, strides)
+        self.runs += 1
+        return hidden if found.result is None else found.result.clone()
+
+    def _record(
+        self, hidden: Tensor, angles: list[tuple[Tensor, Tensor]], plan: PagedPlan, inputs: list[int]
+    ) -> Tensor:
+        recording = Recording(self._library)
+        fit = len(set(inputs)) == len(inputs)  # else they could not be told apart
+        with recording.record(inputs):
+            result = self._model.through(hidden, angles, plan)
+        if recording.refused is not None:
+            self.refused = recording.refused
+            logger.info("decodes are computed call by call: %s is computed by torch", recording.refused)
+        elif fit:
+            kept = None if result.data_ptr() == hidden.data_ptr() else result
+            self._recorded[len(hidden)] = _Recorded(recording, kept)
+        return result.clone()
+
+
+def record_steps(
+    options: RunnerOptions, model: DecoderModel, ops: DeviceOps, dtype: torch.dtype
+) -> RecordedSteps | None:
+    """What records a model's decodes, on a CPU where C may compute all that they are; None: they cannot be.
+
+    Args:
+        options: As the model was loaded; without ``cuda_graphs`` nothing is recorded.
+        model: The model.
+        ops: The device's operations.
+        dtype: The dtype of activations.
+    """
+    alone = options.parallel.tp.size == options.parallel.pp.size == 1
+    if not isinstance(ops, CpuOps) or ops.native is None or dtype != torch.float32 or not options.cuda_graphs:
+        return None
+    return RecordedSteps(model, ops.native) if alone and model.taps is None and model.config.sparse is None else None

@@ -220,6 +220,8 @@ class FakeRunner:
             if part.token_ids[0] == -1:
                 part.token_ids[0] = self._last_tokens[part.entry.row]
             self._write(part)
+        if self._transfer is not None:
+            self._transfer.written()
         for part in parts:
             if not self._sees(part):
                 self._spoil(part)
@@ -242,7 +244,11 @@ class FakeRunner:
         if any(part.start == 0 and part.token_ids[0] == self._poison for part in parts):
             for part in parts:
                 self._spoil(part)
+            if self._transfer is not None:
+                self._transfer.finish(failed=True)
             raise RuntimeError(f"a prompt begins with token {self._poison}")
+        if self._transfer is not None:
+            self._transfer.finish()
         copied = NOTHING if self._transfer is None else self._transfer.poll()
         pooled = {i: np.array([self._pooled(part)], np.float32) for i, part in enumerate(parts) if part.entry.pooling}
         return ModelOutput(step.number, tokens, copied, logprobs, prompt_logprobs, pooled)

@@ -33,21 +33,49 @@ class FakeTransfer:
     ) -> None:
         self._pools = [pool.reshape(len(pool), -1) for pool in pools]
         self._host = host
+        half = host.page_bytes // 2
+        host.parts.groups = [[(0, half)], [(half, host.page_bytes)]]
         self._chance = chance
         self._failure_rate = failure_rate
         self._running: list[PageCopy] = []
         self._done: list[int] = []
         self._failed: list[int] = []
+        self._during: PageCopy | None = None
 
     def start(self, copies: Copies) -> None:
         if copies.store is not None:
             self._running.append(copies.store)
         if copies.fence or self._chance is None:
             self._end(len(self._running))
+        if copies.during is not None:
+            self._during = copies.during
+            self._parts = self._host.parts.begin(copies.during.host.tolist())
         if copies.load is not None:
             for group, pool in enumerate(self._pools):
                 pages, places = copies.load.of(group)
                 pool[pages] = self._content(group)[places]
+
+    def written(self) -> None:
+        """The step has filled its pages: the first half of each is copied."""
+        if self._during is not None:
+            self._copy(self._during, *self._host.parts.groups[0][0])
+            self._parts.reached(lambda: True)
+
+    def finish(self, *, failed: bool = False) -> None:
+        if (during := self._during) is not None:
+            self._during = None
+            if failed or (self._chance is not None and self._chance.random() < self._failure_rate):
+                self._failed.append(during.number)
+            else:
+                self._copy(during, *self._host.parts.groups[1][0])
+                self._parts.reached(lambda: True)
+                self._done.append(during.number)
+            self._host.parts.end(during.host.tolist(), self._parts)
+
+    def _copy(self, copy: PageCopy, start: int, end: int) -> None:
+        """Copies these bytes of each page's content."""
+        content = np.concatenate([pool[copy.of(group)[0]] for group, pool in enumerate(self._pools)], axis=1)
+        self._host.content[copy.host, start:end] = content.view(np.uint8)[:, start:end]
 
     def poll(self) -> CopyReport:
         if self._chance is not None and self._running:

@@ -67,6 +67,9 @@ def answers(client: openai.OpenAI, round_: int) -> dict[str, Any]:
     stream = client.completions.create(
         model="demo", prompt=f"{round_}: {PROMPT}", max_tokens=16, temperature=0, stream=True
     )
+    long = client.completions.create(
+        model="demo", prompt=f"{round_}! " + f"{PROMPT} " * 40, max_tokens=16, temperature=0
+    )
     likely = client.completions.create(
         model="demo", prompt=f"{round_}; {PROMPT}", max_tokens=8, temperature=0, logprobs=2
     ).choices[0]
@@ -88,6 +91,7 @@ def answers(client: openai.OpenAI, round_: int) -> dict[str, Any]:
     )
     return {
         "greedy": greedy.choices[0].text,
+        "long": long.choices[0].text,
         "seeded, n=3": [choice.text for choice in seeded.choices],
         "streamed": "".join(chunk.choices[0].text for chunk in stream),
         "tokens": likely.logprobs.tokens,
@@ -128,6 +132,7 @@ def test_what_pairs_answer_is_what_one_worker_answers(pairs: Any, capsys: pytest
         handed_over = answers(client, 1)
         pulled = counted(pairs, "pulled_pages_total")
         assert pulled > 0
+        assert counted(pairs, "pulled_part_bytes_total") > 0  # of the long prompt, layer by layer
         tickets = counted(pairs, "handoff_tickets_total")
         assert tickets >= 8  # each prompt, and each of the three continuations
         set_roles(pairs, "both", "both", "both", "both")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
+from sapwood_testing.worker.handoff.simulated_worker import SimulatedLeases, SimulatedWorker
 from sapwood_testing.worker.handoff.world import World
-from sapwood_worker.core.cache.handoff.leases import LEASE_SECONDS, HandoffLeases
+from sapwood_worker.core.cache.handoff.leases import LEASE_SECONDS
 
 
 class LeaseMessages:
@@ -70,12 +70,16 @@ class LeaseMessages:
         source.scheduler.keep_handoffs([], [transfer_id])
         self.forget(transfer_id)
 
-    def check(self, leases: HandoffLeases) -> None:
+    def check(self, leases: SimulatedLeases) -> None:
         """Checks that leases pin no more than their share, and that each lasts until nobody has renewed it for its time.
 
         Raises:
             AssertionError: Something is wrong.
         """
+        for transfer_id in leases.gone:
+            self.forget(transfer_id)
+            self._world.counts["lost pages"] += 1
+        leases.gone = ()
         if not self._ends and not leases.num_leases:
             return
         world, now = self._world, self._world.clock()

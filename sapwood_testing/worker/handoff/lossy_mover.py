@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import FINGERPRINT, World
-from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.storage.record import header_of
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
@@ -29,6 +29,7 @@ class LossyMover:
         self, world: World, source: Callable[[], SimulatedWorker], meanwhile: Callable[[HandoffTicket], None]
     ) -> None:
         self.read_late = False
+        self.parts = PartCount()
         self._world, self._source, self._meanwhile = world, source, meanwhile
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
@@ -48,6 +49,12 @@ class LossyMover:
         assert leases is not None
         lease = leases.find(ticket.transfer_id, ticket.epoch)
         if lease is None or not leases.readable(lease, index):
+            return False
+        for _ in range(chance.randint(0, 3)):
+            if not lease.entries[index].ready:  # it is coming
+                self._world.counts["waited for"] += 1
+                self._meanwhile(ticket)
+        if self._source() is not source or not leases.readable(lease, index) or not lease.entries[index].ready:
             return False
         record = source.pool.record(lease.ticket.places[index][0])
         if chance.random() < faults:

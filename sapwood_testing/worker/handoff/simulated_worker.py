@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
 
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep
@@ -13,7 +14,7 @@ from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
@@ -34,6 +35,17 @@ class _StuckExecutor(FakeExecutor):
             self._until = self._clock() + PATIENCE_SECONDS + 1
         if self._clock() >= self._until:
             super().poll()
+
+
+class SimulatedLeases(HandoffLeases):
+    """Remembers which leases ended because their pages did not come."""
+
+    gone: tuple[bytes, ...] = ()
+
+    def lost(self, entries: Iterable[HostPage]) -> list[bytes]:
+        ended = super().lost(entries)
+        self.gone += tuple(ended)
+        return ended
 
 
 class SimulatedWorker:
@@ -57,7 +69,9 @@ class SimulatedWorker:
         self.pool = HostPool(world.host_pages, size * 8)
         self.leases = self.pulls = None
         if mover is None:
-            self.leases = HandoffLeases(self.host, size, FINGERPRINT, world.epoch, "there:1", share, clock)
+            self.leases = SimulatedLeases(
+                self.host, size, FINGERPRINT, world.epoch, "there:1", share, clock, in_parts=chance.choice([0, 1, 2])
+            )
         else:
             executor = _StuckExecutor(random.Random(chance.random()), clock, chance.choice([0.0, 0.01]))
             self.pulls = Pulls(self.host, self.pool, FINGERPRINT, mover, executor, share, clock)
@@ -84,6 +98,7 @@ class SimulatedWorker:
         late = random.Random(chance.random())
         self._runner = FakeRunner(info, host_pool=self.pool, chance=late, copy_failures=chance.choice([0.0, 0.1]))
         self._launched: deque[FakeStep] = deque()
+        self._computing = 0
         self._looked_at: set[tuple[int, int]] = set()
         self._unswept = 0
 
@@ -93,13 +108,21 @@ class SimulatedWorker:
         outputs = scheduler.expire() + scheduler.handed_off()
         if self.pulls is not None:
             self._check_lapsed(self.pulls)
+        if self._computing:  # others look at what its step has filled so far
+            self._computing -= 1
+            return outputs
         if scheduler.can_step or scheduler.has_copies or self._launched or outputs:
             if not scheduler.plans_ahead:
                 outputs += self._take_results(0)
             planned = scheduler.schedule()
             if planned:
+                if planned.copies is not None and planned.copies.during is not None:
+                    outputs += scheduler.handed_off()
+                    self._world.counts["in parts"] += 1
+                    self._computing = self._world.chance.choice([0, 0, 1, 3])
                 self._launched.append(self._runner.launch(planned))
-            outputs += self._take_results(1 if planned and self._overlap else 0)
+            if not self._computing:
+                outputs += self._take_results(1 if planned and self._overlap else 0)
             self._world.counts["busy turns"] += 1
             self._unswept += 1
             if self._unswept >= self._sweep:

@@ -173,7 +173,7 @@ class EventLoop:
         worked = self._scheduler.has_work
         outputs = self._scheduler.expire() + self._scheduler.handed_off()
         if self._busy:
-            outputs += self._step()
+            self._step(outputs)
         self._report(outputs)
         if worked and not self._scheduler.has_work:
             self._scheduler.check_idle()
@@ -263,9 +263,9 @@ class EventLoop:
     def _refuse(self, serial: int, error: SapwoodError) -> None:
         self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
-    def _step(self) -> list[RequestOutput]:
-        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too."""
-        outputs: list[RequestOutput] = []
+    def _step(self, outputs: list[RequestOutput]) -> None:
+        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too. Adds to the
+        outputs, or sends those that there are."""
         if not self._scheduler.plans_ahead:
             outputs += self._take_results(0)
         planned = self._scheduler.schedule()
@@ -275,15 +275,20 @@ class EventLoop:
             self._clock.planned(planned)
             if self._dump is not None:
                 self._dump.planned(planned)
+            if planned.copies is not None and planned.copies.during is not None:
+                self._report(outputs + self._scheduler.handed_off())  # what it fills is read while it runs
+                outputs.clear()
             try:
                 self._launched.append(self._runner.launch(planned))
             except RankLostError:
                 raise
             except Exception as error:
-                return outputs + self._take_results(0) + self._fail(error)
+                outputs += self._take_results(0)
+                outputs += self._fail(error)
+                return
         elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
-        return outputs + self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
+        outputs += self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
         """Waits for the launched steps, oldest first, but for ``keep`` of them."""

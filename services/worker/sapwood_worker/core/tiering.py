@@ -51,6 +51,8 @@ _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str]
     "nixl": NixlSource,
     "mooncake": MooncakeSource,
 }
+_LEAST_PARTS = 32
+"""Pages of a chunk from which on they are handed off layer by layer: what a shorter one computes is read in a moment anyway."""
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 
@@ -216,7 +218,14 @@ def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, p
     fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
-        host, runner.info.page_size, fingerprint, epoch, source, config.handoff_share, time.monotonic
+        host,
+        runner.info.page_size,
+        fingerprint,
+        epoch,
+        source,
+        config.handoff_share,
+        time.monotonic,
+        in_parts=_LEAST_PARTS if pool.in_one else 0,
     )
     server.serve(leases, pool, fingerprint, engines)
     logger.info("pages are handed off on port %d", server.port)

@@ -278,6 +278,7 @@ class WorkerMetrics:
             "pulled_pages": "Pages pulled from workers that had handed them off.",
             "pulled_bytes": "Their content, in bytes.",
             "pulled_early_bytes": "Of these, what had come while the other worker still computed the rest of the prompt.",
+            "pulled_part_bytes": "Bytes that had come of pages whose last layers the other worker was computing.",
             "pull_failures": "Reads of such pages that failed: the worker was gone.",
             "pull_stale_pages": "Pages that the worker no longer had, or that failed their check: computed instead.",
             "pull_fallbacks": "Requests that had to compute pages for which they had a ticket.",

@@ -58,6 +58,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         pulled_pages: Pages pulled from workers that had handed them off.
         pulled_bytes: Their content, in bytes.
         pulled_early_bytes: Of these, what had come while the other worker still computed the rest of the prompt.
+        pulled_part_bytes: Bytes that had come of pages whose last layers the other worker was computing.
         pull_failures: Reads that failed.
         pull_stale_pages: Pages that the source no longer had, or that failed their check.
         pull_fallbacks: Requests that had to compute pages for which they had a ticket.
@@ -106,6 +107,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     drafts: int = 0
     drafter: str = ""
     pulled_early_bytes: int = 0
+    pulled_part_bytes: int = 0
     ranks: tuple[RankLoad, ...] = ()
 
 

@@ -55,7 +55,7 @@ class CacheLoad:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What a step copies before it computes: first the stores, then the loads.
+    """What a step copies: before it computes first the stores, then the loads; what it computes itself meanwhile.
 
     Stores may go on while the step computes, as long as ``fence`` is not set; a load must be in place where the step reads it.
 
@@ -65,12 +65,15 @@ class Copies:
         fence: Neither load nor computation may begin before every store, this one and earlier ones, is done: pages that
             are being stored are about to be overwritten.
         loads: What each starting request gets by the load.
+        during: Device to host, pages that the step fills: some layers of them as soon as these are computed; None: nothing. The
+            next step waits for it. It fails if the computation does.
     """
 
     store: PageCopy | None = None
     load: PageCopy | None = None
     fence: bool = False
     loads: tuple[CacheLoad, ...] = ()
+    during: PageCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +30,7 @@ from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.pulls import Pulls
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
+from sapwood_worker.core.cache.lower_tiers import TierCounters
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.core.cache.window_pages import WindowPages
@@ -50,31 +52,6 @@ class _Row:
 
 
 @dataclass(slots=True)
-class TierCounters:
-    """What has happened since the start.
-
-    Attributes:
-        device_hits: Pages found in the first tier when a request started.
-        host_hits: Pages found in the second tier and not in the first.
-        stored: Pages copied to the second tier.
-        store_failures: Pages whose copy to the second tier failed.
-        no_room: Pages not copied because the second tier had no page to give.
-        fences: Steps that had to wait for the stores before them.
-        store_seconds: Seconds that copies to the second tier took.
-        load_seconds: Seconds that copies from it took.
-    """
-
-    device_hits: int = 0
-    host_hits: int = 0
-    stored: int = 0
-    store_failures: int = 0
-    no_room: int = 0
-    fences: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
-
-
-@dataclass(slots=True)
 class _Store:
     """Pages to copy to the second tier; ``unwanted``: to be forgotten once they are there."""
 
@@ -82,6 +59,12 @@ class _Store:
     windows: list[list[int]] = field(default_factory=list)
     host: list[HostPage] = field(default_factory=list)
     unwanted: bool = False
+
+    def add(self, page: int, windows: list[int], entry: HostPage) -> None:
+        """One more page: on the device, beside it in each window, on the host."""
+        self.device.append(page)
+        self.windows.append(windows)
+        self.host.append(entry)
 
 
 class HierarchicalCache:
@@ -126,6 +109,7 @@ class HierarchicalCache:
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
         self._next = _Store()
+        self._during = _Store()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
         self._given = 0
@@ -143,7 +127,7 @@ class HierarchicalCache:
 
     @property
     def _copying(self) -> bool:
-        return bool(self._next.device or self._loads or self._stores)
+        return bool(self._next.device or self._during.device or self._loads or self._stores)
 
     def announce(self, events: KvEventLog) -> None:
         """Has ``events`` record what enters and leaves these tiers; called while they are empty."""
@@ -256,6 +240,26 @@ class HierarchicalCache:
         if self._threshold == 1:
             self._store(new)
 
+    def computes(self, slot: int, serial: int, prompt: array[int], first: int, pages: PageIds) -> None:
+        """The coming step computes the last tokens of some pages of a prompt that is handed off: they go to the second tier while
+        it does, layer by layer, and can be read so.
+
+        Args:
+            slot, serial, prompt: The prompt's row, its request, all of its tokens.
+            first, pages: The first of these pages, and all of them on the device: int32 [1 + windows, n].
+        """
+        assert self.leases is not None
+        chain = self._rows[slot].chain
+        chain.extend(prompt, len(prompt))
+        self.leases.offer_pages(serial, chain.keys)
+        names = chain.pages[first : first + pages.shape[1]]
+        place = {name.key: index for index, name in enumerate(names)}
+        for entry in self.host.reserve(names):
+            page, *beside = pages[:, place[entry.key]].tolist()
+            entry.coming = True
+            self._during.add(page, beside, entry)
+            self._storing[page] = self._storing.get(page, 0) + 1
+
     def close(self, slot: int) -> None:
         self.host.unpin(self._rows.pop(slot).found)
 
@@ -286,35 +290,50 @@ class HierarchicalCache:
         started, self._started = self._started, []
         fence, self._fence = self._fence, False
         self.counters.fences += fence
-        stored = loaded = None
-        if store.device:
-            device = np.array([[page, *beside] for page, beside in zip(store.device, store.windows, strict=True)])
-            stored = self._copy(device.T.astype(np.int32), store.host)
-            self._stores[stored.number] = store
+        stored = self._begin(store)
+        during, self._during = self._begin(self._during), _Store()
+        loaded = None
         if loads:
             loaded = self._copy(
                 np.concatenate([pages for pages, _ in loads], 1), [each for _, row in loads for each in row]
             )
-        return Copies(stored, loaded, fence, tuple(started))
+        return Copies(stored, loaded, fence, tuple(started), during)
+
+    def _begin(self, store: _Store) -> PageCopy | None:
+        if not store.device:
+            return None
+        device = np.array([[page, *beside] for page, beside in zip(store.device, store.windows, strict=True)])
+        stored = self._copy(device.T.astype(np.int32), store.host)
+        self._stores[stored.number] = store
+        return stored
 
     def ended(self, report: CopyReport) -> None:
         """Takes the runner's report of copies that have ended."""
         self.counters.store_seconds += report.store_seconds
         self.counters.load_seconds += report.load_seconds
         for number in report.done:
-            unwanted = self._stores[number].unwanted
-            entries = self._end(number)
-            if unwanted:
-                self.host.abandon(entries)
+            if self._stores[number].unwanted:
+                self._abandon(number)
                 continue
+            entries = self._end(number)
             self.host.written(entries)
             self.counters.stored += len(entries)
             if self.storage is not None:
                 self.storage.write(entries)
         for number in report.failed:
-            entries = self._end(number)
-            self.host.abandon(entries)
-            self.counters.store_failures += len(entries)
+            self.counters.store_failures += self._abandon(number)
+
+    def failed(self, number: int) -> None:
+        """What was copied while a step ran is good for nothing."""
+        if number in self._stores:
+            self._stores[number].unwanted = True
+
+    def _abandon(self, number: int) -> int:
+        entries = self._end(number)
+        if self.leases is not None and any(entry.coming for entry in entries):
+            self.leases.lost(entries)
+        self.host.abandon(entries)
+        return len(entries)
 
     def check(self) -> None:
         """Checks that all its records agree; for tests.
@@ -323,27 +342,20 @@ class HierarchicalCache:
             AssertionError: They do not.
         """
         self.host.check()
-        stores = [*self._stores.values(), self._next]
-        pins = {} if self.storage is None else self.storage.check()
+        stores = [*self._stores.values(), self._next, self._during]
+        pins = Counter({} if self.storage is None else self.storage.check())
         fetching = (0 if self.storage is None else self.storage.arrivals.reading) + (
             0 if self.pulls is None else self.pulls.arrivals.reading
         )
         for passing in (self.leases, None if self.pulls is None else self.pulls.arrivals):
-            for page, count in () if passing is None else passing.pins().items():
-                pins[page] = pins.get(page, 0) + count
+            pins.update({} if passing is None else passing.pins())
         putting = 0 if self.storage is None else self.storage.writing
         writing = {entry.page for store in stores for entry in store.host}
         unready = {entry.page for entry in self.host.entries() if not entry.ready}
         assert writing <= unready and len(unready) == len(writing) + fetching, "a host page waits for nobody"
-        storing: dict[int, int] = {}
-        for store in stores:
-            for page in store.device:
-                storing[page] = storing.get(page, 0) + 1
-        assert storing == self._storing
-        for row in self._rows.values():
-            for entry in row.found:
-                pins[entry.page] = pins.get(entry.page, 0) + 1
-        extra = [entry.pins - pins.get(entry.page, 0) for entry in self.host.entries()]
+        assert Counter(page for store in stores for page in store.device) == Counter(self._storing)
+        pins.update(entry.page for row in self._rows.values() for entry in row.found)
+        extra = [entry.pins - pins[entry.page] for entry in self.host.entries()]
         assert min(extra, default=0) >= 0 and sum(extra) == putting, "pins are not balanced"
 
     def _name(self, page: int) -> PageName:
@@ -361,9 +373,7 @@ class HierarchicalCache:
         self.counters.no_room += len(wanted) - len(reserved)
         for entry in reserved:
             page = place[entry.key]
-            self._next.device.append(page)
-            self._next.windows.append([window.page_beside(page) for window in self._windows])
-            self._next.host.append(entry)
+            self._next.add(page, [window.page_beside(page) for window in self._windows], entry)
             self._storing[page] = self._storing.get(page, 0) + 1
 
     def _end(self, number: int) -> list[HostPage]:

@@ -28,6 +28,7 @@ class HostPage:
         name: What it holds.
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
+        coming: Whether a step that is planned or runs fills it, as it computes that content.
         pins: How many users rely on its content; above 0 it is not evicted.
         doomed: Whether it is dropped as soon as it is not pinned, and not found meanwhile.
         created: When it was added, by the index's tick.
@@ -39,6 +40,7 @@ class HostPage:
     name: PageName
     page: int
     ready: bool = False
+    coming: bool = False
     pins: int = 0
     doomed: bool = False
     created: int = 0
@@ -104,6 +106,16 @@ class HostPages:
             found.append(entry)
         return found
 
+    def expected(self, keys: Iterable[PageKey]) -> list[HostPage]:
+        """As :meth:`match`, with the entries that are coming."""
+        found: list[HostPage] = []
+        for key in keys:
+            entry = self._entries.get(key.hash)
+            if entry is None or not (entry.ready or entry.coming) or entry.doomed or entry.key.proof != key.proof:
+                break
+            found.append(entry)
+        return found
+
     def touch(self, entries: Sequence[HostPage]) -> None:
         """Marks entries as used now."""
         self._tick += 1
@@ -140,7 +152,7 @@ class HostPages:
         self.num_ready += len(entries)
         for entry in entries:
             assert not entry.ready
-            entry.ready = True
+            entry.ready, entry.coming = True, False
             self._offer(entry)
             if self._events is not None:
                 name = entry.name
@@ -156,9 +168,9 @@ class HostPages:
                 self._offer(parent)
 
     def pin(self, entries: Sequence[HostPage]) -> None:
-        """Keeps ready entries from being evicted; pins count."""
+        """Keeps entries that are ready, or coming, from being evicted; pins count."""
         for entry in entries:
-            assert entry.ready
+            assert entry.ready or entry.coming
             entry.pins += 1
 
     def unpin(self, entries: Sequence[HostPage]) -> None:

@@ -1,13 +1,39 @@
-"""What the prefix cache asks of the tiers below it. Knows nothing of how they keep pages."""
+"""What the prefix cache asks of the tiers below it, and what they count. Knows nothing of how they keep pages."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from sapwood_worker.core.cache.page_allocator import PageIds
 from sapwood_worker.core.cache.window_pages import WindowPages
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What has happened since the start.
+
+    Attributes:
+        device_hits: Pages found in the first tier when a request started.
+        host_hits: Pages found in the second tier and not in the first.
+        stored: Pages copied to the second tier.
+        store_failures: Pages whose copy to the second tier failed.
+        no_room: Pages not copied because the second tier had no page to give.
+        fences: Steps that had to wait for the stores before them.
+        store_seconds: Seconds that copies to the second tier took.
+        load_seconds: Seconds that copies from it took.
+    """
+
+    device_hits: int = 0
+    host_hits: int = 0
+    stored: int = 0
+    store_failures: int = 0
+    no_room: int = 0
+    fences: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
 
 
 class LowerTiers(Protocol):

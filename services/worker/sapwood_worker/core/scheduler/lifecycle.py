@@ -5,7 +5,9 @@ Complexity: O(1), but for a lookup in the cache's third tier when a request come
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
@@ -19,6 +21,7 @@ from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.page_copies import Copies
 
 
 class Lifecycle:
@@ -127,6 +130,39 @@ class Lifecycle:
         """Keeps the pages of a request that hands off for another worker, each from when it is in the host's memory on."""
         assert self._tiers is not None and self._tiers.leases is not None, "the front lets no such request through"
         self._tiers.leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
+
+    def hand_off_in_parts(self, chunks: Sequence[tuple[Request, int]]) -> None:
+        """Says which pages the chunks of the coming step fill of prompts that are handed off, where there are many."""
+        if self._tiers is None or self._tiers.leases is None or not self._tiers.leases.in_parts:
+            return
+        size = self._config.page_size
+        for request, count in chunks:
+            end = min(request.planned + count, request.prompt_length)
+            first, last = request.planned // size, end // size
+            if request.hands_off and not request.over and last - first >= self._tiers.leases.in_parts:
+                pages, _ = self._running.pages_of(np.array([request.slot]), np.array([end]))
+                prompt = request.token_ids[: request.prompt_length]
+                width = -(-end // size)
+                self._tiers.computes(
+                    request.slot, request.serial, prompt, first, pages.reshape(-1, width)[:, first:last]
+                )
+
+    def handed_off(self) -> list[RequestOutput]:
+        """Ends leases whose time is over; returns outputs of requests whose pages are kept for another worker now."""
+        if self._tiers is None:
+            return []
+        if self._tiers.pulls is not None:
+            self._tiers.pulls.lapse()
+        given = [] if self._tiers.leases is None else self._tiers.leases.poll()
+        return [
+            RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket)
+            for serial, ticket, complete in given
+        ]
+
+    def discard(self, copies: Copies | None) -> None:
+        """A step has failed: what was copied while it ran is good for nothing."""
+        if self._tiers is not None and copies is not None and copies.during is not None:
+            self._tiers.failed(copies.during.number)
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""

@@ -113,6 +113,7 @@ def measure_load(
             pulled_pages=pulled.pages,
             pulled_bytes=pulled.pages * tiers.pulls.page_bytes,
             pulled_early_bytes=pulled.early * tiers.pulls.page_bytes,
+            pulled_part_bytes=tiers.pulls.part_bytes,
             pull_failures=pulled.failures,
             pull_stale_pages=pulled.stale,
             pull_fallbacks=pulled.fallbacks,

@@ -181,15 +181,7 @@ class Scheduler:
     def handed_off(self) -> list[RequestOutput]:
         """Ends leases whose time is over; returns outputs of requests whose pages are kept for another worker now: of a request
         that is computed still with some of them, else its last."""
-        if self._tiers is None:
-            return []
-        if self._tiers.pulls is not None:
-            self._tiers.pulls.lapse()
-        given = [] if self._tiers.leases is None else self._tiers.leases.poll()
-        return [
-            RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket)
-            for serial, ticket, complete in given
-        ]
+        return self._lifecycle.handed_off()
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
         """Has pages read for a request that is likely to come, as far as they are not here.
@@ -285,6 +277,7 @@ class Scheduler:
             self._admission.admit(adder, self._steps)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
+        self._lifecycle.hand_off_in_parts(chunks)
         copies = self._tiers.take() if self._tiers is not None else None  # the last pages have been given
         step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
         if step.plan:
@@ -315,6 +308,8 @@ class Scheduler:
     def fail_step(self, error: str) -> list[RequestOutput]:
         """Ends the requests of the steps in flight, which have failed; nothing more of them is put into the cache."""
         failed, self._in_flight = self._in_flight, deque()
+        for step in failed:
+            self._lifecycle.discard(step.plan.copies)
         return self._results.fail(failed, error)
 
     def flush_cache(self) -> int:

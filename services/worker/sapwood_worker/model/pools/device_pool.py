@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +102,7 @@ class DevicePool:
             self.pages[layer] = pages
         self.dtype = self.pages[layout.layers[0]].dtype
         self._arrivals: dict[int, torch.cuda.Event] = {}
+        self._coming_to: Callable[[int], object] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -117,15 +118,21 @@ class DevicePool:
         the last. Replaces earlier events."""
         self._arrivals = events
 
+    def watched(self, coming_to: Callable[[int], object] | None) -> None:
+        """Has ``coming_to`` called when a layer is about to be computed, so that all before it have been queued; None: nobody."""
+        self._coming_to = coming_to
+
     def await_layer(self, layer: int) -> None:
         """Makes the current stream wait until a layer's arriving pages are in place; called before the layer is read."""
+        if self._coming_to is not None:
+            self._coming_to(layer)
         if self._arrivals:
             torch.cuda.current_stream(self.device).wait_event(self._arrivals[layer])
 
     def await_all(self) -> None:
         """Makes the current stream wait until all arriving pages are in place."""
         if self._arrivals:
-            self.await_layer(next(reversed(self._arrivals)))
+            torch.cuda.current_stream(self.device).wait_event(self._arrivals[next(reversed(self._arrivals))])
             self._arrivals = {}
 
     def destination(self, layer: int, slots: Tensor) -> KVDestination:

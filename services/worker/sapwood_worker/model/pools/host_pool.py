@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.pools.page_order import PageOrder
+from sapwood_worker.model.pools.page_parts import PartsOfPages
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 
 HEADER_BYTES = 128
@@ -47,6 +48,7 @@ class HostPool:
         in_place: Whether a page's record is its object.
         shared: The memory, if other processes of this host find the objects in it, each in its page's record; None: they do not.
         part_bytes: Bytes of this rank's part of a page's content.
+        parts: What is there of pages that a step is filling.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
             cache: whoever opens a store tests and measures it with them. With an order BATCH_PAGES more follow, for objects.
     """
@@ -63,6 +65,7 @@ class HostPool:
         self.page_bytes = page_bytes
         self.object_bytes = page_bytes if order is None else order.object_bytes
         self.in_place = order is None
+        self.parts = PartsOfPages()
         self._order = order
         self._packing = threading.Lock()
         self._part = slice(0, page_bytes) if part is None else part
@@ -71,6 +74,11 @@ class HostPool:
         self.shared = memory if order is None else None
         shape = num_records(num_pages, order), record_bytes(page_bytes)
         self.records = np.empty(shape, np.uint8) if memory is None else memory.array().reshape(shape)
+
+    @property
+    def in_one(self) -> bool:
+        """Whether this rank fills all of a page's record, as its object has it."""
+        return self.in_place and self.part_bytes == self.page_bytes
 
     @property
     def content(self) -> npt.NDArray[np.uint8]:

@@ -8,7 +8,7 @@ pages for the copy engines reaches 52 GB/s and slows them by 1.05.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -59,10 +59,18 @@ class KernelMover:
         self._kernels = triton_page_copy
 
     def store(self, copy: PageCopy) -> None:
+        self.layer_storer(copy)(list(self._device.pages))
+
+    def layer_storer(self, copy: PageCopy) -> Callable[[Iterable[int]], None]:
+        """What copies layers of these pages to the host, queued on the current stream: the one on which this was called."""
         groups = _ids_of_groups(copy, self._device)
-        for layer, pool in self._device.pages.items():
-            pages = groups[self._device.group[layer]]
-            self._kernels.store_pages(pool, self._host, self._starts[layer], *pages, programs=self._programs)
+
+        def store_layers(layers: Iterable[int]) -> None:
+            for layer in layers:
+                pages, pool = groups[self._device.group[layer]], self._device.pages[layer]
+                self._kernels.store_pages(pool, self._host, self._starts[layer], *pages, programs=self._programs)
+
+        return store_layers
 
     def load(self, copy: PageCopy) -> Iterator[int]:
         groups = _ids_of_groups(copy, self._device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,16 +15,20 @@ from sapwood_kernels.memcpy_batch import MemcpyBatch
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
-from sapwood_worker.model.pools.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer
+from sapwood_worker.model.pools.page_movers import KernelMover, PageStorer, StagedStorer
+from sapwood_worker.model.pools.page_parts import layer_groups, ranges_of
 from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.records.page_copies import Copies, CopyReport, PageCopy
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``sapwood_kernels.reference.store_pages`` or ``load_pages``."""
+_GROUPS = 8
+"""Of layers, whose pages go together while a step computes the next ones."""
 
 
 def make_transfer(device: DevicePool, host: HostPool, ops: DeviceOps) -> Transfer:
     """The transfer between two pools; pins the host's memory if the device works beside the host."""
+    _set_groups(device, host)
     if not ops.asynchronous:
         return CpuTransfer(device, host)
     pin(host)
@@ -31,8 +36,60 @@ def make_transfer(device: DevicePool, host: HostPool, ops: DeviceOps) -> Transfe
     try:
         batch = MemcpyBatch()
     except AttributeError:  # an older driver
-        return CudaTransfer(device, kernel, kernel)
-    return CudaTransfer(device, StagedStorer(device, host, batch), kernel)
+        return CudaTransfer(device, host, kernel, kernel)
+    return CudaTransfer(device, host, StagedStorer(device, host, batch), kernel)
+
+
+class _During:
+    """Copies the pages that a step fills, some layers at a time, as soon as these are computed.
+
+    Args:
+        device: The device pool.
+        host: The host pool.
+        copy: The pages.
+        copy_layers: Copies some layers of them, once all that was queued is computed; returns what says that they are there.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        copy: PageCopy,
+        copy_layers: Callable[[Sequence[int]], Callable[[], bool]],
+    ) -> None:
+        self.copy = copy
+        self._device = device
+        self._host = host
+        self._copy_layers = copy_layers
+        self._groups = deque(layer_groups(tuple(device.pages), _GROUPS))
+        self._parts = host.parts.begin(copy.host.tolist())
+        device.watched(self.come_to)
+
+    def come_to(self, layer: int) -> None:
+        """A layer is about to be computed."""
+        while self._groups and self._groups[0][-1] < layer:
+            self._next()
+
+    def finish(self, *, failed: bool) -> None:
+        """All layers are computed, or the rest will not be."""
+        self._device.watched(None)
+        while self._groups and not failed:
+            self._next()
+
+    def end(self) -> None:
+        """All is there, or will not be."""
+        self._host.parts.end(self.copy.host.tolist(), self._parts)
+
+    def _next(self) -> None:
+        self._parts.reached(self._copy_layers(self._groups.popleft()))
+
+
+def _set_groups(device: DevicePool, host: HostPool) -> None:
+    """Says which bytes of a host page the groups of layers are that steps fill one after the other."""
+    layout = device.layout
+    sizes = {layer: layout.layer_bytes(kept) for layer, kept in device.kept.items()}
+    groups = layer_groups(tuple(device.pages), _GROUPS)
+    host.parts.groups = [ranges_of(layers, layout.offsets(), sizes) for layers in groups]
 
 
 class CpuTransfer:
@@ -46,35 +103,56 @@ class CpuTransfer:
     def __init__(self, device: DevicePool, host: HostPool) -> None:
         content = torch.from_numpy(host.content)
         offsets = device.layout.offsets()
+        self._device = device
+        self._host = host
         # Each layer's group, and the bytes of its pages on the device and on the host.
-        self._layers: list[tuple[int, Tensor, Tensor]] = []
+        self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}
         for layer, pool in device.pages.items():
             pages = pool.view(torch.uint8).flatten(1)
-            self._layers.append(
-                (device.group[layer], pages, content[:, offsets[layer] : offsets[layer] + pages.shape[1]])
-            )
+            there = content[:, offsets[layer] : offsets[layer] + pages.shape[1]]
+            self._layers[layer] = device.group[layer], pages, there
+        self._during: _During | None = None
         self._done: tuple[int, ...] = ()
+        self._failed: tuple[int, ...] = ()
         self._store_seconds = self._load_seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        return bool(self._done)
+        return bool(self._done or self._failed)
 
     def start(self, copies: Copies) -> None:
         if copies.store is not None:
-            self._store_seconds += self._copy(copies.store, reference.store_pages)
+            self._store_seconds += self._copy(copies.store, reference.store_pages, self._layers)
             self._done += (copies.store.number,)
         if copies.load is not None:
-            self._load_seconds += self._copy(copies.load, reference.load_pages)
+            self._load_seconds += self._copy(copies.load, reference.load_pages, self._layers)
+        if (copy := copies.during) is not None:
+
+            def copy_layers(layers: Iterable[int]) -> Callable[[], bool]:
+                self._store_seconds += self._copy(copy, reference.store_pages, layers)
+                return lambda: True
+
+            self._during = _During(self._device, self._host, copy, copy_layers)
+
+    def finish(self, *, failed: bool = False) -> None:
+        if (during := self._during) is not None:
+            self._during = None
+            during.finish(failed=failed)
+            during.end()
+            if failed:
+                self._failed += (during.copy.number,)
+            else:
+                self._done += (during.copy.number,)
 
     def poll(self) -> CopyReport:
-        report = CopyReport(self._done, (), self._store_seconds, self._load_seconds)
-        self._done, self._store_seconds, self._load_seconds = (), 0.0, 0.0
+        report = CopyReport(self._done, self._failed, self._store_seconds, self._load_seconds)
+        self._done, self._failed, self._store_seconds, self._load_seconds = (), (), 0.0, 0.0
         return report
 
-    def _copy(self, copy: PageCopy, kernel: Kernel) -> float:
+    def _copy(self, copy: PageCopy, kernel: Kernel, layers: Iterable[int]) -> float:
         began = time.perf_counter()
-        for group, pages, there in self._layers:
+        for layer in layers:
+            group, pages, there = self._layers[layer]
             kernel(pages, there, *(torch.from_numpy(ids).long() for ids in copy.of(group)))
         return time.perf_counter() - began
 
@@ -84,18 +162,24 @@ class CudaTransfer:
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone
-    (``DevicePool.await_layer``).
+    (``DevicePool.await_layer``). What a step fills goes the other way just so, by the same kernels as loads.
 
     Args:
         device: The device pool.
+        host: The host pool.
         storer: Copies pages to the host.
-        loader: Copies pages to the device.
+        kernels: Copies pages to the device, and some layers of pages to the host.
     """
 
-    def __init__(self, device: DevicePool, storer: PageStorer, loader: PageLoader) -> None:
+    def __init__(self, device: DevicePool, host: HostPool, storer: PageStorer, kernels: KernelMover) -> None:
         self._device = device
+        self._host = host
         self._storer = storer
-        self._loader = loader
+        self._kernels = kernels
+        self._during: _During | None = None
+        self._copied: dict[int, _During] = {}
+        self._failed: tuple[int, ...] = ()
+        self._last_layer = max(device.pages)
         self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         # Stores have a number, a beginning and an end; loads a beginning and an end.
@@ -104,7 +188,7 @@ class CudaTransfer:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._failed)
 
     def start(self, copies: Copies) -> None:
         computing = torch.cuda.current_stream(self._device.device)
@@ -120,17 +204,55 @@ class CudaTransfer:
             self._loads.wait_stream(computing)  # earlier steps may still read the old content of these pages
             with torch.cuda.stream(self._loads):
                 begin = self._mark(self._loads)
-                events = {layer: self._mark(self._loads) for layer in self._loader.load(copies.load)}
+                events = {layer: self._mark(self._loads) for layer in self._kernels.load(copies.load)}
             self._device.arriving(events)
             self._loading.append((begin, events[next(reversed(events))]))
+        if copies.during is not None:
+            self._begin_during(copies.during)
+
+    def _begin_during(self, copy: PageCopy) -> None:
+        computing = torch.cuda.current_stream(self._device.device)
+        begin: torch.cuda.Event | None = None
+        with torch.cuda.stream(self._stores):
+            store_layers = self._kernels.layer_storer(copy)
+
+        def copy_layers(layers: Sequence[int]) -> Callable[[], bool]:
+            nonlocal begin
+            self._stores.wait_stream(computing)
+            with torch.cuda.stream(self._stores):
+                begin = begin or self._mark(self._stores)
+                store_layers(layers)
+                end = self._mark(self._stores)
+            if layers[-1] == self._last_layer:
+                self._running.append((copy.number, begin, end))
+            return end.query
+
+        self._during = _During(self._device, self._host, copy, copy_layers)
+
+    def finish(self, *, failed: bool = False) -> None:
+        if (during := self._during) is not None:
+            self._during = None
+            during.finish(failed=failed)
+            # The pages may be given to somebody else before the next step.
+            torch.cuda.current_stream(self._device.device).wait_stream(self._stores)
+            if failed:
+                during.end()
+                self._failed += (during.copy.number,)
+            else:
+                self._copied[during.copy.number] = during
 
     def poll(self) -> CopyReport:
         ended = [item for item in self._running if item[2].query()]  # type: ignore[no-untyped-call]
         self._running = [item for item in self._running if item not in ended]
         loaded = [item for item in self._loading if item[1].query()]  # type: ignore[no-untyped-call]
         self._loading = [item for item in self._loading if item not in loaded]
+        failed, self._failed = self._failed, ()
+        for number, _, _ in ended:
+            if (during := self._copied.pop(number, None)) is not None:
+                during.end()
         return CopyReport(
             done=tuple(number for number, _, _ in ended),
+            failed=failed,
             store_seconds=sum(_seconds(begin, end) for _, begin, end in ended),
             load_seconds=sum(_seconds(begin, end) for begin, end in loaded),
         )

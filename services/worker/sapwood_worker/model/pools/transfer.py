@@ -18,6 +18,10 @@ class Transfer(Protocol):
         """
         ...
 
+    def finish(self, *, failed: bool = False) -> None:
+        """The step's computation has been queued, or has failed: copies what is left of the pages that it fills."""
+        ...
+
     def poll(self) -> CopyReport:
         """The stores that have ended since the last call; never waits."""
         ...

@@ -126,6 +126,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep | DeferredStep:
+        if self._transfer is None or step.copies is None or step.copies.during is None:
+            return self._launch(step)
+        try:
+            launched = self._launch(step)
+        except BaseException:
+            self._transfer.finish(failed=True)
+            raise
+        self._transfer.finish()
+        return launched
+
+    def _launch(self, step: Step) -> LaunchedStep | DeferredStep:
         if step.moves:
             self._move_experts(step.moves)
         if step.copies is not None:

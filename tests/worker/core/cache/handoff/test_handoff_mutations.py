@@ -60,6 +60,14 @@ MUTATIONS = [
     Mutation(HOST, "entry is not None and entry.ready and", "entry is not None and"),
     # Each allocation of a page gets an epoch of its own.
     Mutation("core/cache/page_allocator.py", "        self._epoch[pages] += 1\n", ""),
+    # Pages that a step was to fill and did not are nobody's any more.
+    Mutation(TIERS, "            self.leases.lost(entries)\n", "            pass\n"),
+    # What a step has not filled is not passed on.
+    Mutation(
+        "core/scheduler/lifecycle.py",
+        "request.planned // size, end // size",
+        "request.planned // size, -(-end // size)",
+    ),
     # What was kept for a request is given back when it starts.
     Mutation(TIERS, "None if self.pulls is None else self.pulls.arrivals.settle(serial)", "None"),
     # A request that is aborted while its pages are on their way to the host gets no ticket.

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.core.cache.handoff.answers import receive_headers, send_headers
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.source import PageSource, receive_headers, send_headers
+from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import NO, SILENCE_SECONDS, YES, Wire
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, record_bytes

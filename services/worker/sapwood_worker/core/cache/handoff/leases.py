@@ -2,13 +2,14 @@
 
 States of a transfer::
 
-    OFFERED --a page in host memory--> ANNOUNCED --computed, and all pages there--> LEASED --all were read--> READ
+    OFFERED --a page in host memory,-> ANNOUNCED --computed, and all pages there--> LEASED --all were read--> READ
        |                                 |  ^more pages, renewed^                     |  ^renewed^              |  ^renewed^
        '--aborted--> (gone)              '--aborted, late--> (gone)                   '--released, late, or-----'----> (gone)
                                                                                            aborted
 
 A prompt is offered with its first chunk, and its pages are announced as they come, so that they are read while the rest is
-computed; a prompt of one chunk goes from OFFERED to LEASED. An announced lease that nobody renews ends as any other, and what is
+computed; those of a long chunk when it begins, so that they are read layer by layer (``answers.py``). A prompt of one short chunk
+goes from OFFERED to LEASED. An announced lease that nobody renews ends as any other, and what is
 computed next begins a new one.
 
 A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases of which all was read give
@@ -77,7 +78,8 @@ class Lease:
         ticket: The ticket, of all pages so far.
         keys: Its pages' keys.
         until: When it ends, unless it is renewed.
-        pinned: Its pages, as far as they are pinned.
+        entries: Its pages. They are in place when they are ready, and lost when their epoch is another.
+        pinned: Those of them that are pinned.
         unread: Places in the ticket that were not read yet. Reading threads take from it.
     """
 
@@ -85,6 +87,7 @@ class Lease:
     ticket: HandoffTicket
     keys: list[PageKey]
     until: float
+    entries: list[HostPage]
     pinned: list[HostPage]
     unread: set[int] = field(default_factory=set)
 
@@ -101,10 +104,12 @@ class HandoffLeases:
         share: The most of the host pages that leases pin.
         clock: Seconds, monotonic.
         lease_seconds: How long a lease lasts.
+        in_parts: Where a step computes so many pages of a prompt, they are announced when it is planned, to be read layer by
+            layer; 0: never.
 
     Attributes:
         counters: What has happened so far.
-        epoch: The argument.
+        epoch, in_parts: The arguments.
     """
 
     def __init__(
@@ -117,7 +122,10 @@ class HandoffLeases:
         share: float,
         clock: Callable[[], float],
         lease_seconds: float = LEASE_SECONDS,
+        *,
+        in_parts: int = 0,
     ) -> None:
+        self.in_parts = in_parts
         self.counters = LeaseCounters()
         self.epoch = epoch
         self._host = host
@@ -157,7 +165,12 @@ class HandoffLeases:
         if serial not in self._offers:
             chain = PageChain(namespace, self._page_size)
             chain.extend(prompt, len(prompt))
-            self._offers[serial] = _Offer(chain.keys)
+            self.offer_pages(serial, chain.keys)
+
+    def offer_pages(self, serial: int, keys: list[PageKey]) -> None:
+        """As :meth:`offer`, for who knows the keys of the pages."""
+        if serial not in self._offers:
+            self._offers[serial] = _Offer(keys)
 
     def computed(self, serial: int) -> None:
         """All of an offered prompt has been computed; :meth:`poll` answers with the ticket."""
@@ -191,7 +204,7 @@ class HandoffLeases:
         given = []
         for serial, offer in tuple(self._offers.items()):
             known = len(self._by_serial[serial].keys) if serial in self._by_serial else 0
-            found = self._host.match(islice(offer.keys, known, None))
+            found = self._host.expected(islice(offer.keys, known, None))
             end = known + len(found)
             if offer.until is None:
                 kept = found[: self._room(len(found))] if found else []
@@ -216,6 +229,18 @@ class HandoffLeases:
         for transfer_id in transfer_ids:
             if (lease := self._leases.get(transfer_id)) is not None:
                 self._end(lease)
+
+    def lost(self, entries: Iterable[HostPage]) -> list[bytes]:
+        """Ends the leases of pages whose content does not come; returns their transfers' ids."""
+        gone = set(map(id, entries))
+        ended = [
+            lease
+            for lease in self._leases.values()
+            if any(id(entry) in gone for entry in lease.entries if not entry.ready)
+        ]
+        for lease in ended:
+            self._end(lease)
+        return [lease.ticket.transfer_id for lease in ended]
 
     def find(self, transfer_id: bytes, epoch: int) -> Lease | None:
         """The lease of a ticket, if it is good now. May be called from any thread."""
@@ -254,11 +279,12 @@ class HandoffLeases:
             transfer_id = secrets.token_bytes(16)
             milliseconds = round(self._seconds * 1000)
             ticket = HandoffTicket(transfer_id, self._source, self.epoch, self._fingerprint, [], [], milliseconds)
-            lease = self._leases[transfer_id] = self._by_serial[serial] = Lease(serial, ticket, [], now, [])
+            lease = self._leases[transfer_id] = self._by_serial[serial] = Lease(serial, ticket, [], now, [], [])
         lease.until = now + self._seconds
         self._host.touch(kept)
         self._host.pin(kept)
         lease.pinned += kept
+        lease.entries += kept
         lease.unread.update(range(len(lease.keys), len(lease.keys) + len(kept)))
         lease.ticket.page_hashes.extend(entry.key.hash for entry in kept)
         lease.ticket.places.extend((entry.page, self._host.epoch_of(entry.page)) for entry in kept)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.handoff.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
-from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Wire, dialled
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -84,6 +84,7 @@ class MooncakeMover:
         refuse_tls("mooncake", tls)
         self._engine = _mooncake_engine(pool, "127.0.0.1")  # nobody connects to it
         self._room = Room()
+        self.parts = PartCount()
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         with dialled(ticket, "mooncake", indices, None) as wire:

@@ -5,6 +5,7 @@ Ways differ in what carries the bytes. Whatever does, the source is asked before
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,11 +16,33 @@ class MoverError(Exception):
     """The source could not be reached, or stopped answering. Costs a recomputation."""
 
 
+class PartCount:
+    """Counts what came of pages before all of their layers were computed. For any thread.
+
+    Attributes:
+        bytes: How many.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """More came."""
+        with self._lock:
+            self.bytes += count
+
+
 class PageMover(Protocol):
     """Reads pages by their ticket. Called from several threads at once; every call may block and may fail.
 
     What it brings is not trusted: whoever asks checks every byte (``storage/record.py``).
+
+    Attributes:
+        parts: Counts what came of pages before all of their layers were computed; it stays 0 for movers that take none in parts.
     """
+
+    parts: PartCount
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         """Reads pages into records.

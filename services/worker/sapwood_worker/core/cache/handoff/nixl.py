@@ -15,7 +15,7 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.handoff.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
-from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Wire, dialled
 from sapwood_worker.core.cache.storage.nixl import nixl_library
@@ -99,6 +99,7 @@ class NixlMover:
         self._agent = nixl_agent(pool, progresses=False)
         self._lock = threading.Lock()
         self._room = Room()
+        self.parts = PartCount()
         self._remotes: dict[bytes, _Remote] = {}
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:

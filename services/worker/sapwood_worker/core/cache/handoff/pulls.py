@@ -32,8 +32,10 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 BATCH = 16
 """Pages of a read: few, so that a prompt of 1000 tokens is read by several at once; a connection carries 1 to 2 GB/s."""
-READS = 8
+READS = 16
 """Reads at a time."""
+EARLY_READS = 4
+"""Of pages that are announced together: each may last as long as the source computes them."""
 PATIENCE_SECONDS = 5.0
 """How long a request waits for its pages. A source that is gone is noticed sooner, by the mover."""
 
@@ -127,6 +129,11 @@ class Pulls:
         self._clock = clock
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes that came before all layers of their pages were computed."""
+        return self._mover.parts.bytes
+
+    @property
     def busy(self) -> bool:
         """Whether reads are under way."""
         return self.arrivals.reading > 0
@@ -195,8 +202,9 @@ class Pulls:
         # Pages that another request is having read are waited for, not read again.
         entries = self.arrivals.reserve(wanted)
         index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
-        for start in range(0, len(entries), BATCH):
-            batch = entries[start : start + BATCH]
+        each = max(BATCH, -(-len(entries) // EARLY_READS)) if pull.early else BATCH
+        for start in range(0, len(entries), each):
+            batch = entries[start : start + each]
             indices = [index_of[entry.key.hash] for entry in batch]
             done = partial(self._took, pull, batch)
             self._executor.submit(partial(self._read, pull, ticket, indices, batch), done, urgent=True)

@@ -22,6 +22,7 @@ class QuickestMover:
 
     def __init__(self, tls: PageTls | None = None) -> None:
         self._shared, self._tcp = SharedMemoryMover(tls), TcpMover(tls)
+        self.parts = self._shared.parts = self._tcp.parts
         self._apart: set[tuple[str, int]] = set()
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, receive_parts, send_headers
 from sapwood_worker.core.cache.handoff.leases import Lease
-from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.source import PageSource, receive_headers, send_headers
+from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
+from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import YES, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, record_bytes
@@ -41,18 +42,35 @@ class SharedMemoryMover:
 
     def __init__(self, tls: PageTls | None = None) -> None:
         self._tls = tls
+        self.parts = PartCount()
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         with dialled(ticket, "shm", indices, self._tls) as wire, _opened(wire.receive(_WHERE.size)) as memory:
             headers = receive_headers(wire, indices)
-            whole = [
-                header is not None and _copy(memory, header, ticket.places[index - ticket.first_page][0], buffer)
-                for header, index, buffer in zip(headers, indices, buffers, strict=True)
-            ]
+            copied = [True] * len(headers)
+
+            def copy(number: int, start: int = 0, end: int | None = None) -> None:
+                content = buffers[number][HEADER_BYTES:]
+                page, _ = ticket.places[indices[number] - ticket.first_page]
+                at = page * record_bytes(len(content)) + HEADER_BYTES + start
+                copied[number] &= _copy(memory, at, content[start:end])
+
+            had = [number for number, header in enumerate(headers) if header]
+            for number in had:
+                buffers[number][:HEADER_BYTES] = headers[number] or b""
+                copy(number)
+            coming = [number for number, header in enumerate(headers) if header == COMING]
+            if coming:
+                came = receive_parts(
+                    wire,
+                    [buffers[number] for number in coming],
+                    self.parts,
+                    lambda place, *part: copy(coming[place], *part),
+                )
+                had += [number for number, header in zip(coming, came, strict=True) if header is not None]
             wire.send(YES)
-            return [
-                header is not None and wire.says_yes() and copied for header, copied in zip(headers, whole, strict=True)
-            ]
+            good = {number for number in had if wire.says_yes() and copied[number]}
+            return [number in good for number in range(len(headers))]
 
 
 def send_where(wire: Wire, source: PageSource, lease: Lease | None, indices: Sequence[int]) -> None:
@@ -63,14 +81,11 @@ def send_where(wire: Wire, source: PageSource, lease: Lease | None, indices: Seq
         return
     device, inode = memory.identity
     wire.send(_WHERE.pack(_boot(), device, inode, memory.path.encode()))
-    send_headers(wire, source, lease, indices)
+    send_headers(wire, source, lease, indices, in_parts=True)
 
 
-def _copy(memory: int, header: bytes, page: int, buffer: memoryview) -> bool:
-    """Makes a record of a page in an open file; returns whether all of it was there."""
-    buffer[:HEADER_BYTES] = header
-    content = buffer[HEADER_BYTES:]
-    at = page * record_bytes(len(content)) + HEADER_BYTES
+def _copy(memory: int, at: int, content: memoryview) -> bool:
+    """Fills memory with what is at a place of an open file; returns whether all of it was there."""
     while content:
         count = os.preadv(memory, [content], at)
         if not count:

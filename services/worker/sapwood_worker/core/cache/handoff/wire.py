@@ -20,14 +20,14 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 Way = Literal["tcp", "shm", "nixl", "mooncake"]
 
-YES, NO = b"\1", b"\0"
+YES, NO, LATER, WAIT = b"\1", b"\0", b"\2", b"\3"
 SILENCE_SECONDS = 1.0
 READ_SECONDS = 4.0
 """The most that a whole read takes; whoever asked waits little longer (``pulls.PATIENCE_SECONDS``)."""
 
 _ASK = struct.Struct("<8s16sQI")
 _INDEX = struct.Struct("<I")
-_MAGIC: dict[Way, bytes] = {"tcp": b"SAPWHO01", "shm": b"SAPWHM01", "nixl": b"SAPWHX01", "mooncake": b"SAPWHK01"}
+_MAGIC: dict[Way, bytes] = {"tcp": b"SAPWHO02", "shm": b"SAPWHM02", "nixl": b"SAPWHX02", "mooncake": b"SAPWHK02"}
 _MOST_PAGES = 4096
 
 
@@ -57,7 +57,13 @@ class Wire:
 
     def __init__(self, connection: socket.socket, seconds: float = READ_SECONDS) -> None:
         self._connection = connection
-        self._until = time.monotonic() + seconds
+        self._seconds = seconds
+        self._said = time.monotonic()
+        self.goes_on()
+
+    def goes_on(self) -> None:
+        """The other side may take as long again, or this one does."""
+        self._until = time.monotonic() + self._seconds
 
     def send(self, content: bytes | memoryview) -> None:
         """Says something."""
@@ -86,6 +92,19 @@ class Wire:
     def says_yes(self) -> bool:
         """A byte that is a yes. Raises as :meth:`fill`."""
         return self.receive(1) == YES
+
+    def says_wait(self) -> None:
+        """Says, now and then, that an answer is on its way. Cheap to call often."""
+        if time.monotonic() > self._said + SILENCE_SECONDS / 4:
+            self._said = time.monotonic()
+            self.goes_on()
+            self.send(WAIT)
+
+    def answer(self) -> bytes:
+        """A byte that is not ``WAIT``. Raises as :meth:`fill`."""
+        while (said := self.receive(1)) == WAIT:
+            self.goes_on()
+        return said
 
     def fill(self, buffer: memoryview) -> None:
         """Fills a buffer.

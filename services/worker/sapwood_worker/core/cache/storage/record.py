@@ -41,6 +41,35 @@ def header_of(record: memoryview, key: PageKey, namespace: str) -> bytes:
     return (fields + _checksum(record, fields)).ljust(HEADER_BYTES, b"\0")
 
 
+class Sealer:
+    """Makes a record's header while its content comes.
+
+    Args:
+        record: The record.
+        key, namespace: As for :func:`header_of`.
+    """
+
+    def __init__(self, record: memoryview, key: PageKey, namespace: str) -> None:
+        self._record = record
+        self._fields = _fields(record, key, namespace)
+        self._state = xxhash.xxh3_128(self._fields)
+        self._taken = HEADER_BYTES
+        self._there: dict[int, int] = {}
+
+    def take(self, start: int, end: int) -> memoryview:
+        """Takes these bytes of the content, in any order; returns them."""
+        self._there[HEADER_BYTES + start] = HEADER_BYTES + end
+        while (following := self._there.pop(self._taken, None)) is not None:
+            self._state.update(self._record[self._taken : following])
+            self._taken = following
+        return self._record[HEADER_BYTES + start : HEADER_BYTES + end]
+
+    def header(self) -> bytes:
+        """The header for the content, all of which was taken."""
+        assert self._taken == len(self._record) and not self._there, "not all was taken"
+        return (self._fields + self._state.digest()).ljust(HEADER_BYTES, b"\0")
+
+
 def verify(record: memoryview, key: PageKey, namespace: str) -> bool:
     """Whether a record is exactly what was sealed for this key in this namespace."""
     fields = _fields(record, key, namespace)

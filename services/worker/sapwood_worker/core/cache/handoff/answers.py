@@ -1,0 +1,156 @@
+"""What a source says of the pages of a read: had, not had, or coming, layer by layer, while it still computes them.
+
+Where pages are coming, the source answers ``LATER`` for each, and once it has said something of every page of the read, which
+bytes of those that come are there, again and again until that is all; none says that it goes on. Then follows for each of them,
+in order, whether the source has it after all, with the header over all of its content: not before the step that computed it is
+known to have gone well. The bytes follow whenever some are named (TCP), or the reader takes them out of the source's memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from sapwood_worker.core.cache.handoff.leases import Lease
+from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
+from sapwood_worker.core.cache.handoff.source import PageSource
+from sapwood_worker.core.cache.handoff.wire import LATER, NO, SILENCE_SECONDS, YES, Wire
+from sapwood_worker.core.cache.storage.record import Sealer
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+
+_COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
+_NAP_SECONDS = 1e-3
+_MOST_RANGES = 1 << 16
+COMING = b""
+"""In place of the header of a page that is coming."""
+
+
+def send_headers(
+    wire: Wire, source: PageSource, lease: Lease | None, indices: Sequence[int], *, in_parts: bool = False
+) -> None:
+    """Of pages that the reader takes out of the source's memory itself: says which there are, with their sealed headers, waits
+    until they are read (a yes; a no now and then until then), and says which of them still are what the ticket says: those
+    that were there at first, then those that came."""
+    had: list[int] = []
+    coming: list[int] = []
+    for index in indices:
+        if in_parts and lease is not None and source.is_coming(lease, index):
+            wire.send(LATER)
+            coming.append(index)
+        elif lease is None or not _comes(wire, source, lease, index):
+            wire.send(NO)
+        else:
+            wire.send(YES + source.header(source.record(lease, index), lease, index))
+            had.append(index)
+    if lease is not None and coming:
+        had += send_parts(wire, source, lease, coming, content=False)
+    while not wire.says_yes():
+        pass  # it is still reading
+    if lease is not None:
+        wire.send(b"".join(YES if source.ends(lease, index) else NO for index in had))
+
+
+def receive_headers(wire: Wire, indices: Sequence[int]) -> list[bytes | None]:
+    """The reader's side: for each page its header, ``COMING``, or None."""
+    headers: list[bytes | None] = []
+    for _ in indices:
+        answer = wire.answer()
+        headers.append(COMING if answer == LATER else wire.receive(HEADER_BYTES) if answer == YES else None)
+    return headers
+
+
+def send_parts(wire: Wire, source: PageSource, lease: Lease, coming: Sequence[int], *, content: bool) -> list[int]:
+    """The source's side, once it has answered ``LATER`` for some pages of a read.
+
+    Args:
+        wire: The connection.
+        source: The pages.
+        lease: The lease.
+        coming: Which of its pages are coming.
+        content: Whether the bytes go over the connection.
+
+    Returns:
+        Those that it turned out to have, whose headers it has sent.
+    """
+    sealers = [Sealer(source.record(lease, index), lease.keys[index], source.namespace) for index in coming]
+    groups, known = source.pool.parts.groups, 0
+    while known < len(groups):
+        reached = _reach(source, lease, coming, known)
+        ranges = [each for group in groups[known:reached] for each in group]
+        wire.send(_COUNT.pack(len(ranges)) + b"".join(_RANGE.pack(*each) for each in ranges))
+        for sealer in sealers:
+            for start, end in ranges:
+                part = sealer.take(start, end)
+                if content:
+                    wire.send(part)
+        known = reached
+        wire.goes_on()
+    had = []
+    for index, sealer in zip(coming, sealers, strict=True):
+        if _comes(wire, source, lease, index):
+            wire.send(YES + sealer.header())
+            had.append(index)
+        else:
+            wire.send(NO)
+    return had
+
+
+def receive_parts(
+    wire: Wire, buffers: Sequence[memoryview], count: PartCount, take: Callable[[int, int, int], object]
+) -> list[bytes | None]:
+    """The reader's side.
+
+    Args:
+        wire: The connection.
+        buffers: The records of the pages that are ``LATER``. Mutated: content and headers.
+        count: Is told of what comes before all layers are computed.
+        take: Has a part of a page's content filled: its number among ``buffers``, where in the content it begins and ends.
+
+    Returns:
+        For each page its header, or None.
+    """
+    left = len(buffers[0]) - HEADER_BYTES
+    while left:
+        (ranges,) = _COUNT.unpack(wire.receive(_COUNT.size))
+        if ranges > _MOST_RANGES:
+            raise MoverError("the other side says what cannot be")
+        parts = list(_RANGE.iter_unpack(wire.receive(ranges * _RANGE.size)))
+        size = sum(end - start for start, end in parts)
+        if size > left or any(start > end for start, end in parts):
+            raise MoverError("the other side says what cannot be")
+        for number in range(len(buffers)):
+            for part in parts:
+                take(number, *part)
+        left -= size
+        count.add(len(buffers) * size if left else 0)
+        wire.goes_on()
+    headers = receive_headers(wire, range(len(buffers)))
+    for header, buffer in zip(headers, buffers, strict=True):
+        if header:
+            buffer[:HEADER_BYTES] = header
+    return headers
+
+
+def _comes(wire: Wire, source: PageSource, lease: Lease, index: int) -> bool:
+    """Waits until a page is there or lost, and says now and then that it is coming; whether it is there."""
+    while source.is_coming(lease, index):
+        time.sleep(_NAP_SECONDS)
+        wire.says_wait()
+    return source.has(lease, index)
+
+
+def _reach(source: PageSource, lease: Lease, coming: Sequence[int], known: int) -> int:
+    """How many groups of layers are in all of these pages, or will not be: more than ``known``, unless that takes long."""
+    until = time.monotonic() + SILENCE_SECONDS / 4
+    least = len(source.pool.parts.groups)
+    for index in coming:
+        while source.is_coming(lease, index):
+            parts = source.pool.parts.of(lease.ticket.places[index][0])
+            if parts is not None and (found := parts.beyond(known, until - time.monotonic())) > known:
+                least = min(least, found)
+                break
+            if time.monotonic() >= until:
+                return known
+            time.sleep(_NAP_SECONDS)  # the step has not begun, or its end has not been looked at
+    return least

@@ -1,0 +1,85 @@
+"""How much of host pages is there while a step is still filling them: some layers after others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+_NAP_SECONDS = 2e-4
+
+Ranges = list[tuple[int, int]]
+"""Bytes of a page's content: where each run begins and ends."""
+
+
+class PageParts:
+    """The pages that one step fills. The step's thread tells, others wait."""
+
+    def __init__(self) -> None:
+        self._told = threading.Condition()
+        self._groups: list[Callable[[], bool]] = []
+
+    def reached(self, is_there: Callable[[], bool]) -> None:
+        """One more group of layers is in each page once ``is_there``, which any thread may call, says so."""
+        with self._told:
+            self._groups.append(is_there)
+            self._told.notify_all()
+
+    def beyond(self, known: int, seconds: float) -> int:
+        """How many groups are there: more than ``known``, unless for so many seconds there were none."""
+        until = time.monotonic() + seconds
+        while True:
+            with self._told:
+                told = self._told.wait_for(lambda: len(self._groups) > known, until - time.monotonic())
+                groups = self._groups[known:]
+            found = known + next((number for number, is_there in enumerate(groups) if not is_there()), len(groups))
+            if found > known or not told or time.monotonic() >= until:
+                return found
+            time.sleep(_NAP_SECONDS)  # the device is on its way there
+
+
+class PartsOfPages:
+    """The parts that steps fill, by page. The step's thread changes it, others look.
+
+    Attributes:
+        groups: Which bytes of a page's content each group of layers has, in the order in which steps compute them; empty: what
+            steps fill is not known before they end.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[Ranges] = []
+        self._of: dict[int, PageParts] = {}
+
+    def begin(self, pages: Iterable[int]) -> PageParts:
+        """Pages that a step fills."""
+        parts = PageParts()
+        self._of.update(dict.fromkeys(pages, parts))
+        return parts
+
+    def end(self, pages: Iterable[int], parts: PageParts) -> None:
+        """No step fills these any more."""
+        for page in pages:
+            if self._of.get(page) is parts:
+                del self._of[page]
+
+    def of(self, page: int) -> PageParts | None:
+        """What is filling a page now; None: nothing is, or it has not begun."""
+        return self._of.get(page)
+
+
+def layer_groups(layers: Sequence[int], most: int) -> list[list[int]]:
+    """Cuts layers, in the order in which they are computed, into at most so many groups."""
+    return [part.tolist() for part in np.array_split(np.array(sorted(layers)), min(most, len(layers)))]
+
+
+def ranges_of(layers: Iterable[int], offsets: Mapping[int, int], sizes: Mapping[int, int]) -> Ranges:
+    """Where the bytes of some layers are in a page's content, of which it is given where each begins and how long it is."""
+    ranges: Ranges = []
+    for layer in sorted(layers, key=offsets.__getitem__):
+        start, end = offsets[layer], offsets[layer] + sizes[layer]
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, end))
+    return ranges

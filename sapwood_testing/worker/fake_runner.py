@@ -183,6 +183,9 @@ class FakeRunner:
     def cache_identity(self) -> str:
         return "fake"
 
+    def export_pages(self) -> bytes:
+        return b""
+
     def execute(self, step: Step) -> ModelOutput:
         """Computes a step as a real runner would.
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.process_memory import ProcessMemory
+from sapwood_worker.core.cache.handoff.cuda_ipc import CudaIpcMover, ExportedPages
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.server import PageServer
@@ -25,6 +27,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
+from sapwood_worker.model.pools.peer_pages import export_pages
 from sapwood_worker.records.handoff import HandoffTicket
 
 PAGE, PAGES, CHUNK = 4, 64, 40
@@ -35,14 +38,20 @@ PROMPT = array("I", [3 + place * 7 % 90 for place in range(97)])
 class Source:
     """A prefill worker around a real model, and a reader."""
 
-    def __init__(self, runner: Any, mover: PageMover) -> None:
-        self.runner, self.mover = runner, mover
+    def __init__(self, runner: Any, mover: str) -> None:
+        self.runner = runner
+        self.into = HostPool(PAGES, runner.host_pool.page_bytes)
+        self.memory = ProcessMemory()
+        movers = {"tcp": TcpMover, "shm": SharedMemoryMover, "cuda": lambda: CudaIpcMover(None, self.into, self.memory)}
+        self.mover: PageMover = movers[mover]()
         self.server = PageServer("127.0.0.1", 0)
         self.host = HostPages(runner.host_pool.num_pages)
         source = f"127.0.0.1:{self.server.port}"
         self.leases = HandoffLeases(self.host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
-        self.server.serve(self.leases, runner.host_pool, FINGERPRINT)
         tiers = HierarchicalCache(self.host, PAGES, PAGE, leases=self.leases)
+        exported = export_pages(runner._pool.layers_in_records(), self.memory) if mover == "cuda" else b""
+        device = ExportedPages(exported, lambda page: tiers.device_epoch(page))  # noqa: PLW0108 - the scheduler sets it
+        self.server.serve(self.leases, runner.host_pool, FINGERPRINT, device=device)
         config = SchedulerConfig(
             windows=runner.info.windows,
             page_size=PAGE,
@@ -54,7 +63,6 @@ class Source:
         self.scheduler = Scheduler(config, tiers)
         sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         self.scheduler.add(Request(1, "r1", PROMPT, sampling, hands_off=True))
-        self.into = HostPool(PAGES, runner.host_pool.page_bytes)
         self.readers = ThreadPoolExecutor(4)
 
     def read(self, ticket: HandoffTicket) -> Future[list[bool]]:
@@ -79,7 +87,7 @@ class Source:
             self.scheduler.check()
 
 
-@pytest.fixture(params=[TcpMover, SharedMemoryMover])
+@pytest.fixture(params=["tcp", "shm", "cuda"])
 def make_source(request: pytest.FixtureRequest, tiny_model: Any, make_runner: Any) -> Iterator[Callable[[str], Source]]:
     with contextlib.ExitStack() as stack:
 
@@ -88,7 +96,7 @@ def make_source(request: pytest.FixtureRequest, tiny_model: Any, make_runner: An
             runner = make_runner(
                 path, page_size=PAGE, num_pages=PAGES, max_running=2, host_cache_ratio=4.0, share_host_cache=True
             )
-            source = Source(runner, request.param())
+            source = Source(runner, request.param)
             stack.callback(source.server.close)
             stack.callback(source.readers.shutdown, wait=False)
             stack.callback(lambda: source.leases.release(list(source.leases._leases)))
@@ -111,7 +119,7 @@ def before_the_last_layer(runner: Any, do: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_layers_are_read_before_the_last_one_of_their_chunk_is_computed(
-    make_source: Callable[[str], Source], name: str
+    make_source: Callable[[str], Source], name: str, request: pytest.FixtureRequest
 ) -> None:
     source = make_source(name)
     parts, seen = source.mover.parts, [0]
@@ -131,6 +139,7 @@ def test_layers_are_read_before_the_last_one_of_their_chunk_is_computed(
     assert [came for read in reads for came in read.result(60)] == [True] * whole
     assert len(ticket.places) == whole
     page_bytes = source.into.page_bytes
+    assert source.memory.copied == (whole * page_bytes if request.node.callspec.id == "cuda-llama" else 0)
     assert 0 < seen[-1] < whole * page_bytes
     keys = next(iter(source.leases._leases.values())).keys
     for index, (page, _) in enumerate(ticket.places):

@@ -157,6 +157,11 @@ class SimulatedWorker:
                 assert known == content, "a page holds something else"
 
     @property
+    def keeps_unpinned(self) -> bool:
+        """Whether it has leases whose pages are not pinned any more."""
+        return self.leases is not None and any(not lease.pinned for lease in self.leases._leases.values())
+
+    @property
     def settled(self) -> bool:
         """Whether it has nothing to do, and keeps nothing for anybody."""
         scheduler = self.scheduler

@@ -88,6 +88,8 @@ class Simulation:
             router.abort()
         if chance() < world.retries and router.try_again() and chance() < 0.5:
             self._fill()
+        if chance() < 0.3 and router.prefill.keeps_unpinned:
+            self._fill()  # its tickets' pages go to somebody else
         if chance() < world.restarts:
             self._lose(world.chance.choice([router.prefill, router.decode]))
         if chance() < 0.2:

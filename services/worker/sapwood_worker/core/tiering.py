@@ -12,6 +12,7 @@ import msgspec
 from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.cache.handoff.cuda_ipc import CudaIpcMover, ExportedPages
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource
 from sapwood_worker.core.cache.handoff.mover import PageMover
@@ -46,6 +47,7 @@ _MOVERS: dict[HandoffMover, Callable[[PageTls | None, HostPool], PageMover]] = {
     "shm": lambda tls, _: SharedMemoryMover(tls),
     "nixl": NixlMover,
     "mooncake": MooncakeMover,
+    "cuda": CudaIpcMover,
 }
 _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str], bytes]]] = {
     "nixl": NixlSource,
@@ -70,6 +72,14 @@ class TieredRunner(Runner, Protocol):
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens, other than the page size."""
+        ...
+
+    def export_pages(self) -> bytes:
+        """What another process needs to read the device's pages; empty: it cannot.
+
+        Raises:
+            RuntimeError: The driver does not export them.
+        """
         ...
 
 
@@ -155,7 +165,7 @@ class Tiering:
         if role == "prefill" and cache.leases is None:
             if config.host_write_policy != "write_through":
                 raise ConfigError(f"--host-write-policy {config.host_write_policy}: pages must go to the host at once")
-            cache.leases = _build_leases(config, self._runner, cache.host, self._pool)
+            cache.leases = _build_leases(config, self._runner, cache, self._pool)
         if role == "decode" and cache.pulls is None:
             cache.pulls = _build_pulls(config, self._runner, cache.host, self._pool)
 
@@ -208,17 +218,26 @@ class Tiering:
         self.opener.poll()
 
 
-def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> HandoffLeases:
+def _build_leases(
+    config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool
+) -> HandoffLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
     tls, mover = _page_tls(config), config.handoff_mover
     engines: dict[Way, Callable[[str], bytes]] = {}
     if mover == "nixl" or mover == "mooncake":
         engines[mover] = _ENGINES[mover](tls, pool)
+    device = None
+    if mover == "cuda":
+        try:
+            # The scheduler, which knows, is made afterwards.
+            device = ExportedPages(runner.export_pages(), lambda page: cache.device_epoch(page))  # noqa: PLW0108
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"--handoff-mover cuda: {error}") from error
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
     fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
-        host,
+        cache.host,
         runner.info.page_size,
         fingerprint,
         epoch,
@@ -227,7 +246,7 @@ def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, p
         time.monotonic,
         in_parts=_LEAST_PARTS if pool.in_one else 0,
     )
-    server.serve(leases, pool, fingerprint, engines)
+    server.serve(leases, pool, fingerprint, engines, device)
     logger.info("pages are handed off on port %d", server.port)
     return leases
 

@@ -10,7 +10,7 @@ from sapwood_common.plugins import part_names
 
 Role = Literal["both", "prefill", "decode"]
 AllReduceName = Literal["auto", "backend", "one-shot", "two-shot"]
-HandoffMover = Literal["auto", "tcp", "shm", "nixl", "mooncake"]
+HandoffMover = Literal["auto", "tcp", "shm", "nixl", "mooncake", "cuda"]
 
 LINEAR_METHODS = "sapwood.linear_methods"
 """The group of entry points by which packages bring formats of weights."""

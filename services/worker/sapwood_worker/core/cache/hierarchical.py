@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,6 +84,7 @@ class HierarchicalCache:
         storage: The third tier.
         leases, pulls: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
+        device_epoch: How often a device page has been allocated. May be called from any thread.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class HierarchicalCache:
         self._storing: dict[int, int] = {}
         self._numbers = 0
         self._windows: Sequence[WindowPages] = ()
+        self.device_epoch: Callable[[int], int] = lambda page: 0
 
     @property
     def busy(self) -> bool:
@@ -216,8 +218,8 @@ class HierarchicalCache:
         self.counters.device_hits += len(known)
         self.counters.host_hits += len(found)
 
-    def beside(self, windows: Sequence[WindowPages]) -> None:
-        self._windows = windows
+    def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int]) -> None:
+        self._windows, self.device_epoch = windows, epoch_of
 
     def kept(self, slot: int) -> int:
         self._given = len(self._rows[slot].found)
@@ -257,6 +259,7 @@ class HierarchicalCache:
         for entry in self.host.reserve(names):
             page, *beside = pages[:, place[entry.key]].tolist()
             entry.coming = True
+            entry.device = page, self.device_epoch(page)
             self._during.add(page, beside, entry)
             self._storing[page] = self._storing.get(page, 0) + 1
 
@@ -373,6 +376,7 @@ class HierarchicalCache:
         self.counters.no_room += len(wanted) - len(reserved)
         for entry in reserved:
             page = place[entry.key]
+            entry.device = page, self.device_epoch(page)
             self._next.add(page, [window.page_beside(page) for window in self._windows], entry)
             self._storing[page] = self._storing.get(page, 0) + 1
 

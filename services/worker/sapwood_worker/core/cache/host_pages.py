@@ -29,6 +29,7 @@ class HostPage:
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
         coming: Whether a step that is planned or runs fills it, as it computes that content.
+        device: The device's page that it is a copy of, and that page's epoch; None: none.
         pins: How many users rely on its content; above 0 it is not evicted.
         doomed: Whether it is dropped as soon as it is not pinned, and not found meanwhile.
         created: When it was added, by the index's tick.
@@ -41,6 +42,7 @@ class HostPage:
     page: int
     ready: bool = False
     coming: bool = False
+    device: tuple[int, int] | None = None
     pins: int = 0
     doomed: bool = False
     created: int = 0

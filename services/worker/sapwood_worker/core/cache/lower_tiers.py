@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,8 +64,8 @@ class LowerTiers(Protocol):
         """Frees what is kept for a row that ends."""
         ...
 
-    def beside(self, windows: Sequence[WindowPages]) -> None:
-        """Called once: what else belongs to a cached page, and is stored and loaded with it."""
+    def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int]) -> None:
+        """Called once: what else belongs to a cached page, and is stored and loaded with it; how often a page was allocated."""
         ...
 
     def evicted(self, pages: PageIds) -> None:

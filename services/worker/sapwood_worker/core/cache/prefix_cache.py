@@ -85,7 +85,7 @@ class PrefixCache:
         self._tables = page_table.rows, *(each.table for each in self.windows)
         self._ledgers = allocator, *(each.ledger for each in self.windows)
         if self._below is not None:
-            self._below.beside(self.windows)
+            self._below.beside(self.windows, allocator.epoch_of)
 
     @property
     def num_evictable(self) -> int:

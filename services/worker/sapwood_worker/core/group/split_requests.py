@@ -45,6 +45,10 @@ class SplitRequestsRunner:
     def cache_identity(self) -> str:
         return self._runner.cache_identity()
 
+    def export_pages(self) -> bytes:
+        """Nothing: a rank has but a part of a page."""
+        return b""
+
     def execute(self, step: Step) -> ModelOutput:
         return self.launch(step).result()
 

@@ -21,6 +21,7 @@ from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.peer_pages import CudaMemory, export_pages
 from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -224,6 +225,16 @@ class ModelRunner:
         Reads all of the model's files.
         """
         return self._identity()
+
+    def export_pages(self) -> bytes:
+        """What another process of the host needs to read the device's pages; empty: it cannot, or there is no GPU.
+
+        Raises:
+            OSError, RuntimeError: The driver does not export them.
+        """
+        if not self.asynchronous:
+            return b""
+        return export_pages(self._pool.layers_in_records(), CudaMemory(self._pool.device.index or 0))
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

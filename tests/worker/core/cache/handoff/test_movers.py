@@ -9,18 +9,23 @@ import itertools
 import socket
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 import trustme
 from msgspec.structs import replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_testing.clock import Clock
+from sapwood_testing.worker.process_memory import ProcessMemory
 from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
 from sapwood_worker.core.cache.handoff import server, shm, source, wire
+from sapwood_worker.core.cache.handoff.cuda_ipc import CudaIpcMover, ExportedPages
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource
 from sapwood_worker.core.cache.handoff.mover import MoverError, PageMover
@@ -30,10 +35,11 @@ from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.handoff.shm import NotSharedError, SharedMemoryMover
 from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, pool_bytes
+from sapwood_worker.model.pools.peer_pages import LayerPages, PeerPool
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.records.handoff import HandoffTicket
 
@@ -49,7 +55,11 @@ if importlib.util.find_spec("nixl_cu12"):
     ENGINES["nixl"] = NixlMover, NixlSource
 if mooncake_is_installed():
     ENGINES["mooncake"] = MooncakeMover, MooncakeSource
-ALL = MOVERS | {name: mover for name, (mover, _) in ENGINES.items()}
+ALL = (
+    MOVERS
+    | {"cuda": lambda tls, pool: CudaIpcMover(tls, pool, ProcessMemory())}
+    | {name: mover for name, (mover, _) in ENGINES.items()}
+)
 
 
 class Kept:
@@ -74,8 +84,20 @@ class Kept:
         self.leases.offer(1, prompt, b"")
         self.leases.computed(1)
         [(_, self.ticket, _)] = self.leases.poll()
+        self.device_epochs = [3] * PAGES
+        self.device = np.zeros((PAGES, BYTES), np.uint8)
+        exported = ExportedPages(self.export(entries) if mover == "cuda" else b"", self.device_epochs.__getitem__)
         engines = {mover: ENGINES[mover][1](tls, self.pool)} if mover in ENGINES else {}
-        self.server.serve(self.leases, self.pool, FINGERPRINT, engines)  # type: ignore[arg-type]
+        self.server.serve(self.leases, self.pool, FINGERPRINT, engines, exported)  # type: ignore[arg-type]
+
+    def export(self, entries: Sequence[HostPage]) -> bytes:
+        """Pages of a GPU, from the last to the first, whose copies the host pages are."""
+        for entry in entries:
+            place = PAGES - 1 - entry.page
+            entry.device = place, 3
+            self.device[place] = self.pool.record(entry.page)[HEADER_BYTES:]
+        handle, first = ProcessMemory().export(self.device.ctypes.data)
+        return msgspec.msgpack.encode([LayerPages(handle, first, BYTES, 0)])
 
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
@@ -299,7 +321,7 @@ def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, mon
             kept.pool.shared = Elsewhere(memory.path, (1, 2))  # type: ignore[assignment]
         elif how == "another boot":
             boots = itertools.count()
-            monkeypatch.setattr(shm, "_boot", lambda: bytes([next(boots)]) * 16)
+            monkeypatch.setattr(shm, "boot_name", lambda: bytes([next(boots)]) * 16)
         assert None not in kept.read([4, 0, 5])
         kept.mover = SharedMemoryMover()
         with pytest.raises(NotSharedError):
@@ -311,3 +333,48 @@ def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, mon
 def test_a_port_that_is_taken_is_named(served: Kept) -> None:
     with pytest.raises(ConfigError, match=f"--handoff-port {served.server.port}"):
         PageServer("127.0.0.1", served.server.port)
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[Kept]:
+    made = Kept(mover="cuda")
+    yield made
+    made.server.close()
+
+
+def copied(kept: Kept) -> int:
+    assert isinstance(kept.mover, CudaIpcMover) and isinstance(kept.mover._memory, ProcessMemory)
+    return kept.mover._memory.copied
+
+
+def test_pages_that_left_the_gpu_are_read_from_host_memory_and_the_others_from_the_gpu(on_a_gpu: Kept) -> None:
+    assert None not in on_a_gpu.read([0, 1, 2])
+    assert copied(on_a_gpu) == 3 * BYTES
+    page, _ = on_a_gpu.leases._leases[on_a_gpu.ticket.transfer_id].entries[1].device or (0, 0)
+    on_a_gpu.device_epochs[page] += 1
+    on_a_gpu.device[page] = 255
+    assert None not in on_a_gpu.read([0, 1, 2])
+    assert copied(on_a_gpu) == 5 * BYTES
+
+
+def test_a_page_of_the_gpu_that_is_given_to_another_while_it_is_read_is_not_had(
+    on_a_gpu: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = PeerPool.read
+
+    def while_others_get_it(self: PeerPool, pages: list[int], *where: Any) -> None:
+        read(self, pages, *where)
+        on_a_gpu.device_epochs[pages[0]] += 1
+
+    monkeypatch.setattr(PeerPool, "read", while_others_get_it)
+    assert [record is not None for record in on_a_gpu.read([3, 4])] == [False, True]
+
+
+def test_copies_that_fail_are_an_error_and_a_worker_without_a_gpu_is_refused(on_a_gpu: Kept) -> None:
+    assert isinstance(on_a_gpu.mover, CudaIpcMover) and isinstance(on_a_gpu.mover._memory, ProcessMemory)
+    on_a_gpu.mover._memory.broken = True
+    with pytest.raises(MoverError, match="719"):
+        on_a_gpu.read([0])
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="--handoff-mover cuda"):
+            CudaIpcMover(None, on_a_gpu.into)

@@ -27,11 +27,17 @@ COMING = b""
 
 
 def send_headers(
-    wire: Wire, source: PageSource, lease: Lease | None, indices: Sequence[int], *, in_parts: bool = False
+    wire: Wire,
+    source: PageSource,
+    lease: Lease | None,
+    indices: Sequence[int],
+    *,
+    in_parts: bool = False,
+    still: Callable[[int], bool] = lambda index: True,
 ) -> None:
     """Of pages that the reader takes out of the source's memory itself: says which there are, with their sealed headers, waits
-    until they are read (a yes; a no now and then until then), and says which of them still are what the ticket says: those
-    that were there at first, then those that came."""
+    until they are read (a yes; a no now and then until then), and says which of them still are what the ticket says, and what
+    else was said (``still``): those that were there at first, then those that came."""
     had: list[int] = []
     coming: list[int] = []
     for index in indices:
@@ -48,7 +54,7 @@ def send_headers(
     while not wire.says_yes():
         pass  # it is still reading
     if lease is not None:
-        wire.send(b"".join(YES if source.ends(lease, index) else NO for index in had))
+        wire.send(b"".join(YES if still(index) and source.ends(lease, index) else NO for index in had))
 
 
 def receive_headers(wire: Wire, indices: Sequence[int]) -> list[bytes | None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.handoff import in_place, shm, tcp, wire
+from sapwood_worker.core.cache.handoff import cuda_ipc, in_place, shm, tcp, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.source import PageSource
@@ -56,6 +56,7 @@ class PageServer:
         pool: HostPool,
         fingerprint: bytes,
         engines: Mapping[wire.Way, Callable[[str], bytes]] | None = None,
+        device: cuda_ipc.ExportedPages | None = None,
     ) -> None:
         """Begins to answer: from a ledger, with the pages of a host pool.
 
@@ -65,7 +66,9 @@ class PageServer:
             fingerprint: What pages hold besides tokens.
             engines: Transfer engines that know the pool, by the ways that they serve: what readers need to know which have
                 reached the worker at an address.
+            device: The GPU's pages, where readers may take them from there.
         """
+        self._device = device
         self._engines = engines or {}
         self._source = PageSource(leases, pool, fingerprint.hex())
         threading.Thread(target=self._accept, name="handoff", daemon=True).start()
@@ -116,6 +119,8 @@ class PageServer:
             tcp.send_pages(at, self._source, lease, asked.indices)
         elif asked.way == "shm":
             shm.send_where(at, self._source, lease, asked.indices)
+        elif asked.way == "cuda":
+            cuda_ipc.send_where(at, self._source, self._device, lease, asked.indices)
         else:
             engine = self._engines.get(asked.way)
             known = None if engine is None else partial(engine, connection.getsockname()[0])

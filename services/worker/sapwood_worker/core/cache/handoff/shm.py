@@ -80,7 +80,7 @@ def send_where(wire: Wire, source: PageSource, lease: Lease | None, indices: Seq
         wire.send(bytes(_WHERE.size))
         return
     device, inode = memory.identity
-    wire.send(_WHERE.pack(_boot(), device, inode, memory.path.encode()))
+    wire.send(_WHERE.pack(boot_name(), device, inode, memory.path.encode()))
     send_headers(wire, source, lease, indices, in_parts=True)
 
 
@@ -102,7 +102,7 @@ def _opened(where: bytes) -> Iterator[int]:
         NotSharedError: It cannot be reached from here.
     """
     boot, device, inode, path = _WHERE.unpack(where)
-    if boot != _boot() or not any(boot):
+    if boot != boot_name() or not any(boot):
         raise NotSharedError("the other worker shares no memory with this one")
     try:
         memory = os.open(path.rstrip(b"\0"), os.O_RDONLY | os.O_CLOEXEC)
@@ -118,7 +118,7 @@ def _opened(where: bytes) -> Iterator[int]:
 
 
 @cache
-def _boot() -> bytes:
+def boot_name() -> bytes:
     """Names this boot of this machine; zeros: the system does not say."""
     with contextlib.suppress(OSError, ValueError):
         return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

@@ -1,8 +1,8 @@
 """What a reader and a source of pages say to each other, whichever way the pages themselves go.
 
 A connection carries one read. The reader sends an :class:`Ask` and what the source answers depends on its ``way``: see
-``tcp.py``, ``shm.py`` and ``in_place.py``, each of which has both sides. Nothing else is understood: a connection that says
-anything else, or nothing for ``SILENCE_SECONDS``, is closed.
+``tcp.py``, ``shm.py``, ``cuda_ipc.py`` and ``in_place.py``, each of which has both sides. Nothing else is understood: a
+connection that says anything else, or nothing for ``SILENCE_SECONDS``, is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.records.handoff import HandoffTicket
 
-Way = Literal["tcp", "shm", "nixl", "mooncake"]
+Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda"]
 
 YES, NO, LATER, WAIT = b"\1", b"\0", b"\2", b"\3"
 SILENCE_SECONDS = 1.0
@@ -27,7 +27,13 @@ READ_SECONDS = 4.0
 
 _ASK = struct.Struct("<8s16sQI")
 _INDEX = struct.Struct("<I")
-_MAGIC: dict[Way, bytes] = {"tcp": b"SAPWHO02", "shm": b"SAPWHM02", "nixl": b"SAPWHX02", "mooncake": b"SAPWHK02"}
+_MAGIC: dict[Way, bytes] = {
+    "tcp": b"SAPWHO02",
+    "shm": b"SAPWHM02",
+    "nixl": b"SAPWHX02",
+    "mooncake": b"SAPWHK02",
+    "cuda": b"SAPWHC02",
+}
 _MOST_PAGES = 4096
 
 

@@ -1,0 +1,156 @@
+"""Pages out of the source's GPU, within a host: the reader's copy engines take them from there into its host pages.
+
+The source answers with what its device pool is among processes, and for each page where it lies there: those that were copied
+to host memory from a page of the device which still is theirs (its epoch tells). Of them it says the rest as it does of shared
+memory (``answers.py``): what is there, which layers of those that come, the headers. The reader says that it is done, and then
+the source says for each whether both pages, the host's and the device's, still were what they are named for. Pages that are not
+on the device, and sources on another machine, without this mover or without a GPU, are read as ``QuickestMover`` reads them.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, receive_parts, send_headers
+from sapwood_worker.core.cache.handoff.leases import Lease
+from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.shm import boot_name
+from sapwood_worker.core.cache.handoff.source import PageSource
+from sapwood_worker.core.cache.handoff.tls import PageTls
+from sapwood_worker.core.cache.handoff.wire import YES, Wire, dialled
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
+from sapwood_worker.model.pools.peer_pages import CudaMemory, DeviceMemory, PeerPool
+from sapwood_worker.records.handoff import HandoffTicket
+
+_WHERE = struct.Struct("<16sI")
+"""The boot's name, and how many bytes follow that say what the pool is; zeros: it cannot be read."""
+_PLACE = struct.Struct("<i")
+_MOST_BYTES = 1 << 20
+
+
+class ExportedPages(NamedTuple):
+    """A source's device pool.
+
+    Attributes:
+        exported: What it is among processes.
+        epoch_of: How often a page of it was allocated: that goes up before anything is written there for another.
+    """
+
+    exported: bytes
+    epoch_of: Callable[[int], int]
+
+    def place(self, lease: Lease, index: int) -> int:
+        """The device's page of a ticket's page; -1: none, or no more."""
+        if index >= len(lease.keys) or lease.entries[index].device is None:
+            return -1
+        page, epoch = lease.entries[index].device or (0, 0)
+        return page if self.epoch_of(page) == epoch else -1
+
+
+class CudaIpcMover:
+    """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover`.
+
+    Args:
+        tls: Its files; None: plain text. Pages themselves stay within the host.
+        pool: Where the records lie that are read into, pinned.
+        memory: The device's; None: the driver's first device.
+
+    Raises:
+        ConfigError: There is no GPU.
+    """
+
+    def __init__(self, tls: PageTls | None, pool: HostPool, memory: DeviceMemory | None = None) -> None:
+        try:
+            self._memory = CudaMemory(0) if memory is None else memory
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"--handoff-mover cuda: {error}") from error
+        self._tls = tls
+        self._otherwise = QuickestMover(tls)
+        self.parts = self._otherwise.parts
+        self._lock = threading.Lock()
+        self._peers: dict[str, tuple[int, PeerPool]] = {}
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
+        answers = self._read(ticket, indices, buffers)
+        left = [number for number, answer in enumerate(answers) if answer is None]
+        if left:
+            others = [buffers[number] for number in left]
+            found = self._otherwise.read(ticket, [indices[number] for number in left], others)
+            for number, there in zip(left, found, strict=True):
+                answers[number] = there
+        return list(map(bool, answers))
+
+    def _read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool | None]:
+        """Whether each page was had; None: it is not in the source's GPU."""
+        with dialled(ticket, "cuda", indices, self._tls) as wire:
+            name, length = _WHERE.unpack(wire.receive(_WHERE.size))
+            if name != boot_name() or not 0 < length <= _MOST_BYTES:
+                return [None] * len(indices)
+            try:
+                peer = self._peer(ticket, wire.receive(length))
+            except (RuntimeError, ValueError):
+                return [None] * len(indices)
+            places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * len(indices)))]
+            there = [number for number, place in enumerate(places) if place >= 0]
+            headers = receive_headers(wire, there)
+            contents = [np.frombuffer(buffer, np.uint8)[HEADER_BYTES:] for buffer in buffers]
+
+            def read(numbers: list[int], start: int, end: int) -> None:
+                addresses = [contents[number].ctypes.data for number in numbers]
+                try:
+                    peer.read([places[number] for number in numbers], addresses, start, end)
+                except RuntimeError as error:
+                    raise MoverError(str(error)) from error
+
+            had = [number for number, header in zip(there, headers, strict=True) if header]
+            for number, header in zip(there, headers, strict=True):
+                buffers[number][:HEADER_BYTES] = header or bytes(HEADER_BYTES)
+            if had:
+                read(had, 0, len(contents[had[0]]))
+            coming = [number for number, header in zip(there, headers, strict=True) if header == COMING]
+            if coming:
+                later = [buffers[number] for number in coming]
+
+                def take(place: int, start: int, end: int) -> None:
+                    if not place:  # all pages at once
+                        read(coming, start, end)
+
+                came = receive_parts(wire, later, self.parts, take)
+                had += [number for number, header in zip(coming, came, strict=True) if header is not None]
+            wire.send(YES)
+            answers: list[bool | None] = [None if place < 0 else False for place in places]
+            for number in had:
+                answers[number] = wire.says_yes()
+            return answers
+
+    def _peer(self, ticket: HandoffTicket, exported: bytes) -> PeerPool:
+        """The pool of a ticket's source, opened once for each start of its process."""
+        with self._lock:
+            epoch, peer = self._peers.get(ticket.source, (0, None))
+            if peer is None or epoch != ticket.epoch:
+                opened = PeerPool(exported, self._memory)
+                self._peers[ticket.source] = ticket.epoch, opened
+                return opened
+            return peer
+
+
+def send_where(
+    wire: Wire, source: PageSource, device: ExportedPages | None, lease: Lease | None, asked: Sequence[int]
+) -> None:
+    """The source's side."""
+    if device is None or not device.exported or lease is None:
+        wire.send(_WHERE.pack(bytes(16), 0))
+        return
+    places = [device.place(lease, index) for index in asked]
+    wire.send(_WHERE.pack(boot_name(), len(device.exported)) + device.exported + b"".join(map(_PLACE.pack, places)))
+    there = {index: place for index, place in zip(asked, places, strict=True) if place >= 0}
+    send_headers(
+        wire, source, lease, list(there), in_parts=True, still=lambda index: device.place(lease, index) == there[index]
+    )

@@ -1,0 +1,193 @@
+"""A device pool whose pages other processes of the host read: CUDA IPC, by the driver's own calls. Knows no torch streams.
+
+Memory is exported by whole allocations; a page's layer is an offset into one. Whoever reads must know when what it reads is in
+place, and look afterwards whether it still was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from sapwood_kernels.memcpy_batch import Addresses, MemcpyBatch
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+class LayerPages(msgspec.Struct, frozen=True, array_like=True):
+    """Where a layer's pages lie, as it travels to another process.
+
+    Attributes:
+        handle: Names the allocation.
+        first: Where in it page 0 begins, in bytes.
+        size: Bytes of a page, and from one to the next.
+        at: Where in the content of a page's record they go.
+    """
+
+    handle: bytes
+    first: int
+    size: int
+    at: int
+
+
+class DeviceMemory(Protocol):
+    """A device's memory among processes. For any thread."""
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """Names the allocation in which an address lies, and the address's place in it."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """The address here of an allocation of another process."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Undoes :meth:`open`."""
+        ...
+
+    def copy(self, targets: Addresses, sources: Addresses, size: int) -> None:
+        """Copies ``size`` bytes from each source to its target, pinned host memory; all are there when it returns.
+
+        Raises:
+            RuntimeError: They are not.
+        """
+        ...
+
+
+class CudaMemory:
+    """Implements :class:`DeviceMemory` by the driver.
+
+    Args:
+        index: The device.
+
+    Raises:
+        OSError, RuntimeError: There is no driver, or no such device.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._call("cuInit", ctypes.c_uint(0))
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._batch = MemcpyBatch() if hasattr(self._driver, "cuMemcpyBatchAsync") else None
+        self._streams = threading.local()
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        self._enter()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle.bytes), address - base.value
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_uint64()
+        content = _Handle((ctypes.c_ubyte * _HANDLE_BYTES)(*handle))
+        self._enter()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), content, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._enter()
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def copy(self, targets: Addresses, sources: Addresses, size: int) -> None:
+        self._enter()
+        stream = self._stream()
+        if self._batch is not None:
+            self._batch.copy(targets, sources, size, stream.value or 0)
+        else:
+            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                self._call(
+                    "cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), stream
+                )
+        self._call("cuStreamSynchronize", stream)
+
+    def _enter(self) -> None:
+        """Makes the device's context this thread's."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def _stream(self) -> ctypes.c_void_p:
+        """This thread's."""
+        found: ctypes.c_void_p | None = getattr(self._streams, "stream", None)
+        if found is None:
+            found = self._streams.stream = ctypes.c_void_p()
+            self._call("cuStreamCreate", ctypes.byref(found), ctypes.c_uint(_NON_BLOCKING))
+        return found
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._driver, name)(*arguments):
+            raise RuntimeError(f"{name}: CUDA error {code}")
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+def export_pages(layers: Iterable[tuple[int, int, int]], memory: DeviceMemory) -> bytes:
+    """What another process needs to read a device pool's pages; empty if there are no layers.
+
+    Args:
+        layers: For each its address, the bytes of a page, and where in the content of a page's record they go.
+        memory: The device's.
+
+    Raises:
+        RuntimeError: The driver does not export this memory.
+    """
+    exported = [LayerPages(*memory.export(address), size, at) for address, size, at in layers]
+    return msgspec.msgpack.encode(exported) if exported else b""
+
+
+class PeerPool:
+    """Another process's device pool.
+
+    Args:
+        exported: What :func:`export_pages` gave it.
+        memory: Opens it.
+
+    Raises:
+        RuntimeError, msgspec.DecodeError: It cannot be opened.
+    """
+
+    def __init__(self, exported: bytes, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._layers = msgspec.msgpack.decode(exported, type=list[LayerPages])
+        self._opened: dict[bytes, int] = {}
+        for layer in self._layers:
+            if layer.handle not in self._opened:
+                self._opened[layer.handle] = memory.open(layer.handle)
+
+    def read(self, pages: list[int], contents: list[int], start: int, end: int) -> None:
+        """Reads the layers that lie between two places of a page's content.
+
+        Args:
+            pages: Which pages.
+            contents: The address at which each one's content begins here, in pinned host memory.
+            start, end: The places.
+
+        Raises:
+            RuntimeError: The copies failed.
+        """
+        ids, targets = np.array(pages, np.uint64), np.array(contents, np.uint64)
+        sizes: dict[int, list[tuple[Addresses, Addresses]]] = {}
+        for layer in self._layers:
+            if start <= layer.at and layer.at + layer.size <= end:
+                first = np.uint64(self._opened[layer.handle] + layer.first)
+                pair = targets + np.uint64(layer.at), first + ids * np.uint64(layer.size)
+                sizes.setdefault(layer.size, []).append(pair)
+        for size, pairs in sizes.items():
+            self._memory.copy(
+                np.concatenate([each for each, _ in pairs]), np.concatenate([each for _, each in pairs]), size
+            )
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        for address in self._opened.values():
+            self._memory.close(address)

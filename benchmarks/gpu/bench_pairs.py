@@ -1,0 +1,237 @@
+"""What a prefill worker beside a decode worker does for those who generate, beside the same two workers when both do all.
+
+    python benchmarks/gpu/bench_pairs.py --model benchmarks/gpu/configs/llama-3.1-8b
+
+Two workers on two GPUs, a tokenizer and a router. Random prompts, greedy, end tokens ignored:
+
+decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile of the times between their pieces: alone, while
+        prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
+        do both. ``ratio`` is to that alone
+mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
+        and auto; ``ratio`` is to the better of always and never, ``pairs`` how many were handed over
+
+Prints one JSON object a line. Without GPUs: ``--device cpu``, a small model and small numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+from commit import measured_commit
+from serving_load.load import run_load
+from serving_load.services import Service
+from serving_load.stream import Stream, percentile
+from serving_load.synthetic_model import write_model
+from serving_load.workload import Planned
+
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
+
+MIXES = {
+    "chats": ((200, 250), (500, 150)),
+    "documents": ((8000, 60), (6000, 100)),
+    "chats beside documents": ((300, 300), (300, 200), (8000, 100)),
+    "documents with long answers": ((8000, 200), (4000, 400)),
+}
+ROLES = {
+    "both": worker_pb2.WORKER_ROLE_BOTH,
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+
+
+class Pair:
+    """Two workers and a tokenizer.
+
+    Args:
+        options: As parsed.
+        folder: The model's, and where logs go.
+        stack: Ends them.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+        self.options, self.folder = options, folder
+        self.vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        self._draw = random.Random(1)
+        shared = ["--port", "0", "--metrics-port", "0", "--model", str(folder), "--served-model-name", "pair"]
+        flags = ["--load-format", "dummy", "--device", options.device, "--kv-cache-gb", str(options.kv_gb)]
+        flags += [
+            "--host-cache-gb",
+            str(options.host_gb),
+            "--handoff-mover",
+            options.mover,
+            "--context-length",
+            "16384",
+        ]
+        flags += ["--max-running", "256", "--max-step-tokens", str(options.step_tokens)]
+        started = []
+        for number, role in enumerate(("prefill", "decode")):
+            if options.device == "cuda":
+                os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
+            started.append(Service(f"worker-{number}", "sapwood_worker", [*shared, *flags, "--role", role], folder))
+            stack.callback(started[-1].stop)
+        tokenizer = Service("tokenizer", "sapwood_tokenizer", shared, folder)
+        stack.callback(tokenizer.stop)
+        self.workers = [each.address() for each in started]
+        self.tokenizer = tokenizer.address()
+
+    def set_roles(self, *roles: str) -> None:
+        """What the workers are for from now on; their caches are empty."""
+        for address, role in zip(self.workers, roles, strict=True):
+            with grpc.insecure_channel(address) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                stub.SetRole(worker_pb2.SetRoleRequest(role=ROLES[role]), timeout=60)
+                stub.FlushCache(worker_pb2.FlushCacheRequest(), timeout=60)
+
+    @contextmanager
+    def router(self, disaggregate: str) -> Iterator[Front]:
+        """A router in front of the workers."""
+        flags = ["--port", "0", "--http-port", "0", "--metrics-port", "0", "--tokenizer", self.tokenizer]
+        flags += ["--disaggregate", disaggregate, "--workers", *self.workers]
+        service = Service("router", "sapwood_router", flags, self.folder)
+        try:
+            front = Front(service.address("gRPC"), service.address("HTTP"), self.options.clients)
+            front.ask([Planned(self.prompt(32), 2) for _ in range(4)])
+            yield front
+        finally:
+            service.stop()
+
+    def prompt(self, length: int) -> list[int]:
+        """A new one."""
+        return [self._draw.randint(10, min(99_999, self.vocabulary - 1)) for _ in range(length)]
+
+
+class Front:
+    """A router.
+
+    Args:
+        address: Where it takes gRPC.
+        http: Where it tells its metrics.
+        clients: Processes of the load generator.
+    """
+
+    def __init__(self, address: str, http: str, clients: int) -> None:
+        self._address, self._http, self._clients = address, http, clients
+        deadline = time.monotonic() + 60
+        while self.count('workers{.*state="available"') < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def ask(self, requests: Sequence[Planned]) -> list[Stream]:
+        """Sends requests; answers come in another order where there are several clients."""
+        return run_load("gRPC", self._address, "pair", list(requests), self._clients)
+
+    def count(self, name: str) -> float:
+        """A figure of its metrics page; 0 if it is not there."""
+        try:
+            with urllib.request.urlopen(f"http://{self._http}/metrics", timeout=10) as page:
+                text = page.read().decode()
+        except OSError:
+            return 0.0
+        return sum(float(value) for value in re.findall(rf"^sapwood_router_{name}\S* (\S+)$", text, re.MULTILINE))
+
+
+def decode(pair: Pair, say: Say) -> None:
+    """The times between pieces of those who generate."""
+    options = pair.options
+    alone = 0.0
+    for what, roles, mode, loaded in (
+        ("decode alone", ("prefill", "decode"), "always", False),
+        ("1 + 1", ("prefill", "decode"), "always", True),
+        ("two both", ("both", "both"), "never", True),
+    ):
+        pair.set_roles(*roles)
+        with pair.router(mode) as front:
+            streams = [Planned(pair.prompt(128), options.outputs) for _ in range(options.streams)]
+            draw, at, prompts = random.Random(2), 1.0, []
+            while loaded and at < options.seconds:
+                prompts.append(Planned(pair.prompt(options.long), 4, at))
+                at += draw.expovariate(options.rate)
+            found = front.ask([*streams, *prompts])
+        generating = [each for each in found if each.tokens == options.outputs]
+        gaps = [b - a for each in generating for a, b in zip(each.arrivals, each.arrivals[1:], strict=False)]
+        first = [each.arrivals[0] - each.began for each in found if each.tokens != options.outputs]
+        p99 = percentile(gaps, 0.99)
+        alone = alone or p99
+        say(
+            what=what,
+            gap_p50_ms=1000 * percentile(gaps, 0.5),
+            gap_p99_ms=1000 * p99,
+            ratio=p99 / alone,
+            long_prompts=len(prompts),
+            long_first_p50_ms=1000 * percentile(first, 0.5),
+        )
+
+
+def mixes(pair: Pair, say: Say) -> None:
+    """Answers a second."""
+    options = pair.options
+    for name, lengths in MIXES.items():
+        best = 0.0
+        for mode in ("always", "never", "auto"):
+            pair.set_roles("prefill", "decode")
+            with pair.router(mode) as front:
+                shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
+                scale = options.scale
+                requests = [Planned(pair.prompt(int(scale * p)), max(2, int(scale * a))) for p, a in shapes]
+                front.ask(requests[: options.requests // 4])  # what it measures
+                requests = [Planned(pair.prompt(len(each.prompt)), each.outputs) for each in requests]
+                before = front.count("handoffs_total")
+                found = front.ask(requests)
+                seconds = max(each.arrivals[-1] for each in found) - min(each.began for each in found)
+                pairs = front.count("handoffs_total") - before
+            rate = len(found) / seconds
+            figures = {"ratio": rate / best} if mode == "auto" else {}
+            best = max(best, rate)
+            say(what=f"{name}, {mode}", answers_per_s=rate, pairs=int(pairs), **figures)
+
+
+class Say:
+    """Prints figures."""
+
+    def __init__(self, model: str) -> None:
+        self._named = {"commit": measured_commit(), "model": model}
+
+    def __call__(self, **figures: object) -> None:
+        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+        print(json.dumps(self._named | rounded), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="A folder with a config.json.")
+    parser.add_argument("--only", default="decode,mixes", help="Which parts.")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--mover", default="auto", help="--handoff-mover of the workers.")
+    parser.add_argument("--kv-gb", type=float, default=40.0, help="KV cache of each worker in GiB.")
+    parser.add_argument("--host-gb", type=float, default=24.0, help="Its second tier in GiB.")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="Most tokens of a step.")
+    parser.add_argument("--streams", type=int, default=16, help="Answers at a time in decode.")
+    parser.add_argument("--outputs", type=int, default=1500, help="Their tokens.")
+    parser.add_argument("--long", type=int, default=8192, help="Tokens of the prompts beside them.")
+    parser.add_argument("--rate", type=float, default=2.0, help="Of these a second.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
+    parser.add_argument("--requests", type=int, default=48, help="Of a mix.")
+    parser.add_argument("--scale", type=float, default=1.0, help="By which a mix's lengths are multiplied.")
+    parser.add_argument("--clients", type=int, default=4, help="Processes of the load generator.")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-pairs-")))
+        write_model(options.model, folder)
+        pair = Pair(options, folder, stack)
+        say = Say(options.model.name)
+        for part in options.only.split(","):
+            {"decode": decode, "mixes": mixes}[part](pair, say)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,7 +57,7 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
     slowest = map(max, *group.exchange(own))
     overlap.cut(best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)]))
     overlap.summed = 0
-    logger.info("sums beside products: %s", overlap.words or "none, that is not quicker here")
+    logger.info("all-reduce beside %s", overlap.words or "no product: that is not quicker here")
 
 
 def _seconds(layer: RowLinear, x: Tensor, residual: Tensor, ops: DeviceOps) -> float:

@@ -117,7 +117,7 @@ def test_one_that_is_wrong_on_one_rank_is_used_on_none(place: int, what: str, ca
         return chosen(group, wrong=wrong).report.words
 
     assert run_ranks(2, work) == ["backend"] * 2
-    assert f"one-shot+norm is not used: rank 1: its {what} of 64 numbers of torch.float32 was wrong" in caplog.text
+    assert f"one-shot+norm is not used: rank 1: its {what} of 4096 numbers of torch.float32 was wrong" in caplog.text
 
 
 def test_only_that_of_the_method_that_is_asked_for_is_tried() -> None:

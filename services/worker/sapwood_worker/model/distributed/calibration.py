@@ -22,13 +22,11 @@ from sapwood_worker.model.distributed.all_reduce import (
     SumMethod,
 )
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.trial_cases import Case, TrialNorm, normed_cases, sum_cases
+from sapwood_worker.model.distributed.trial_cases import WIDTH, Case, TrialNorm, normed_cases, sum_cases
 from sapwood_worker.records.model_info import SUM_SIZES, SumTime
 
 logger = logging.getLogger(__name__)
 
-_WIDTH = 4096
-"""Numbers of a row where norms are timed; fewer in the smallest tensors."""
 _ROUNDS = 4
 _CALLS = 3
 _CLEARLY = 0.9
@@ -110,11 +108,11 @@ class Trial:
         ops, dtype = self._ops, self._dtypes[0]
         x, residual = torch.zeros(2, SUM_SIZES[-1] // dtype.itemsize, dtype=dtype, device=ops.device).unbind()
         norms = {
-            width: TrialNorm(width, ops, dtype) for width in {min(_WIDTH, each // dtype.itemsize) for each in SUM_SIZES}
+            width: TrialNorm(width, ops, dtype) for width in {min(WIDTH, each // dtype.itemsize) for each in SUM_SIZES}
         }
 
         def run(method: NormedMethod, count: int) -> None:
-            width = min(_WIDTH, count)
+            width = min(WIDTH, count)
             rows = residual[:count].view(-1, width)
             if method.add(x[:count].view(-1, width), rows, norms[width]) is None:
                 norms[width](rows)

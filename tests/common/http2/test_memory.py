@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from collections.abc import Hashable
 
 import pytest
 from h2.errors import ErrorCodes
@@ -16,6 +17,7 @@ from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.http2.wire import encoding, frames
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.pacing.time_share import TimeShare
 
 KB, MB = 1024, 1024 * 1024
@@ -184,6 +186,32 @@ async def test_a_large_message_counts_until_its_call_is_over(serve, request_bloc
         assert MB <= memory.held < 1.2 * MB
         client.send(frames.reset(1, 8))
         await until(lambda: memory.held == 0)
+
+
+async def test_messages_that_wait_to_be_parsed_count_and_then_no_more(
+    serve, request_block, grpc_message, until
+) -> None:
+    """Each may have thousands of fields: one is parsed at a time."""
+    memory, may_go_on, waiting = BodyMemory(8 * MB), asyncio.Event(), []
+
+    class Turns(HeavyWork):
+        async def turn(self, caller: Hashable = None) -> None:
+            waiting.append(caller)
+            await may_go_on.wait()
+
+    async with serve(4 * MB, memory=memory) as running:
+        running.server._shared.heavy = Turns()
+        client = await running.connect()
+        body = grpc_message(bytes(20 * KB))
+        for stream in range(1, 41, 2):
+            client.send(frames.header_frames(stream, request_block("Wait"), frames.USUAL_FRAME))
+            client.send(frames.frame(frames.DATA, 0, stream, body[: frames.USUAL_FRAME]))
+            client.send(frames.frame(frames.DATA, frames.END_STREAM, stream, body[frames.USUAL_FRAME :]))
+        await until(lambda: len(waiting) == 20)
+        assert memory.held == 20 * 20 * KB
+        assert "Wait" not in running.service.started
+        may_go_on.set()
+        await until(lambda: "Wait" in running.service.started and memory.held == 0)
 
 
 async def test_a_message_that_unfolds_to_more_than_fits_ends_its_call_in_steps(

@@ -1,9 +1,13 @@
 """Several continuations, probabilities of tokens, echoed prompts and all that adjusts the choice of tokens."""
 
+import asyncio
+
 import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, router_pb2
+from sapwood_common.http2.server.turnstile import MOST_A_TURN
+from sapwood_router.flow.generation import GenerationAttempts
 from sapwood_testing.router.fake_tokenizer import BOS, encode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -41,6 +45,24 @@ async def test_each_continuation_is_a_choice_and_the_prompt_counts_once(one) -> 
     assert (parts, ends) == ([texts[0]] * 2, {0, 1})
     assert usage.prompt_tokens == prompt
     assert len({call.request.sampling.seed for call in one.calls()[-2:]}) == 2
+
+
+async def test_many_continuations_begin_in_several_turns_of_the_loop(one, monkeypatch) -> None:
+    begun, turns = [], []
+    begin = GenerationAttempts.start
+
+    def start(attempts: GenerationAttempts) -> None:
+        loop = asyncio.get_running_loop()
+        if not begun or begun[-1] != len(turns):
+            loop.call_soon(turns.append, None)
+        begun.append(len(turns))
+        begin(attempts)
+
+    monkeypatch.setattr(GenerationAttempts, "start", start)
+    answer = await one.openai.chat.completions.create(model="fake", messages=HI, n=100)
+    assert [choice.index for choice in answer.choices] == list(range(100))
+    assert len(begun) == 100
+    assert max(map(begun.count, begun)) <= MOST_A_TURN + 1
 
 
 async def test_the_continuations_of_several_prompts_come_together(one) -> None:

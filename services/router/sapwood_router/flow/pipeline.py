@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
+from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.pacing.afterwards import Afterwards
 from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
@@ -82,6 +83,8 @@ class Pipeline:
         self.disaggregation = disaggregation
         self.observer = observer
         self.heavy = HeavyWork(rest=1.0)
+        self.starts = Turnstile()
+        """Where all runs of a request but its first wait, which may be a thousand."""
         self.afterwards = Afterwards()
         """Where policies learn of answers that are on their way."""
         self.embedder = Embedder(self, tokenizers, retry, observer)
@@ -244,6 +247,8 @@ class Run:
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
                 await pipeline.heavy.turn(context.caller.tenant)
             pages = await self._look_ahead() if len(context.token_ids) > MANY else None
+        if self._index:
+            await pipeline.starts.wait()
         if self._closed:
             raise RequestCancelledError("the client left")
         stream: OutputStream

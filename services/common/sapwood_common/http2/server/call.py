@@ -26,12 +26,13 @@ from sapwood_common.http2.wire.metadata import (
     read_timeout,
 )
 from sapwood_common.http2.wire.request_head import RequestHead
-from sapwood_common.pacing.heavy_work import LARGE
 
 logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 2
 """Requests of a stream that are read before other calls have their turn."""
+_HEAVY = 16 * 1024
+"""Bytes from which on a request waits for its turn to be parsed: it may have thousands of fields."""
 
 Parse = Callable[[bytes], Any]
 Serialize = Callable[[Any], bytes]
@@ -142,9 +143,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             raise InvalidArgumentError(str(error)) from error
         finally:
             self._stream.taken(size)
-        self._stream.keep(len(message))
-        if len(message) >= LARGE:
+        heavy = len(message) >= _HEAVY
+        self._stream.keep(len(message), waits=heavy)
+        if heavy:
             await self._shared.heavy.turn(self._peer if self.tenant is None else self.tenant)
+            self._stream.keep(len(message))
         try:
             return self._parse(message)
         except Exception as error:  # protobuf's, or whatever parses has of its own

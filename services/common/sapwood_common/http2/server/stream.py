@@ -129,7 +129,7 @@ class ServerStream:
         self._held = 0
         """Bytes of whole messages that nobody has taken yet."""
         self._kept = 0
-        """Bytes of a large message that was taken and whose call runs."""
+        """Bytes of a message that was taken and waits to be parsed, or is large and its call runs."""
         self._weight = 0
         """Bytes that the connection was told that this holds."""
         self._heavy = _LIGHT
@@ -269,10 +269,16 @@ class ServerStream:
         if self._owed - self._held > _GRANTED:
             self._grant()
 
-    def keep(self, size: int) -> None:
-        """Notes that the message taken last holds ``size`` bytes until the next one is taken. May end the stream."""
-        if size >= _LARGE or self._kept:
-            self._kept = size
+    def keep(self, size: int, *, waits: bool = False) -> None:
+        """Notes that the message taken last holds ``size`` bytes until the next one is taken. May end the stream.
+
+        Args:
+            size: A small one is not counted,
+            waits: unless it waits to be parsed: so may thousands.
+        """
+        kept = size if size >= _LARGE or waits else 0
+        if kept != self._kept:
+            self._kept = kept
             self._weigh()
 
     def overload(self, error: SapwoodError) -> None:

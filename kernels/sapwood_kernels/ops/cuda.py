@@ -65,6 +65,7 @@ class CudaOps(DeviceOps):
 
     asynchronous = True
     captures = True
+    multiplies_groups = True
     groups_experts = True
 
     def __init__(self, device: torch.device) -> None:

@@ -176,6 +176,7 @@ class DeviceOps:
         default_dtype: The dtype in which a model runs unless it is told another.
         asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
         captures: Whether launches can be captured in CUDA graphs.
+        multiplies_groups: Whether :meth:`grouped` reads weights of any groups as they are held.
         groups_experts: Whether :meth:`expert_sum` reads experts' matrices of few bits as they are stored, all in one tensor.
         processors: Its multiprocessors: programs that run at once.
         tuning: Where the tiles of experts come from.
@@ -184,6 +185,7 @@ class DeviceOps:
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     asynchronous = False
     captures = False
+    multiplies_groups = False
     groups_experts = False
     processors = 1
 

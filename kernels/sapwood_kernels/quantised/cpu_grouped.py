@@ -40,7 +40,7 @@ def plain_product(weight: GroupedWeight) -> Product:
 
 def can_pack(weight: GroupedWeight) -> bool:
     """Whether :func:`packed_product` serves this weight: 4 bits without a table, in whole blocks."""
-    codes = weight.bits == 4 and weight.table is None and weight.factors is None
+    codes = weight.bits == 4 and weight.table is None and weight.factors is None and weight.mins is None
     whole = weight.columns % _BLOCK == 0 and weight.columns % weight.group == 0 and weight.group % _BLOCK == 0
     return codes and whole
 

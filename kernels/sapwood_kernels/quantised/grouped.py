@@ -15,8 +15,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [N, K] in codes. Number j of row n is ``(value(code) - zero) * scale * factor``, with the zero and scale of group
-    ``j // group`` of the row and the factor of the row.
+    """A weight [N, K] in codes. Number j of row n is ``((value(code) - zero) * scale - min) * factor``, with the zero, scale and
+    min of group ``j // group`` of the row and the factor of the row.
 
     Attributes:
         codes: [N, K], uint8 or float8_e4m3fn; of 4 bits uint8 [N, ceil(K / 2)], the first of two numbers in the low half.
@@ -27,6 +27,7 @@ class GroupedWeight:
         zeros: uint8 [N, G]; None: 0.
         table: float32 [16]: the values of 4-bit codes; None: a code is its own value.
         factors: float32 [N, 1]; None: 1.
+        mins: [N, G], of any floating type; None: 0.
         order: int64 [K]: which input number j is multiplied with; None: the j-th.
     """
 
@@ -38,6 +39,7 @@ class GroupedWeight:
     zeros: Tensor | None = None
     table: Tensor | None = None
     factors: Tensor | None = None
+    mins: Tensor | None = None
     order: Tensor | None = None
 
     @property
@@ -53,6 +55,7 @@ class GroupedWeight:
             scales=self.scales[rows],
             zeros=None if self.zeros is None else self.zeros[rows],
             factors=None if self.factors is None else self.factors[rows],
+            mins=None if self.mins is None else self.mins[rows],
         )
 
 
@@ -70,9 +73,12 @@ def dequantise(weight: GroupedWeight, *, ordered: bool = True) -> Tensor:
     if weight.zeros is not None:
         values -= _each(weight.zeros.float(), weight)
     scales = weight.scales.float()
-    if weight.factors is not None:
+    if weight.factors is not None and weight.mins is None:
         scales = scales * weight.factors
     values *= _each(scales, weight)
+    if weight.mins is not None:
+        values -= _each(weight.mins.float(), weight)
+        values *= 1.0 if weight.factors is None else weight.factors
     if ordered and weight.order is not None:
         values = values[:, weight.order.argsort()]
     return values
@@ -98,7 +104,15 @@ def joined(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
 
 def _alike(one: GroupedWeight, other: GroupedWeight) -> bool:
     settings = [
-        (each.bits, each.group, each.codes.dtype, each.scales.dtype, each.zeros is None, each.factors is None)
+        (
+            each.bits,
+            each.group,
+            each.codes.dtype,
+            each.scales.dtype,
+            each.zeros is None,
+            each.factors is None,
+            each.mins is None,
+        )
         for each in (one, other)
     ]
     return settings[0] == settings[1] and _same(one.order, other.order) and _same(one.table, other.table)
@@ -119,7 +133,7 @@ def _stacked(one: GroupedWeight, other: GroupedWeight) -> GroupedWeight:
         (one.scales.view(torch.uint8), other.scales.view(torch.uint8))
     ).view(one.scales.dtype)  # fmt: skip
     zeros, factors = stack(one.zeros, other.zeros), stack(one.factors, other.factors)
-    return replace(one, codes=codes, scales=scales, zeros=zeros, factors=factors)
+    return replace(one, codes=codes, scales=scales, zeros=zeros, factors=factors, mins=stack(one.mins, other.mins))
 
 
 def pack4(codes: Tensor) -> Tensor:

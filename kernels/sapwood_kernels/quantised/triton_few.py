@@ -206,10 +206,17 @@ def block_shape(count: int, rows: int, columns: int, *, gated: bool) -> tuple[in
 
 
 def serves(weight: GroupedWeight, dtype: torch.dtype) -> bool:
-    """Whether it is 4 bits without a table, in groups of whole steps, and activations are of 16 bits."""
+    """Whether it is 4 bits without a table or mins, in groups of whole steps, and activations are of 16 bits."""
     whole = weight.columns % _STEP == 0 and weight.rows % _WHOLE == 0
     groups = weight.scales.shape[1] == 1 or (weight.group % _STEP == 0 and weight.columns % weight.group == 0)
-    return weight.bits == 4 and weight.table is None and whole and groups and dtype in (torch.bfloat16, torch.float16)
+    return (
+        weight.bits == 4
+        and weight.table is None
+        and weight.mins is None
+        and whole
+        and groups
+        and dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 def few_rows(

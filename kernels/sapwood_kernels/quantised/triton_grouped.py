@@ -21,8 +21,8 @@ _WIDEN_ROWS = 65
 
 @triton.jit
 def _tile(
-    codes, scales, zeros, table, rows, valid, start, K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr,
+    codes, scales, zeros, mins, table, rows, valid, start, K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_TABLE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Numbers [BLOCK_N, BLOCK_K] of the weight from column ``start`` on, float32, but for the rows' factors."""
@@ -42,6 +42,8 @@ def _tile(
         if HAS_ZEROS:
             values -= tl.load(zeros + at_scale, mask=valid, other=0).to(tl.float32)[:, None]
         values *= tl.load(scales + at_scale, mask=valid, other=0.0).to(tl.float32)[:, None]
+        if HAS_MINS:
+            values -= tl.load(mins + at_scale, mask=valid, other=0.0).to(tl.float32)[:, None]
     else:
         group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
         there = valid[:, None] & (group < GROUPS)[None, :]
@@ -50,15 +52,17 @@ def _tile(
         if HAS_ZEROS:
             apart -= tl.load(zeros + at_scale, mask=there, other=0).to(tl.float32)[:, :, None]
         apart *= tl.load(scales + at_scale, mask=there, other=0.0).to(tl.float32)[:, :, None]
+        if HAS_MINS:
+            apart -= tl.load(mins + at_scale, mask=there, other=0.0).to(tl.float32)[:, :, None]
         values = tl.reshape(apart, (BLOCK_N, BLOCK_K))
     return tl.where((start + tl.arange(0, BLOCK_K) < K)[None, :], values, 0.0)
 
 
 @triton.jit
 def _product_kernel(
-    x, codes, scales, zeros, table, factors, out, M, N, x_stride, K: tl.constexpr, WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, codes, scales, zeros, mins, table, factors, out, M, N, x_stride, K: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr,
+    HAS_TABLE: tl.constexpr, HAS_FACTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(M, BLOCK_M)
     at_m = tl.program_id(0) % programs * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -70,7 +74,7 @@ def _product_kernel(
         inside = (at_m < M)[:, None] & (column < K)[None, :]
         taken = tl.load(x + at_m.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         numbers = _tile(
-            codes, scales, zeros, table, rows, valid, start, K, WIDTH, GROUPS, GROUP, BITS, HAS_ZEROS, HAS_TABLE,
+            codes, scales, zeros, mins, table, rows, valid, start, K, WIDTH, GROUPS, GROUP, BITS, HAS_ZEROS, HAS_MINS, HAS_TABLE,
             BLOCK_N, BLOCK_K,
         )  # fmt: skip
         total = tl.dot(taken, tl.trans(numbers.to(taken.dtype)), total, input_precision="ieee")
@@ -82,8 +86,8 @@ def _product_kernel(
 
 @triton.jit
 def _widen_kernel(
-    codes, scales, zeros, table, factors, out, N, K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr,
+    codes, scales, zeros, mins, table, factors, out, N, K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_TABLE: tl.constexpr,
     HAS_FACTORS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -93,6 +97,7 @@ def _widen_kernel(
         codes,
         scales,
         zeros,
+        mins,
         table,
         rows,
         valid,
@@ -103,6 +108,7 @@ def _widen_kernel(
         GROUP,
         BITS,
         HAS_ZEROS,
+        HAS_MINS,
         HAS_TABLE,
         BLOCK_N,
         BLOCK_K,
@@ -169,16 +175,17 @@ def product(
 
 
 def _tensors(weight: GroupedWeight) -> tuple[Tensor, ...]:
-    """Codes, scales, zeros, table and factors; what there is none of is never read."""
+    """Codes, scales, zeros, mins, table and factors; what there is none of is never read."""
     codes = weight.codes
-    others = (weight.zeros, weight.table, weight.factors)
+    others = (weight.zeros, weight.mins, weight.table, weight.factors)
     return codes, weight.scales, *(codes if each is None else each for each in others)
 
 
-def _shape(weight: GroupedWeight, block_k: int) -> tuple[int, int, int, int, int, bool, bool]:
+def _shape(weight: GroupedWeight, block_k: int) -> tuple[int, int, int, int, int, bool, bool, bool]:
     """What the kernels know of a weight when they are compiled, from K to HAS_TABLE."""
     groups = weight.scales.shape[1]
     group = max(triton.next_power_of_2(weight.columns), block_k) if groups == 1 else weight.group
     return (
-        weight.columns, weight.codes.shape[1], groups, group, weight.bits, weight.zeros is not None, weight.table is not None
+        weight.columns, weight.codes.shape[1], groups, group, weight.bits, weight.zeros is not None, weight.mins is not None,
+        weight.table is not None,
     )  # fmt: skip

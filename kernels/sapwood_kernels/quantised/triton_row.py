@@ -1,8 +1,8 @@
 """Triton: a linear layer on one row with a weight of 4 or 8 bits, in one kernel with the norm before and the gate or sum after.
 
 As ``triton_gemv``, which says why: each program takes ``BLOCK_N`` rows of the weight and streams their codes past the input. In
-a group products are summed as codes; the group's zero and scale are applied to the sum, so that a code costs a conversion and a
-product: ``sum (code - zero) scale x = scale (sum code x - zero sum x)``.
+a group products are summed as codes; the group's zero, scale and min are applied to the sum, so that a code costs a
+conversion and a product: ``sum (code - zero) scale x = scale (sum code x - zero sum x)``.
 
 Bound: one read of codes, zeros and scales. O(N K).
 """
@@ -23,9 +23,10 @@ Gate = Literal["silu", "gelu_tanh"]
 
 @triton.jit
 def _part(
-    codes, scales, zeros, table, rows, valid, low, high, inputs, start,
+    codes, scales, zeros, mins, table, rows, valid, low, high, inputs, start,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_TABLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Products of a tile of codes with its inputs, summed by group and scaled: [BLOCK_N, groups of the tile]."""
     at = start + tl.arange(0, BLOCK_W)
@@ -47,14 +48,17 @@ def _part(
     at_scale = rows.to(tl.int64)[:, None] * GROUPS + group[None, :]
     if HAS_ZEROS:
         sums -= tl.load(zeros + at_scale, mask=there, other=0).to(tl.float32) * inputs[None, :]
-    return tl.sum(sums * tl.load(scales + at_scale, mask=there, other=0.0).to(tl.float32), axis=1)
+    sums *= tl.load(scales + at_scale, mask=there, other=0.0).to(tl.float32)
+    if HAS_MINS:
+        sums -= tl.load(mins + at_scale, mask=there, other=0.0).to(tl.float32) * inputs[None, :]
+    return tl.sum(sums, axis=1)
 
 
 @triton.jit
 def _row_kernel(
-    x, order, codes, scales, zeros, table, factors, norm, bias, residual, out, eps, N: tl.constexpr,
+    x, order, codes, scales, zeros, mins, table, factors, norm, bias, residual, out, eps, N: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_FACTORS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
@@ -85,13 +89,13 @@ def _row_kernel(
                 high *= tl.load(norm + column, mask=there, other=0.0)
         inputs = tl.sum(tl.reshape(low + high, (BLOCK_W // PER, PER)), axis=1)
         total += _part(
-            codes, scales, zeros, table, rows, valid, low, high, inputs, start, WIDTH, GROUPS, BITS,
-            HAS_ZEROS, HAS_TABLE, BLOCK_N, BLOCK_W, PER,
+            codes, scales, zeros, mins, table, rows, valid, low, high, inputs, start, WIDTH, GROUPS, BITS,
+            HAS_ZEROS, HAS_MINS, HAS_TABLE, BLOCK_N, BLOCK_W, PER,
         )  # fmt: skip
         if GATE != 0:
             total_up += _part(
-                codes, scales, zeros, table, rows + N, valid, low, high, inputs, start, WIDTH, GROUPS, BITS,
-                HAS_ZEROS, HAS_TABLE, BLOCK_N, BLOCK_W, PER,
+                codes, scales, zeros, mins, table, rows + N, valid, low, high, inputs, start, WIDTH, GROUPS, BITS,
+                HAS_ZEROS, HAS_MINS, HAS_TABLE, BLOCK_N, BLOCK_W, PER,
             )  # fmt: skip
     scale = 1.0
     if HAS_NORM:
@@ -150,10 +154,12 @@ def row_product(
     norm_weight, eps = norm if norm is not None else (x, 0.0)
     _row_kernel[(triton.cdiv(rows, block_n),)](
         x, x if weight.order is None else weight.order, codes, weight.scales,
-        x if weight.zeros is None else weight.zeros, x if weight.table is None else weight.table,
+        x if weight.zeros is None else weight.zeros, x if weight.mins is None else weight.mins,
+        x if weight.table is None else weight.table,
         x if weight.factors is None else weight.factors, norm_weight, x if bias is None else bias,
         x if add_to is None else add_to, out, eps, rows, weight.columns, width, groups, weight.bits,
-        HAS_ORDER=weight.order is not None, HAS_ZEROS=weight.zeros is not None, HAS_TABLE=weight.table is not None,
+        HAS_ORDER=weight.order is not None, HAS_ZEROS=weight.zeros is not None, HAS_MINS=weight.mins is not None,
+        HAS_TABLE=weight.table is not None,
         HAS_FACTORS=weight.factors is not None, HAS_NORM=norm is not None, HAS_BIAS=bias is not None,
         ADDS=add_to is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], BLOCK_N=block_n, BLOCK_W=block_w,
         PER=per, num_warps=warps,

@@ -27,6 +27,8 @@ KINDS = {
     "int4 with zeros": (4, 32, "zeros"),
     "int4 of a whole row": (4, 0, "zeros"),
     "int4 in order": (4, 32, "order"),
+    "4 bits with mins": (4, 32, "mins"),
+    "8 bits with mins and factors": (8, 16, "mins and factors"),
     "a table": (4, 32, "table"),
     "a table with factors": (4, 16, "factors"),
     "8 bits with zeros": (8, 32, "zeros"),
@@ -54,7 +56,8 @@ def made(kind: str, rows: int = 16, columns: int = 160) -> GroupedWeight:
         bits=bits,
         zeros=zeros.to(DEVICE) if what in ("zeros", "order") else None,
         table=torch.randn(16, generator=draw).to(DEVICE) if what in ("table", "factors") else None,
-        factors=(torch.rand(rows, 1, generator=draw) + 0.5).to(DEVICE) if what == "factors" else None,
+        factors=(torch.rand(rows, 1, generator=draw) + 0.5).to(DEVICE) if "factors" in what else None,
+        mins=torch.randn(rows, groups, generator=draw).to(DEVICE) if "mins" in what else None,
         order=torch.randperm(columns, generator=draw).to(DEVICE) if what == "order" else None,
     )
 

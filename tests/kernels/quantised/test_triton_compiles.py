@@ -39,15 +39,16 @@ def check(kernel, kinds, warps, stages=2, language=ASTSource, **constants):
     print(kernel.__name__, made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async"))
 
 KINDS = {
-    "int4": ("*u8", "*fp16", dict(BITS=4, GROUP=128, HAS_ZEROS=True, HAS_TABLE=False, HAS_FACTORS=False)),
-    "nvfp4": ("*u8", "*fp8e4nv", dict(BITS=4, GROUP=16, HAS_ZEROS=False, HAS_TABLE=True, HAS_FACTORS=True)),
-    "float8": ("*fp8e4nv", "*fp32", dict(BITS=8, GROUP=128, HAS_ZEROS=False, HAS_TABLE=False, HAS_FACTORS=False)),
+    "int4": ("*u8", "*fp16", dict(BITS=4, GROUP=128, HAS_ZEROS=True, HAS_MINS=False, HAS_TABLE=False, HAS_FACTORS=False)),
+    "nvfp4": ("*u8", "*fp8e4nv", dict(BITS=4, GROUP=16, HAS_ZEROS=False, HAS_MINS=False, HAS_TABLE=True, HAS_FACTORS=True)),
+    "float8": ("*fp8e4nv", "*fp32", dict(BITS=8, GROUP=128, HAS_ZEROS=False, HAS_MINS=False, HAS_TABLE=False, HAS_FACTORS=False)),
+    "Q4_K": ("*u8", "*fp32", dict(BITS=4, GROUP=32, HAS_ZEROS=False, HAS_MINS=True, HAS_TABLE=False, HAS_FACTORS=False)),
 }
 N, K = 4096, 4096
 for codes, scales, settings in KINDS.values():
     width, group = K * settings["BITS"] // 8, settings["GROUP"]
     shape = dict(K=K, WIDTH=width, GROUPS=K // group)
-    tensors = f"codes:{codes} scales:{scales} zeros:*u8 table:*fp32 factors:*fp32"
+    tensors = f"codes:{codes} scales:{scales} zeros:*u8 mins:*fp32 table:*fp32 factors:*fp32"
     for count in (16, 256):
         block_m, block_n, block_k, warps, stages = triton_grouped.block_shape(count, N, 132)
         check(
@@ -98,6 +99,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 22
+    assert len(lines) == 26
     for line in lines:
         assert int(line.split()[1]) <= SHARED_KIB * 1024, line

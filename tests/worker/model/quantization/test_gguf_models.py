@@ -10,7 +10,9 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.native.library import load_library
+from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
 from sapwood_testing.models.gguf_files import write_gguf
 from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -56,6 +58,41 @@ def test_logits_are_those_of_the_float32_numbers(make_runner, make_driver, path,
     wide = logits(make_runner, make_driver, file, stored_weights="widen")
     assert not torch.equal(kept, wide)  # sums of another order
     assert (kept - wide).abs().max() <= 2e-5 * wide.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2"])
+def test_where_kernels_read_groups_they_have_the_file_s_numbers(make_runner, make_driver, path, name, monkeypatch):
+    file = path(name)
+    wide = logits(make_runner, make_driver, file, stored_weights="widen")
+    monkeypatch.setattr(CpuOps, "multiplies_groups", True)
+    loaded = load(file)
+    assert loaded.quantization == "gguf as stored"
+    held = [name for name, slot in loaded.model.weights().items() if slot.filled]
+    assert not held  # the file may go
+    kept = logits(make_runner, make_driver, file)
+    assert not torch.equal(kept, wide)
+    assert (kept - wide).abs().max() <= 2e-5 * wide.abs().max()
+
+
+def test_a_rank_has_its_part_of_the_groups(path, monkeypatch):
+    monkeypatch.setattr(CpuOps, "multiplies_groups", True)
+    made: list[list[GroupedWeight]] = []
+    monkeypatch.setattr(CpuOps, "grouped", lambda self, weight: made[-1].append(weight))
+    file = path("llama", attn_v="Q4_1")  # no two neighbours are laid out alike, and become one weight
+    for rank in (None, 0, 1):
+        parallel = (
+            Parallel() if rank is None else Parallel(tp=ThreadGroup(rank, [torch.empty(0)] * 2, threading.Barrier(2)))
+        )
+        made.append([])
+        load(file, parallel=parallel)
+    whole, *parts = ([dequantise(weight) for weight in weights] for weights in made)
+    assert len(whole) == len(parts[0]) == len(parts[1]) > 6
+    columns = 0
+    for all_, first, second in zip(whole, *parts, strict=True):
+        dim = int(first.shape[1] < all_.shape[1])
+        columns += dim
+        assert torch.equal(torch.cat((first, second), dim), all_)
+    assert columns
 
 
 @compiled

@@ -1,13 +1,26 @@
-"""Weights in the block formats of GGUF files, multiplied as they are stored: mapped from the file, which processes share."""
+"""Weights in the block formats of GGUF files. On a CPU they are multiplied as they are stored: mapped from the file, which
+processes share. Where kernels read groups of few bits (a GPU), the same numbers are put in groups as they are loaded."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sapwood_kernels.native.products import SMALL, TYPES
 from sapwood_kernels.ops.device import DeviceOps, Gate, Norm, StoredProduct
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearShape, Stored, TableMethod
+from sapwood_kernels.quantised.gguf_groups import grouped_blocks
+from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart
+from sapwood_worker.model.quantization.linear_method import (
+    Fuses,
+    LinearFormat,
+    LinearMethod,
+    LinearShape,
+    Stored,
+    TableMethod,
+)
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
@@ -64,8 +77,9 @@ class GgufMethod(TableMethod):
         return self._product.rows(ids).to(self._dtype)
 
 
-def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> GgufMethod | None:
-    blocks, kinds = [], []
+def _blocks(shape: LinearShape, stored: Stored) -> list[tuple[str, Tensor]] | None:
+    """For each part its type and the bytes of its rows and columns; None: not all are stored in blocks that are whole here."""
+    found = []
     for part in shape.parts:
         weight = stored.tensors.get(f"{part.name}.weight")
         if weight is None or weight.blocks is None or weight.dtype not in TYPES:
@@ -75,10 +89,34 @@ def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored
         if columns.start % per_block or columns.size % per_block:
             return None
         cut = slice(columns.start // per_block * block_bytes, (columns.start + columns.size) // per_block * block_bytes)
-        blocks.append(weight.blocks()[part.rows.slice, cut])
-        kinds.append(weight.dtype)
-    product = ops.gguf_product(list(zip(kinds, blocks, strict=True)), shape.columns.size)
-    return None if product is None else GgufMethod(shape, blocks, product, dtype)
+        found.append((weight.dtype, weight.blocks()[part.rows.slice, cut]))
+    return found
 
 
-GGUF = LinearFormat(keep=_kept, keep_table=_kept, widens=True)
+def _kept_table(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> GgufMethod | None:
+    parts = None if ops.multiplies_groups else _blocks(shape, stored)
+    product = None if parts is None else ops.gguf_product(parts, shape.columns.size)
+    if parts is None or product is None:
+        return None
+    return GgufMethod(shape, [blocks for _, blocks in parts], product, dtype)
+
+
+def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
+    if not ops.multiplies_groups:
+        return _kept_table(shape, dtype, ops, stored)
+    parts = _blocks(shape, stored)
+    if parts is None:
+        return None
+    made = []
+    for part, (kind, blocks) in zip(shape.parts, parts, strict=True):
+        slot = WeightSlot(blocks, spans=(part.rows, shape.columns), filled=True)
+        weight = partial(_grouped, kind, blocks, shape.columns.size, ops)
+        made.append(GroupedPart({f"{part.name}.weight": slot}, weight))
+    return GroupedMethod(shape, made, dtype, ops, stored)
+
+
+def _grouped(kind: str, blocks: Tensor, columns: int, ops: DeviceOps) -> GroupedWeight:
+    return grouped_blocks(kind, blocks.to(ops.device), columns)
+
+
+GGUF = LinearFormat(keep=_kept, keep_table=_kept_table, widens=True)

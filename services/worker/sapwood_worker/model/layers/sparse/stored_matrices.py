@@ -96,7 +96,13 @@ def _integers(name: str, method: LinearMethod) -> GroupedWeight:
     if weight is not None:
         # A tile's columns are whole groups, or part of one.
         even = weight.group >= weight.columns or (weight.group >= 16 and weight.group & (weight.group - 1) == 0)
-        plain = weight.table is None and weight.factors is None and weight.order is None and weight.zeros is not None
+        plain = (
+            weight.table is None
+            and weight.factors is None
+            and weight.order is None
+            and weight.mins is None
+            and weight.zeros is not None
+        )
         if even and plain and weight.columns % 2 == 0:
             return weight
     raise ConfigError(

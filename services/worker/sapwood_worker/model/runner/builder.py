@@ -29,7 +29,7 @@ from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
-from sapwood_worker.model.runner.draft_trial import try_checks
+from sapwood_worker.model.runner.draft_trial import drafted_before, try_checks
 from sapwood_worker.model.runner.graphs.recorded_steps import record_steps
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
@@ -88,7 +88,7 @@ def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelR
         )
     runner = builder.build(beside.page_bytes)
     runner.draft = beside.build(num_pages=runner.info.num_pages)
-    return runner
+    return drafted_before(runner, 0)
 
 
 def build_headed_runner(options: RunnerOptions, folder: Path | None) -> ModelRunner:
@@ -103,7 +103,7 @@ def build_headed_runner(options: RunnerOptions, folder: Path | None) -> ModelRun
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    return _Builder(options).build_headed(folder)
+    return drafted_before(_Builder(options).build_headed(folder), 1)
 
 
 class _Builder:

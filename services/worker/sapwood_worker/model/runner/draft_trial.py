@@ -38,6 +38,13 @@ def try_checks(runner: ModelRunner) -> int:
     return steps
 
 
+def drafted_before(runner: ModelRunner, first: int) -> ModelRunner:
+    """The runner, whose draft has drafted (:func:`try_draft`) where kernels are compiled or loaded at their first use."""
+    if runner.draft is not None and runner.draft.asynchronous:
+        try_draft(runner.draft, first)
+    return runner
+
+
 def try_draft(runner: ModelRunner, first: int) -> int:
     """Drafts in the pool's first pages, greedily in a chain if the runner has chains, and drawn.
 

@@ -23,7 +23,6 @@ from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
 from sapwood_worker.model.gpu import check_gpu, read_gpu
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
-from sapwood_worker.model.runner.draft_trial import try_draft
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -168,17 +167,10 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
             )
         if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
             return build_runner(options)
-        return _tried(build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None), 1)
+        return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)
     if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
         return build_runner(options)
-    return _tried(build_drafted_runner(options, _draft_options(config, options, drafter)), 0)
-
-
-def _tried(runner: ModelRunner, first: int) -> ModelRunner:
-    """The runner, whose draft has drafted already where kernels are compiled or loaded at their first use."""
-    if runner.draft is not None and runner.draft.asynchronous:
-        try_draft(runner.draft, first)
-    return runner
+    return build_drafted_runner(options, _draft_options(config, options, drafter))
 
 
 def _resolve_drafter(config: WorkerConfig, model: str) -> Path:

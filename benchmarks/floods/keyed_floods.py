@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from floods.flood import KEY, Flood
-from floods.wire import GENERATE, GREETING, call, call_block, call_headers, streams
+from floods.wire import GENERATE, GREETING, call, call_block, call_headers, message, streams
 from h2.settings import SettingCodes
 
 from sapwood.v1 import common_pb2, router_pb2
@@ -70,6 +70,19 @@ def _unread_streams(settings: bytes) -> Iterator[bytes]:
         yield call(stream, block, request)
 
 
+def _chats(_: int) -> Iterator[bytes]:
+    """Messages of 55 KB, each of 5000 turns."""
+    said = router_pb2.RouterGenerateRequest(sampling=common_pb2.SamplingParams(max_tokens=1))
+    said.messages.messages.extend([common_pb2.ChatMessage(role="user", content="a")] * 5000)
+    request, block = said.SerializeToString(), call_block(GENERATE, ("authorization", f"Bearer {KEY.decode()}"))
+    body = message(request)
+    pieces = [body[at : at + frames.USUAL_FRAME] for at in range(0, len(body), frames.USUAL_FRAME)]
+    yield GREETING
+    for stream in streams():
+        data = [frames.frame(frames.DATA, 0, stream, piece) for piece in pieces]
+        yield b"".join((call_headers(stream, block), *data, frames.frame(frames.DATA, frames.END_STREAM, stream)))
+
+
 def _with_stops() -> bytes:
     stops = b"\x3a\0" * (_MOST // 2)  # `stop` is field 7, each of them empty
     return router_pb2.RouterGenerateRequest(text="a").SerializeToString() + stops
@@ -126,6 +139,8 @@ KEYED_FLOODS = (
         reads=False,
         times=30,
     ),
+    Flood("answers continued 128 times", "http", _bodies(lambda: _continued(b'"a"')), keyed=True),
+    Flood("chats over gRPC of 5000 messages", "grpc", _chats, keyed=True),
     Flood("chats of 7000 messages", "http", _bodies(lambda: _chat(7000), b"/v1/chat/completions"), keyed=True),
     Flood(
         "answers of 60 000 choices",

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from array import array
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.distributed.parallel import Parallel
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -58,6 +66,49 @@ def test_equal_experts_give_the_dense_models_text(sparse_family, demo_oracle, ma
     for size in (2, 4):
         for part in run_ranks(size, lambda group: logits_of_rank(path, text[:-1], Parallel(tp=group, ep=group))):
             assert_likeliest(part[-COUNT:], answers[0])
+
+
+def greedy(runner, scheduler, prompts, put_back_at=-1):
+    """The answers to all prompts asked at once, and then once more after the first tier has been cleared.
+
+    All requests are put back before a step of each time.
+    """
+    received = {}
+    for turn in range(2):
+        for serial, prompt in enumerate(prompts, turn * len(prompts)):
+            sampling = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+            scheduler.add(Request(serial, str(serial), array("I", prompt), sampling))
+        if turn and put_back_at >= 0:
+            scheduler.clear_device()
+        steps = 0
+        while scheduler.has_work or scheduler.has_copies:
+            if steps == put_back_at:
+                running = scheduler.load().running_requests
+                scheduler.pause(retract=True)
+                assert scheduler.load().running_requests == 0 < running
+                scheduler.resume()
+            steps += 1
+            if planned := scheduler.schedule():
+                for output in scheduler.update(runner.execute(planned)):
+                    received.setdefault(output.serial, []).extend(output.token_ids)
+    return [received[serial] for serial in range(2 * len(prompts))]
+
+
+def test_the_text_stays_where_requests_are_put_back_and_come_from_the_second_tier(sparse_family, make_runner, tmp_path):
+    path = tmp_path / "equal"
+    upcycle(demo_path(), path, experts=EXPERTS, chosen=2)
+    prompts = [[2, *range(start, start + 40)] for start in (1000, 2000, 3000)]
+    config = SchedulerConfig(
+        page_size=16, num_pages=10, context_length=200, max_running=3, max_step_tokens=48, conservativeness=0.0
+    )
+    dense = make_runner(demo_path(), num_pages=64, max_running=3)
+    plain = Scheduler(replace(config, windows=dense.info.windows, num_pages=64, prefix_cache=False))
+    expected = greedy(dense, plain, prompts)
+    runner = make_runner(path, num_pages=10, max_running=3, host_cache_ratio=6.0)
+    tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), 10, 16, "write_through")
+    scheduler = Scheduler(replace(config, windows=runner.info.windows), tiers)
+    assert greedy(runner, scheduler, prompts, put_back_at=8) == expected
+    assert tiers.counters.host_hits > 0
 
 
 def logits_of_rank(path, tokens, parallel):

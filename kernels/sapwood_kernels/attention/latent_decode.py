@@ -1,13 +1,15 @@
-"""Decode attention of latent layers by our own split kernel."""
+"""Decode attention of latent layers by our own kernels: each request for itself, or with what requests share read once."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import StoredPages
+from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
 from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 from sapwood_kernels.attention.triton_decode import num_splits
-from sapwood_kernels.attention.triton_latent import HEADS_OF_BLOCK, latent_decode
+from sapwood_kernels.attention.triton_latent import latent_decode
+from sapwood_kernels.attention.triton_shared_latent import HEADS_OF_BLOCK, tile_requests
 
 
 class LatentDecodeAttention(SplitDecodeAttention):
@@ -15,8 +17,7 @@ class LatentDecodeAttention(SplitDecodeAttention):
     values of the cache it is given are the first R numbers of its keys. Planned as :class:`SplitDecodeAttention`."""
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
-        blocks = -(-self._shape.num_heads // HEADS_OF_BLOCK)
-        splits, least = num_splits(len(self._lengths), blocks, self._ops.processors)
+        splits, least = num_splits(len(self._lengths), _blocks(self._shape.num_heads), self._ops.processors)
         result = latent_decode(
             query,
             cache.keys,
@@ -28,5 +29,19 @@ class LatentDecodeAttention(SplitDecodeAttention):
             least=least,
             scale=self._variant.scale,
             kv_scale=cache.scales[0],
+            shared=self._shared,
         )
         return result if out is None else out.copy_(result)
+
+
+class SharedLatentDecodeAttention(SharedDecodeAttention):
+    """The same where requests share keys, planned as :class:`SharedDecodeAttention`."""
+
+    run = LatentDecodeAttention.run
+
+    def _tile(self, batch: int) -> tuple[int, int]:
+        return tile_requests(self._ops.device), _blocks(self._shape.num_heads)
+
+
+def _blocks(heads: int) -> int:
+    return -(-heads // HEADS_OF_BLOCK)

@@ -39,12 +39,12 @@ class SharedDecodeAttention(SplitDecodeAttention):
         plan = np.zeros(ITEMS * FIELDS + 3 * batch, np.int32)
         order, starts, counts = plan[ITEMS * FIELDS :].reshape(3, -1)
         if keys.runs is not None:
-            group = shape.num_heads // shape.num_kv_heads
+            tile, programs = self._tile(batch)
             cut = cut_runs(
                 keys.runs,
                 page_size=shape.page_size,
-                tile=tile_requests(group, shape.head_dim, batch),
-                kv_heads=shape.num_kv_heads,
+                tile=tile,
+                kv_heads=programs,
                 processors=self._ops.processors,
                 most=ITEMS,
             )
@@ -55,6 +55,11 @@ class SharedDecodeAttention(SplitDecodeAttention):
             self._ops.fill(self._plan, plan)
         else:
             self._shared = _work(self._ops.to_device(plan), batch)
+
+    def _tile(self, batch: int) -> tuple[int, int]:
+        """Requests of an item, and its programs."""
+        heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
+        return tile_requests(heads // kv_heads, self._shape.head_dim, batch), kv_heads
 
 
 def _work(plan: Tensor, batch: int) -> SharedWork:

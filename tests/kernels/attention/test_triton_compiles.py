@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from sapwood_kernels import triton_qkv
 from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
-from sapwood_kernels.attention import triton_merge as merging, triton_shared as sharing
+from sapwood_kernels.attention import triton_merge as merging, triton_shared as sharing, triton_shared_latent as sharing_latent
 
 capability = int(sys.argv[1])
 
@@ -62,8 +62,12 @@ QKV = kinds(
     "key_factor:fp32 value_factor:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
 )
 LATENT = kinds(
-    "query:*bf16 stored:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 out:*bf16 scale:fp32 value_scale:fp32 "
-    "page_stride:i32 slot_stride:i32"
+    "query:*bf16 stored:*bf16 indptr:*i32 lengths:*i32 starts:*i32 counts:*i32 pages:*i32 part:*fp32 sums:*fp32 out:*bf16 "
+    "scale:fp32 value_scale:fp32 page_stride:i32 slot_stride:i32"
+)
+SHARED_LATENT = kinds(
+    "query:*bf16 stored:*bf16 indptr:*i32 pages:*i32 order:*i32 items:*i32 part:*fp32 sums:*fp32 scale:fp32 value_scale:fp32 "
+    "page_stride:i32 slot_stride:i32 first_slot:i32 slots_of_row:i32"
 )
 STORE = kinds(
     "vectors:*bf16 query:*bf16 turned:*bf16 pages:*bf16 slots:*i64 cos:*bf16 sin:*bf16 weight:*fp32 eps:fp32 factor:fp32 "
@@ -112,9 +116,15 @@ check(
 )
 for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
     check(
-        latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, LEAST=1,
-        FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64, BLOCK=latent._KEYS_OF_BLOCK,
-        STAGES=latent._STAGES,
+        latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, SLOTS=24,
+        LEAST=1, SHARED=True, FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64,
+        BLOCK=latent._KEYS_OF_BLOCK, STAGES=latent._STAGES,
+    )
+    requests = sharing_latent.requests_of(divmod(capability, 10))
+    check(
+        sharing_latent._shared_latent_kernel, {**SHARED_LATENT, "stored": cache}, sharing_latent.warps_of(requests), HEADS=128,
+        R=512, E=64, PAGE=16, FIELDS=8, FLOAT8="fp8" in cache, HEADS_HERE=16, ROWS=16 * requests, BLOCK_R=512, BLOCK_E=64,
+        BLOCK=sharing_latent._KEYS_OF_BLOCK, STAGES=sharing_latent._STAGES,
     )
     check(
         store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,

@@ -178,13 +178,15 @@ def test_tritons_kernel_gives_the_same(tiny_model, make_runner, monkeypatch):
 
 
 @pytest.mark.slow
-def test_latent_attention_by_triton_is_left_as_it_is(tiny_model, make_runner, monkeypatch):
+def test_decodes_of_latent_attention_share_in_tritons_kernels_too(tiny_model, make_runner, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     tiny = tiny_model("deepseek-v3")
-    _, answer = decoded(
+    wanted, plain = decoded(make_runner, tiny, monkeypatch, shared_prefix_attention=False)
+    got, shared = decoded(
         make_runner, tiny, monkeypatch, attention_backend="prefill=torch,decode=triton", device=DEVICE, dtype="float32"
     )
-    assert answer.spared_tokens == 0
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert shared.token_ids == plain.token_ids and shared.spared_tokens
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -88,15 +88,15 @@ def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
     )
 
 
-def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention] | None:
-    """Makes the attention of so many decodes that share keys, or of any number (None); nothing for latent attention."""
+def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
+    """Makes the attention of so many decodes that share keys, or of any number (None)."""
+    from sapwood_kernels.attention.latent_decode import SharedLatentDecodeAttention
     from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
 
     needs, ops = parts.needs, parts.ops
-    if needs.latent:
-        return None
+    kernel = SharedLatentDecodeAttention if needs.latent else SharedDecodeAttention
     return lambda batch: KernelAttention(
-        parts.pool, {kind: SharedDecodeAttention(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds}
+        parts.pool, {kind: kernel(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds}
     )
 
 

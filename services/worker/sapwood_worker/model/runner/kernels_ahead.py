@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -86,6 +87,7 @@ class KernelsAhead:
         torch.cuda.empty_cache()
 
     def remember(self) -> None:
-        """The start has compiled everything: one like it need not look."""
-        self._mark.parent.mkdir(parents=True, exist_ok=True)
-        self._mark.touch()
+        """The start has compiled everything: one like it need not look. Where nothing can be written, it will."""
+        with suppress(OSError):
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,8 +44,12 @@ from sapwood_kernels.sampling import triton_logits, triton_sampling
 from sapwood_kernels.triton_latent_store import store_latent
 from sapwood_kernels.triton_qkv import norm_rope_store
 
+logger = logging.getLogger(__name__)
+
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
 _WIDEST_ROW = 8192
+_ROUNDING = 0.02
+"""Most that three products may differ from another kernel's in all, as a part of their size; bfloat16 rounds by 0.002."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""
 
@@ -74,6 +79,7 @@ class CudaOps(DeviceOps):
         self._tables: dict[str, TileTable] = {}
         self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
         self._hopper = False
+        self._tried: dict[tuple[object, ...], bool] = {}
         if torch.cuda.is_available():  # else Triton's interpreter stands in
             properties = torch.cuda.get_device_properties(device)
             self.processors = properties.multi_processor_count
@@ -131,7 +137,7 @@ class CudaOps(DeviceOps):
 
     def grouped_few(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> FewRows | None:
         if self._hopper and triton_few.serves(weight, dtype):
-            one = int(triton_one.serves(weight, dtype))
+            one = int(triton_one.serves(weight, dtype) and self._says_the_same(weight, dtype))
 
             def product(x: Tensor, **others: Any) -> Tensor:
                 kernel = triton_one.one_row if len(x) <= one else triton_few.few_rows
@@ -141,6 +147,23 @@ class CudaOps(DeviceOps):
         if not triton_row.serves(weight):
             return None
         return FewRows(partial(triton_row.row_product, weight=weight, bias=bias), 1, norm=1)
+
+    def _says_the_same(self, weight: GroupedWeight, dtype: torch.dtype) -> bool:
+        """Whether the kernel of one row computes what that of a few does; tried once for each kind of weight."""
+        held = (weight.codes, weight.scales, weight.zeros, weight.factors)
+        kind = (dtype, *(None if each is None else (each.dtype, each.shape) for each in held))
+        if kind not in self._tried:
+            x = torch.randn(1, weight.columns, dtype=dtype, device=weight.codes.device)
+            wanted = triton_few.few_rows(x, weight).float()
+            try:
+                # After each other, as in a step: none waits for the end of the one ahead before it reads its weight.
+                error = sum(float((triton_one.one_row(x, weight) - wanted).norm()) for _ in range(3))
+            except Exception as reason:
+                logger.warning("a row alone is multiplied by the kernel of few rows: %s", reason)
+                error = float("inf")
+            self._tried[kind] = error < _ROUNDING * float(wanted.norm())
+            logger.info("a row alone has a kernel of its own for %s: %s", list(weight.codes.shape), self._tried[kind])
+        return self._tried[kind]
 
     def tune_experts(self, seconds: float, folder: Path) -> None:
         self._tune = seconds, folder

@@ -118,6 +118,29 @@ def test_a_hopper_takes_it_for_up_to_16_rows_and_another_kernel_for_one_row_of_o
     assert other is not None and (other.most, other.norm) == (1, 1)
 
 
+@pytest.mark.parametrize("fails", ["says something else", "says nothing", "cannot be compiled"])
+def test_a_kernel_of_one_row_that_fails_is_not_used(monkeypatch, fails):
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    monkeypatch.setattr(ops, "_hopper", True)
+    right, calls = triton_one.one_row, []
+
+    def one_row(x, weight, **others):
+        calls.append(x)
+        if fails == "cannot be compiled":
+            raise RuntimeError(fails)
+        return right(x, weight, **others) * (1.1 if fails == "says something else" else float("nan"))
+
+    monkeypatch.setattr(triton_one, "one_row", one_row)
+    weight = made(128, 1024, 128, torch.bfloat16)
+    few = ops.grouped_few(weight, None, torch.bfloat16)
+    assert few is not None and (few.most, few.norm) == (16, 0)
+    tried = len(calls)
+    x = torch.randn(1, 1024, device=DEVICE).bfloat16()
+    near(few.product(x), x.float() @ dequantise(weight).t())
+    assert ops.grouped_few(made(128, 1024, 128, torch.bfloat16), None, torch.bfloat16).norm == 0
+    assert tried and len(calls) == tried
+
+
 def test_tiles_divide_every_weight_that_is_served():
     for rows in (64, 4096, 6144, 16384, 28672):
         for columns in (128, 4096, 14336):

@@ -6,10 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
 from sapwood_kernels.attention.planned import Variant
+
+if TYPE_CHECKING:
+    from flashinfer.jit.core import JitSpec
 
 _TELL_EVERY = 5.0
 """Seconds."""
@@ -86,7 +91,6 @@ def begin_flashinfer(
         decode: Whether it computes decodes over a cache of ``dtype``.
     """
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
-    from flashinfer.jit.core import build_jit_specs
     from flashinfer.utils import determine_attention_backend
 
     device = torch.device("cuda")
@@ -104,4 +108,11 @@ def begin_flashinfer(
             name = f"{backend} for heads of {head_dim}" + " with windows" * window + " with a soft cap" * capped
             if not spec.is_compiled:
                 specs[name] = spec
-    return EarlyBuild(list(specs), lambda: build_jit_specs(list(specs.values()))) if specs else None
+    return EarlyBuild(list(specs), lambda: _build(list(specs.values()))) if specs else None
+
+
+def _build(specs: Sequence[JitSpec]) -> None:
+    """Each in its own folder, where loading it looks: what FlashInfer's ``build_jit_specs`` makes is not known there, and is
+    compiled once more."""
+    with ThreadPoolExecutor(len(specs)) as pool:
+        list(pool.map(lambda spec: spec.build(verbose=False), specs))

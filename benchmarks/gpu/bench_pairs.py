@@ -30,7 +30,7 @@ from pathlib import Path
 import grpc
 from commit import measured_commit
 from serving_load.load import run_load
-from serving_load.services import Service
+from serving_load.services import Service, ServiceFailedError
 from serving_load.stream import Stream, percentile
 from serving_load.synthetic_model import write_model
 from serving_load.workload import Planned
@@ -43,6 +43,7 @@ MIXES = {
     "chats beside documents": ((300, 300), (300, 200), (8000, 100)),
     "documents with long answers": ((8000, 200), (4000, 400)),
 }
+_START_SECONDS = 60.0
 ROLES = {
     "both": worker_pb2.WORKER_ROLE_BOTH,
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
@@ -96,7 +97,7 @@ class Pair:
     @contextmanager
     def router(self, disaggregate: str) -> Iterator[Front]:
         """A router in front of the workers."""
-        flags = ["--port", "0", "--http-port", "0", "--metrics-port", "0", "--tokenizer", self.tokenizer]
+        flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
         flags += ["--disaggregate", disaggregate, "--workers", *self.workers]
         service = Service("router", "sapwood_router", flags, self.folder)
         try:
@@ -122,8 +123,10 @@ class Front:
 
     def __init__(self, address: str, http: str, clients: int) -> None:
         self._address, self._http, self._clients = address, http, clients
-        deadline = time.monotonic() + 60
-        while self.count('workers{.*state="available"') < 2 and time.monotonic() < deadline:
+        until = time.monotonic() + _START_SECONDS
+        while self.count("worker_available") < 2:
+            if time.monotonic() > until:
+                raise ServiceFailedError("the router does not find both workers")
             time.sleep(0.1)
 
     def ask(self, requests: Sequence[Planned]) -> list[Stream]:

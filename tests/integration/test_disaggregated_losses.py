@@ -335,7 +335,9 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
     assert not counts["failed"] and not counts["different"]
     await asyncio.gather(*restarts)
     await cluster.available(4)
-    assert resumed and handed and counts["missed"] < counts["losses"]
+    assert handed and counts["missed"] < counts["losses"]
+    # Before its first token a request is not resumed, but asked for again.
+    assert resumed or ("streaming", "decode", "kill") not in combinations()
     await nothing_is_kept(cluster)
 
 

@@ -34,18 +34,17 @@ part() { # SECONDS COMMAND...: what it takes at most, on an H200
 }
 compile() { # FlashInfer builds its kernels when they are first used: processes side by side would wait for each other's compilers.
   timeout -k 5 "$1" "$python" - 2>>"$out.err" <<'END' || echo "# FlashInfer's kernels are built as they are needed"
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
+from sapwood_kernels.compiled.early import build_each
+
 bf16, heads = torch.bfloat16, (128, 128)
 backends = ("fa3", "fa2") if torch.cuda.get_device_capability() == (9, 0) else ("fa2",)
-specs = [
+build_each([
     gen_batch_prefill_module(backend, bf16, bf16, bf16, torch.int32, *heads, 0, window, False, False)
     for backend in backends for window in (False, True)
-]
-list(ThreadPoolExecutor().map(lambda spec: spec.build(verbose=False), specs))  # not build_jit_specs: loading would build again
+])
 END
 }
 check() { # The two do not measure, so they may share the machine.

@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from sapwood_kernels.attention.planned import Variant
-
-if TYPE_CHECKING:
-    from flashinfer.jit.core import JitSpec
 
 _TELL_EVERY = 5.0
 """Seconds."""
@@ -106,13 +104,45 @@ def begin_flashinfer(
                 backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, capped, False
             )
             name = f"{backend} for heads of {head_dim}" + " with windows" * window + " with a soft cap" * capped
-            if not spec.is_compiled:
+            if not _is_built(spec):
                 specs[name] = spec
-    return EarlyBuild(list(specs), lambda: _build(list(specs.values()))) if specs else None
+    return EarlyBuild(list(specs), lambda: build_each(list(specs.values()))) if specs else None
 
 
-def _build(specs: Sequence[JitSpec]) -> None:
-    """Each in its own folder, where loading it looks: what FlashInfer's ``build_jit_specs`` makes is not known there, and is
-    compiled once more."""
-    with ThreadPoolExecutor(len(specs)) as pool:
-        list(pool.map(lambda spec: spec.build(verbose=False), specs))
+class Library(Protocol):
+    """What is asked of FlashInfer's ``JitSpec``."""
+
+    @property
+    def is_aot(self) -> bool:
+        """Whether it was compiled elsewhere."""
+        ...
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its file is there."""
+        ...
+
+    @property
+    def build_dir(self) -> Path:
+        """Where it is compiled."""
+        ...
+
+    def build(self, verbose: bool) -> None:
+        """Compiles what has changed, as its first use does."""
+        ...
+
+
+def build_each(specs: Sequence[Library]) -> None:
+    """Compiles libraries side by side, each where its first use looks.
+
+    FlashInfer's ``build_jit_specs`` has one ninja for all, in the folder above. Its log lies there, and the first use of a
+    library, whose ninja finds no log of its own, compiles all of it again: a minute in which nothing else is done.
+    """
+    with ThreadPoolExecutor(max(1, len(specs))) as threads:
+        for each in [threads.submit(spec.build, False) for spec in specs]:
+            each.result()
+
+
+def _is_built(spec: Library) -> bool:
+    """Whether its first use would compile nothing."""
+    return spec.is_aot or (spec.is_compiled and (spec.build_dir / ".ninja_log").exists())

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -58,7 +57,7 @@ class KernelsAhead:
             return None
         if read_hf_config(options.model_path)[1].sparse is not None:  # some of their kernels read where others say
             return None
-        facts = this_machine() | {"sapwood": version("sapwood")}
+        facts = this_machine()
         given = [getattr(options, each.name) for each in fields(options) if each.name not in _NO_MATTER]
         known = hashlib.sha256(repr((sorted(facts.items()), given)).encode() + config.read_bytes()).hexdigest()
         mark = places.triton_cache() / f"sapwood-{known[:32]}"

@@ -39,6 +39,9 @@ from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whol
 Scaling = Literal["row", "block", "tensor"]
 
 _ALIGNED = 16
+_WIDEST_ROW = 4096
+"""Inputs of a weight in blocks, at most, of which a single row has a product of its own: for DeepSeek-V3's wider ones that took
+several times as long on an H200 as the device's float8 units take for 64 rows."""
 _STORED = "F8_E4M3"
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a stored weight's scales: the common one, and DeepSeek's for those of blocks."""
@@ -124,6 +127,8 @@ class Float8Method(LinearMethod):
             zeros = torch.zeros(1, weight.shape[1], dtype=self._dtype, device=weight.device)
             self._scaled_product(*self._quantise(zeros))
             self._scaled = True
+            if self._scaling == "block" and weight.shape[1] > _WIDEST_ROW:
+                self._one_row = None
         except (RuntimeError, ValueError):
             if not self._ops.asynchronous:  # a GPU's memory holds it once
                 self._dense = self._widened()

@@ -54,7 +54,8 @@ _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str]
     "mooncake": MooncakeSource,
 }
 _LEAST_PARTS = 32
-"""Pages of a chunk from which on they are handed off layer by layer: what a shorter one computes is read in a moment anyway."""
+"""Pages of a chunk from which on they are handed off layer by layer: what a shorter one computes is read in a moment anyway. On a
+GPU, where that has not run yet, only ``--handoff-mover cuda`` asks for it."""
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 
@@ -244,7 +245,7 @@ def _build_leases(
         source,
         config.handoff_share,
         time.monotonic,
-        in_parts=_LEAST_PARTS if pool.in_one else 0,
+        in_parts=_LEAST_PARTS if pool.in_one and (mover == "cuda" or not runner.asynchronous) else 0,
     )
     server.serve(leases, pool, fingerprint, engines, device)
     logger.info("pages are handed off on port %d", server.port)

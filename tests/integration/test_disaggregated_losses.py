@@ -65,7 +65,8 @@ class Worker(WorkerProcess):
 
     def command(self) -> Sequence[str]:
         flags = ("--model", str(self.model), "--served-model-name", "demo", "--kv-cache-gb", "0.1", "--threads", "1")
-        return ("sapwood_worker", *flags, "--host-cache-ratio", "2")
+        # As between hosts: of memory that both share nothing goes over the link.
+        return ("sapwood_worker", *flags, "--host-cache-ratio", "2", "--handoff-mover", "tcp")
 
     @property
     def seen_at(self) -> str:
@@ -232,7 +233,8 @@ class Round:
             case "pulling":
                 await self.first(worker.link.reached.wait() for worker in cluster.of("prefill"))
                 reached = [worker for worker in cluster.of("prefill") if worker.link.reached.is_set()]
-                return reached[0] if side == "prefill" else await cluster.find("decode", "waiting_requests")
+                # Pages are read for a request that waits, or before it is there.
+                return reached[0] if side == "prefill" else await self.first_of("decode", "waiting_requests")
             case "first token":
                 await self.some_piece(2)
                 return await self.first_of(side, "handoff_pages", there)

@@ -105,17 +105,12 @@ def _scales(largest: Tensor) -> Tensor:
     return (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_(min=1e-12)
 
 
-def places(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """The page of each slot, and its place there."""
-    return slots // page_size, slots % page_size
-
-
 def store_kv(
     key: Tensor,
     value: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
-    slots: Tensor | tuple[Tensor, Tensor],
+    slots: Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Writes each token's key and value to its slot, in place.
@@ -125,21 +120,20 @@ def store_kv(
         value: [T, K, D].
         key_pages: [P, page size, K, D] in any order, mutated.
         value_pages: The same for values.
-        slots: int64 [T], no slot twice; or the page of each and its place there.
+        slots: int64 [T], no slot twice.
         scales: What keys and values are divided by on the way into pages of float8_e4m3fn.
     """
-    at = places(slots, key_pages.shape[1]) if isinstance(slots, Tensor) else slots
-    store_vectors(key, key_pages, at, scales[0])
-    store_vectors(value, value_pages, at, scales[1])
+    store_vectors(key, key_pages, slots, scales[0])
+    store_vectors(value, value_pages, slots, scales[1])
 
 
-def store_vectors(vectors: Tensor, pages: Tensor, slots: Tensor | tuple[Tensor, Tensor], scale: float = 1.0) -> None:
+def store_vectors(vectors: Tensor, pages: Tensor, slots: Tensor, scale: float = 1.0) -> None:
     """Writes what each token leaves to its slot, in place; the arguments are those of :func:`store_kv`."""
-    at = places(slots, pages.shape[1]) if isinstance(slots, Tensor) else slots
+    size = pages.shape[1]
     if pages.dtype == torch.float8_e4m3fn:
         # torch cannot index float8, so the bytes are copied.
         vectors, pages = quantise(vectors, scale).view(torch.uint8), pages.view(torch.uint8)
-    pages[at] = vectors
+    pages[slots // size, slots % size] = vectors
 
 
 def attention(

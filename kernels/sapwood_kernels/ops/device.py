@@ -192,8 +192,6 @@ class DeviceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tuning = Tuning()
-        self._slots = torch.empty(0)
-        self._places = self._slots, self._slots
 
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         """A tensor with the array's contents; the array must not change while the tensor is used."""
@@ -257,9 +255,7 @@ class DeviceOps:
             else:
                 query_key = reference.rope(query_key, cos[:, 0], sin[:, 0], partners)
             query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-            if to.slots is not self._slots:  # all layers of a step have the same
-                self._slots, self._places = to.slots, reference.places(to.slots, to.keys.shape[1])
-            reference.store_kv(key, heads[:, rotated:], to.keys, to.values, self._places, to.scales)
+            reference.store_kv(key, heads[:, rotated:], to.keys, to.values, to.slots, to.scales)
             return query
 
         return store

@@ -5,7 +5,7 @@ Codes are widened and multiplied as in ``triton_few``. The row is put into share
 tensor cores take it. A program asks for its first codes and all its scales before it waits for the kernel ahead of it, which need
 not have ended (programmatic dependent launch): so the memory does not idle between the products of a step.
 
-Bound: one read of codes, zeros and scales. O(N K). Measured: docs/quantization.md.
+Bound: one read of codes, zeros and scales. O(N K).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def layouts(shares: int, tall: int) -> dict[str, gl.constexpr_type]:
 def block_shape(rows: int, columns: int, *, gated: bool) -> tuple[int, int, int] | None:
     """A program's shares of the inputs, tiles of 16 rows, and pairs of groups whose codes are under way; None: no whole shares.
 
-    Measured in an 8B model's shapes on an H200.
+    By arithmetic for an 8B model's shapes on an H200; not measured.
     """
     wanted = (4, 8, 2, 16, 1) if rows >= 16384 else (8, 4, 16, 2, 1)
     for shares in wanted:

@@ -63,3 +63,13 @@ def test_a_model_that_computes_by_torch_says_what(runners, make_driver):
     assert make_driver(recording).generate(PROMPTS, 6) == expected
     assert recording.recorded.runs == 0
     assert recording.recorded.refused is not None
+
+
+def test_a_recording_that_lacks_calls_is_found_out_and_not_used(runners, make_driver, monkeypatch):
+    recording, plain = runners("llama")
+    # Layers call another library than the one that is watched, as where a model was loaded with other operations.
+    monkeypatch.setattr(recording.recorded, "_library", load_library())
+    expected = make_driver(plain).generate(PROMPTS, 6)
+    assert make_driver(recording).generate(PROMPTS, 6) == expected
+    assert recording.recorded.runs == 0
+    assert recording.recorded.refused == "a recording gave other numbers"

@@ -83,15 +83,22 @@ class RecordedSteps:
     ) -> Tensor:
         recording = Recording(self._library)
         fit = len(set(inputs)) == len(inputs)  # else they could not be told apart
+        again = hidden.clone()
         with recording.record(inputs):
             result = self._model.through(hidden, angles, plan)
+        computed = result.clone()
+        kept = None if result.data_ptr() == hidden.data_ptr() else result
         if recording.refused is not None:
-            self.refused = recording.refused
-            logger.info("decodes are computed call by call: %s is computed by torch", recording.refused)
+            self.refused = f"{recording.refused} is computed by torch"
         elif fit:
-            kept = None if result.data_ptr() == hidden.data_ptr() else result
-            self._recorded[len(hidden)] = _Recorded(recording, kept)
-        return result.clone()
+            recording.run([again.data_ptr(), *inputs[1:]], {})
+            if torch.equal(again if kept is None else kept, computed):
+                self._recorded[len(hidden)] = _Recorded(recording, kept)
+            else:  # not all calls were those of this library
+                self.refused = "a recording gave other numbers"
+        if self.refused is not None:
+            logger.info("decodes are computed call by call: %s", self.refused)
+        return computed
 
 
 def record_steps(

@@ -97,8 +97,6 @@ REFUSED = [
     ),
     (WORKER, "--data-parallel-attention", "--data-parallel-attention", "--tensor-parallel 2"),
     (WORKER, f"{SPLIT} --pipeline-parallel 2", "--data-parallel-attention", None),
-    (WORKER, f"{SPLIT} {TIER} --storage file:///x --storage-share 0.9", "--storage --storage-share", None),
-    (WORKER, f"{SPLIT} --role prefill", "--role", None),
     (WORKER, f"{SPLIT} --all-reduce two-shot", "--all-reduce", f"{SPLIT} --all-reduce one-shot"),
     (WORKER, f"{SPLIT} --speculate draft:demo", "--speculate", f"{SPLIT} --speculate prefix"),
     (WORKER, "--node-rank 1", "--node-rank", "--nnodes 2"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.models.upcycled import upcycle
+from sapwood_testing.router.ports import port_of_its_own
 from sapwood_testing.worker.latent_twin import write_demo_twin
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.worker_process import started_worker
@@ -47,13 +48,21 @@ class Worker:
     def __init__(self, stub: Any, metrics: str) -> None:
         self.stub, self._metrics = stub, metrics
 
-    def by(self, label: str, name: str) -> dict[str, float]:
-        """A metric by one of its labels."""
+    def samples(self, name: str) -> list[Any]:
+        """A metric's samples."""
         with urllib.request.urlopen(self._metrics) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
         samples = [sample for family in families for sample in family.samples]
-        found = [each for each in samples if each.name == f"sapwood_worker_{name}" and label in each.labels]
-        return {each.labels[label]: each.value for each in found}
+        return [each for each in samples if each.name == f"sapwood_worker_{name}"]
+
+    def count(self, name: str) -> float:
+        """A metric without labels."""
+        [sample] = self.samples(name)
+        return float(sample.value)
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """A metric by one of its labels."""
+        return {each.labels[label]: each.value for each in self.samples(name) if label in each.labels}
 
     def by_rank(self, name: str) -> list[float]:
         """A metric of each rank."""
@@ -68,7 +77,22 @@ class Worker:
         """Experts that were copied from rank to rank."""
         return int(self.stub.GetExpertLoad(worker_pb2.GetExpertLoadRequest()).moves)
 
-    def answers(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    def handed_off(self, prompts: list[list[int]]) -> list[Any]:
+        """Tickets for prompts, all at once."""
+
+        def ask(number: int) -> Any:
+            sampling = common_pb2.SamplingParams(temperature=0, ignore_eos=True)
+            request = worker_pb2.WorkerGenerateRequest(
+                request_id=f"r{number}", token_ids=prompts[number], sampling=sampling, hand_off=True
+            )
+            *_, last = self.stub.Generate(request)
+            last.ticket.source = f"127.0.0.1{last.ticket.source}"
+            return last.ticket
+
+        with ThreadPoolExecutor(len(prompts)) as executor:
+            return list(executor.map(ask, range(len(prompts))))
+
+    def answers(self, prompts: list[list[int]], tickets: Sequence[Any] = ()) -> list[tuple[list[int], list[float]]]:
         """The tokens and log probabilities of prompts, all at once, in each of several ways."""
         samplings = [
             common_pb2.SamplingParams(temperature=0, logprobs=2),
@@ -84,7 +108,10 @@ class Worker:
             sampling.CopyFrom(samplings[kind])
             sampling.max_tokens = 24
             request = worker_pb2.WorkerGenerateRequest(
-                request_id=f"r{number}", token_ids=prompts[number], sampling=sampling
+                request_id=f"r{number}",
+                token_ids=prompts[number],
+                sampling=sampling,
+                ticket=tickets[number] if tickets else None,
             )
             tokens: list[int] = []
             logprobs: list[float] = []
@@ -139,6 +166,24 @@ def test_processes_with_requests_of_their_own_answer_as_one(
         # A single request leaves all ranks but one idle.
         near(worker.answers(prompts[:1]), expected[:1])
         assert [method for method, count in worker.by("method", "all_reduces_total").items() if count] == [sums]
+
+
+@pytest.mark.slow
+def test_prompts_are_handed_off_from_ranks_to_ranks(tiny_model: Any, tmp_path: Path) -> None:
+    path = tiny_model("deepseek-v3", **SHAPE).path
+    prompts = [[3 + (7 + each) * place % 90 for place in range(130)] for each in range(8)]
+    flags = ("--num-pages", "64", "--max-running", "5", "--threads", "1", "--no-structured-output")
+    port, ranks = port_of_its_own(), split(2, experts=True)
+    with (
+        started(path, tmp_path / "log-0", *flags, *ranks, "--role", "prefill", "--handoff-port", str(port)) as prefill,
+        started(path, tmp_path / "log-1", *flags, *ranks, "--role", "decode") as decode,
+    ):
+        expected = prefill.answers(prompts)
+        tickets = prefill.handed_off(prompts)
+        assert {ticket.source for ticket in tickets} == {f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"}
+        near(decode.answers(prompts, tickets), expected)
+        assert min(decode.by_rank("requests_total")) > 0
+        assert decode.count("pulled_pages_total") == 8 * 8
 
 
 @pytest.mark.slow

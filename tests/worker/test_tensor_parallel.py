@@ -281,6 +281,9 @@ def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: 
             assert logprobs == pytest.approx(theirs, abs=1e-3)
 
 
+OWN_REQUESTS = "2 --data-parallel-attention"
+
+
 @pytest.mark.slow
 def test_what_a_group_has_stored_is_read_by_groups_of_other_sizes(tiny_model: Any, tmp_path: Path) -> None:
     path = tiny_model("llama", **SHAPE).path
@@ -302,8 +305,10 @@ def test_what_a_group_has_stored_is_read_by_groups_of_other_sizes(tiny_model: An
 
     expected: dict[int, list[int]] = {}
     # Each group reads the documents of those before it and stores one more.
-    for document, (tensor, pipeline) in enumerate([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 1)]):
-        split = ("--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline))
+    own_requests = ("--tensor-parallel", *OWN_REQUESTS.split())
+    sizes = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 1)]
+    splits = [("--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)) for tensor, pipeline in sizes]
+    for document, split in enumerate([*splits[:2], own_requests, *splits[2:], own_requests]):
         with worker(path, tmp_path / f"log-{document}", *flags, *split) as stub:
             for earlier, tokens in expected.items():
                 assert ask(stub, earlier) == tokens
@@ -315,7 +320,7 @@ def test_what_a_group_has_stored_is_read_by_groups_of_other_sizes(tiny_model: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [("2", "1"), ("1", "2"), ("2", "4")])
+@pytest.mark.parametrize("sizes", [("2", "1"), ("1", "2"), ("2", "4"), (OWN_REQUESTS, "1"), ("2", OWN_REQUESTS)])
 def test_a_prompt_is_handed_off_between_groups_of_other_sizes(
     tiny_model: Any, tmp_path: Path, sizes: tuple[str, str]
 ) -> None:
@@ -330,7 +335,7 @@ def test_a_prompt_is_handed_off_between_groups_of_other_sizes(
         return [token for response in responses for token in response.token_ids], responses[-1]
 
     def role(number: int) -> tuple[str, ...]:
-        return ("--role", ("prefill", "decode")[number], "--tensor-parallel", sizes[number])
+        return ("--role", ("prefill", "decode")[number], "--tensor-parallel", *sizes[number].split())
 
     with (
         worker(path, tmp_path / "log-0", *flags, *role(0)) as prefill,

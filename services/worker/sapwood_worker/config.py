@@ -261,7 +261,8 @@ class WorkerConfig(ServiceConfig):
         0,
         ge=0,
         le=65535,
-        description="TCP port at which decode workers read the pages that a prefill worker keeps; 0 takes a free one.",
+        description="TCP port at which decode workers read the pages that a prefill worker keeps; 0 takes a free one. "
+        "With --data-parallel-attention each rank has one, from this one up.",
     )
     handoff_mover: HandoffMover = Field(
         "auto",

@@ -36,7 +36,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.core.tiering import Tiering, build_tiering
+from sapwood_worker.core.tiering import Tiering, measure_token_seconds
 from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
 from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
@@ -113,9 +113,10 @@ def build_scheduler(
 
 def build_tiers(config: WorkerConfig, runner: LoadedRunner) -> Tiering | TiersOfRanks | None:
     """The tiers below the device's pages; None: there are none. Raises as :class:`Tiering`."""
-    if runner.info.attention_ranks == 1 or runner.host_pool is None or not config.prefix_cache:
-        return build_tiering(config, runner)
-    return TiersOfRanks(config, runner, runner.host_pool)
+    if runner.host_pool is None or not config.prefix_cache:
+        return None
+    tiers = Tiering if runner.info.attention_ranks == 1 else TiersOfRanks
+    return tiers(config, runner, runner.host_pool, measure_token_seconds(config, runner))
 
 
 def _speculate(config: WorkerConfig) -> SpeculateName:

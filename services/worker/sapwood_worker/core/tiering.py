@@ -89,8 +89,9 @@ class Tiering:
 
     Args:
         config: The worker's configuration.
-        runner: The runner, before any request is let in: it is measured.
+        runner: The runner.
         pool: Its host pool.
+        seconds_per_token: Seconds that it takes to compute a token of a prompt.
 
     Attributes:
         cache: The tiers as the scheduler knows them.
@@ -101,7 +102,7 @@ class Tiering:
         ConfigError: ``--storage`` is not a store's URL, or ``--handoff-port`` cannot be listened on.
     """
 
-    def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool) -> None:
+    def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool, seconds_per_token: float) -> None:
         info = runner.info
         self._page_size, self._page_bytes = info.page_size, pool.page_bytes
         options = PrefetchOptions(
@@ -118,10 +119,7 @@ class Tiering:
         self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
         self.caches = (self.cache,)
         self._take_role(config.role)
-        counts = [info.num_pages, *(window.num_pages for window in info.windows)]
-        longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)
-        speed = measure_prefill(runner, info.page_size, counts, longest)
-        facts = StorageFacts(pool, info.page_size, runner.cache_identity, speed, config.storage_min_tokens)
+        facts = StorageFacts(pool, info.page_size, runner.cache_identity, seconds_per_token, config.storage_min_tokens)
         self.opener = StorageOpener(storage, facts)
         if config.storage:
             self.opener.open(config.storage)
@@ -284,10 +282,9 @@ def device_report(load: Load) -> list[TierReport]:
     return [TierReport(tier="device", pages=load.used_pages, capacity=load.num_pages, hit_tokens=load.cached_tokens)]
 
 
-def build_tiering(config: WorkerConfig, runner: TieredRunner) -> Tiering | None:
-    """The tiers below the device's pages; None: there are none.
-
-    Raises:
-        ConfigError: As :class:`Tiering`.
-    """
-    return None if runner.host_pool is None or not config.prefix_cache else Tiering(config, runner, runner.host_pool)
+def measure_token_seconds(config: WorkerConfig, runner: TieredRunner) -> float:
+    """Seconds that it takes to compute a token of a prompt; runs the model, before any request is let in."""
+    info = runner.info
+    counts = [info.num_pages, *(window.num_pages for window in info.windows)]
+    longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)
+    return measure_prefill(runner, info.page_size, counts, longest)

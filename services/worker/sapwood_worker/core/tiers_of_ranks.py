@@ -1,13 +1,14 @@
-"""The second tier of the KV cache where each rank has requests and pages of its own: one of each rank, all equally large."""
+"""The lower tiers of the KV cache where each rank has requests and pages of its own: those of each rank, all equally large."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import asdict, replace
+
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
-from sapwood_worker.core.tiering import TieredRunner, device_report
+from sapwood_worker.core.tiering import TieredRunner, Tiering
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.load import Load
@@ -15,55 +16,70 @@ from sapwood_worker.records.tier_report import TierReport
 
 
 class TiersOfRanks:
-    """Does for the ranks' tiers what :class:`~sapwood_worker.core.tiering.Tiering` does for one's. There is no store beyond them.
+    """Does with the ranks' tiers what :class:`~sapwood_worker.core.tiering.Tiering` does with one's.
+
+    A page is the same object whichever rank has computed it: of a store, and of what other workers hand off, each rank reads what
+    it lacks. Each listens at a port of its own for those that read what it hands off, from ``--handoff-port`` up.
 
     Args:
         config: The worker's configuration.
         runner: The runner.
-        pool: Rank 0's host pool; the others' have as many pages, which only they can read.
+        pool: Rank 0's host pool, which has the others'.
+        seconds_per_token: As :class:`Tiering` takes it.
 
     Attributes:
         caches: Each rank's tiers, as its scheduler knows them.
+
+    Raises:
+        ConfigError: As :class:`Tiering`.
     """
 
-    busy = False
-
-    def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool) -> None:
-        info = runner.info
-        self._page_bytes, self._page_size = pool.page_bytes, info.page_size
-        self.caches: Sequence[HierarchicalCache] = [
-            HierarchicalCache(HostPages(pool.num_pages), info.num_pages, info.page_size, config.host_write_policy)
-            for _ in range(info.attention_ranks)
+    def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool, seconds_per_token: float) -> None:
+        self._hosts = config.nnodes
+        self._ranks = [
+            Tiering(_of_rank(config, rank), runner, each, seconds_per_token)
+            for rank, each in enumerate((pool, *pool.others))
         ]
+        self.caches: Sequence[HierarchicalCache] = [each.cache for each in self._ranks]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a store is being opened."""
+        return any(each.busy for each in self._ranks)
 
     def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
-        """As :meth:`Tiering.command`."""
-        if verb in ("attach", "detach") or (verb, argument) == ("clear", "storage"):
-            answer("with --data-parallel-attention there is no store: each rank has pages of its own")
-        elif verb == "role" and argument != "both":
-            answer("with --data-parallel-attention nothing is handed off: each rank has pages of its own")
-        else:
-            if verb == "clear" and argument in ("host", "all"):
-                for cache in self.caches:
-                    cache.clear_host()
-            answer("")
+        """As :meth:`Tiering.command`; of what goes wrong with several ranks the first is told."""
+        if self._hosts > 1 and (verb == "attach" or (verb == "role" and argument != "both")):
+            answer("the ranks with pages of their own are on several hosts")
+            return
+        said: list[str] = []
+
+        def one(error: str) -> None:
+            said.append(error)
+            if len(said) == len(self._ranks):
+                answer(next((each for each in said if each), ""))
+
+        for each in self._ranks:
+            each.command(verb, argument, one)
 
     def report(self, load: Load) -> list[TierReport]:
         """The tiers as they are now, all ranks' together."""
-        counters = [cache.counters for cache in self.caches]
-        host = TierReport(
-            tier="host",
-            pages=load.host_used_pages,
-            capacity=load.host_num_pages,
-            hit_tokens=load.host_hit_tokens,
-            bytes_in=sum(each.stored for each in counters) * self._page_bytes,
-            bytes_out=sum(each.host_hits for each in counters) * self._page_bytes,
-            seconds_in=sum(each.store_seconds for each in counters),
-            seconds_out=sum(each.load_seconds for each in counters),
-            failures=sum(each.store_failures for each in counters),
-            dropped_pages=sum(each.no_room for each in counters),
-        )
-        return [*device_report(load), host]
+        devices, *lower = zip(*(each.report(load) for each in self._ranks), strict=True)
+        device = replace(devices[0], hit_tokens=sum(each.hit_tokens for each in devices))
+        return [device, *map(_together, lower)]
 
     def poll(self) -> None:
-        """Nothing goes on between steps."""
+        """As :meth:`Tiering.poll`."""
+        for each in self._ranks:
+            each.poll()
+
+
+def _of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
+    return config.model_copy(update={"handoff_port": config.handoff_port and config.handoff_port + rank})
+
+
+def _together(reports: Sequence[TierReport]) -> TierReport:
+    """One tier of all ranks: what is counted is summed, and of a store's states the worst is told."""
+    worst = max(reports, key=lambda each: (each.state == "failing", each.state == "opening"))
+    counted = [name for name, value in asdict(worst).items() if not isinstance(value, str)]
+    return replace(worst, **{name: sum(getattr(each, name) for each in reports) for name in counted})

@@ -53,11 +53,6 @@ NEEDS = (
     Needs(("data_parallel_attention",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
     Needs(("data_parallel_attention",), lambda config: config.pipeline_parallel == 1, "with {pipeline_parallel}"),
     Needs(
-        ("storage", *_STORE_OPTIONS, "role"),
-        lambda config: not config.data_parallel_attention,
-        "with {data_parallel_attention}: each rank has pages of its own",
-    ),
-    Needs(
         ("all_reduce",),
         lambda config: not config.data_parallel_attention or config.all_reduce != "two-shot",
         "with {data_parallel_attention}, where a rank gets the sums of its own rows only, if it is two-shot",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -42,8 +44,13 @@ class SplitRequestsRunner:
         self._runner = runner
         self._followers = Followers(followers, asynchronous=runner.asynchronous)
 
+        self._identity = functools.cache(runner.cache_identity)
+        self._asking = threading.Lock()
+
     def cache_identity(self) -> str:
-        return self._runner.cache_identity()
+        """As the runner's, read once for all ranks."""
+        with self._asking:
+            return self._identity()
 
     def export_pages(self) -> bytes:
         """Nothing: a rank has but a part of a page."""
@@ -53,7 +60,9 @@ class SplitRequestsRunner:
         return self.launch(step).result()
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Begins a step that has a part for each rank."""
+        """Begins a step that has a part for each rank; one without parts is rank 0's alone."""
+        if not step.parts:
+            step = Step(step.number, parts=(step, *[Step(step.number)] * len(self._followers)))
         own, *others = together(step)
         for rank, part in enumerate(others, 1):
             self._followers.tell_one(rank, encode(part))

@@ -41,9 +41,10 @@ class HostPool:
         memory: Where the records lie; None: in memory of this process.
         part: This rank's bytes of a page's content; None: all.
         order: The order of the ranks' parts; None: an object is a record as it lies.
+        others: The pools of the ranks that have requests of their own, after this one's; on the first rank.
 
     Attributes:
-        num_pages, page_bytes: The arguments.
+        num_pages, page_bytes, others: The arguments.
         object_bytes: Bytes of the content of a page's object.
         in_place: Whether a page's record is its object.
         shared: The memory, if other processes of this host find the objects in it, each in its page's record; None: they do not.
@@ -60,8 +61,10 @@ class HostPool:
         memory: SharedMemory | None = None,
         part: slice | None = None,
         order: PageOrder | None = None,
+        others: Sequence[HostPool] = (),
     ) -> None:
         self.num_pages = num_pages
+        self.others = others
         self.page_bytes = page_bytes
         self.object_bytes = page_bytes if order is None else order.object_bytes
         self.in_place = order is None

@@ -27,6 +27,9 @@ from sapwood_worker.records.load import Load, RankLoad, sum_loads
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, Step
 
+_MOST_PROMISED = 1024
+"""Requests that are likely to come of which it is known where; of an older one the pages are read again."""
+
 
 class RankPlanner:
     """Does for several ranks what a :class:`Scheduler` does for one, called in the same way; its steps have parts.
@@ -49,6 +52,8 @@ class RankPlanner:
         # For each step in flight the number that each rank's scheduler has given its part; -1: it has none.
         self._in_flight: deque[list[int]] = deque()
         self._requests = [0] * len(schedulers)
+        # Where pages are read for a request that is likely to come, by the transfer.
+        self._promised: dict[bytes, int] = {}
 
     @property
     def speculates(self) -> bool:
@@ -76,7 +81,7 @@ class RankPlanner:
         return any(each.has_copies for each in self._ranks)
 
     def wait_for_storage(self, seconds: float) -> None:
-        """Returns after so many seconds: there is no third tier."""
+        """Returns after so many seconds, whatever the ranks' tiers wait for."""
         time.sleep(seconds)
 
     def add(self, request: Request) -> None:
@@ -86,18 +91,13 @@ class RankPlanner:
             InvalidArgumentError: As :meth:`Lifecycle.add`.
             ResourceExhaustedError: The queues are full.
         """
-        loads = [each.load() for each in self._ranks]
-        waiting = [load.waiting_requests for load in loads]
-        if sum(waiting) >= self._config.max_waiting:
+        if sum(each.load().waiting_requests for each in self._ranks) >= self._config.max_waiting:
             raise ResourceExhaustedError(
                 f"the queue is full: {self._config.max_waiting} requests wait", retry_after=1.0
             )
-        rank = choose_rank(
-            [each.demand for each in self._ranks],
-            waiting,
-            [load.queued_tokens for load in loads],
-            [request.remaining - each.cached_tokens(request) for each in self._ranks],
-        )
+        rank = None if request.ticket is None else self._promised.pop(request.ticket.transfer_id, None)
+        if rank is None:
+            rank = self._choose([request.remaining - each.cached_tokens(request) for each in self._ranks])
         self._ranks[rank].add(request)
         self._requests[rank] += 1
 
@@ -110,9 +110,15 @@ class RankPlanner:
         return [output for each in self._ranks for output in each.handed_off()]
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
-        """As :meth:`Scheduler.announced`."""
-        for each in self._ranks:
-            each.announced(ticket, prompt, namespace)
+        """As :meth:`Scheduler.announced`, at the rank that is to have the request."""
+        rank = self._promised.get(ticket.transfer_id)
+        if rank is None:
+            if not prompt:  # its first announcement has been forgotten
+                return
+            while len(self._promised) >= _MOST_PROMISED:
+                del self._promised[next(iter(self._promised))]
+            rank = self._promised[ticket.transfer_id] = self._choose([len(prompt)] * len(self._ranks))
+        self._ranks[rank].announced(ticket, prompt, namespace)
 
     def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
         """As :meth:`Scheduler.keep_handoffs`."""
@@ -220,6 +226,16 @@ class RankPlanner:
         for each in self._ranks:
             each.check()
 
+    def _choose(self, missing: Sequence[int]) -> int:
+        """The rank for a request of whose tokens each lacks so many."""
+        loads = [each.load() for each in self._ranks]
+        return choose_rank(
+            [each.demand for each in self._ranks],
+            [load.waiting_requests for load in loads],
+            [load.queued_tokens for load in loads],
+            missing,
+        )
+
     def _spread(self) -> None:
         """Moves requests that wait to ranks that could admit them, while nothing waits there."""
         for rank, taker in enumerate(self._ranks):
@@ -239,5 +255,6 @@ class RankPlanner:
 
 
 def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
-    """Whether a request begins sooner at a scheduler that has to compute ``more`` tokens less before it."""
-    return request.remaining - taker.cached_tokens(request) < more
+    """Whether a request begins sooner at a scheduler that has to compute ``more`` tokens less before it; one with a ticket does
+    not, whose pages are where it is."""
+    return request.ticket is None and request.remaining - taker.cached_tokens(request) < more

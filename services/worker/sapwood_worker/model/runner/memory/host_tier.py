@@ -16,7 +16,7 @@ def build_host_pool(
     """The second tier; None: the options want none. Each rank has its part of every record.
 
     Where the ranks of a stage keep the same, there is one part, to which all write the same bytes. Ranks with requests of their
-    own have a tier each, all equally large.
+    own have a tier each, all equally large; the first, which decides for all, has the others' too where all are on one host.
 
     Args:
         options: Say how large it is.
@@ -34,7 +34,7 @@ def build_host_pool(
             gigabytes=options.host_cache_gb,
             ratio=options.host_cache_ratio,
         )
-        return HostPool(min(parallel.exchange(own)), layout.page_bytes)
+        return _pools_of_ranks(min(parallel.exchange(own)), layout.page_bytes, parallel, one_host=options.nodes == 1)
     rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
     each //= options.nodes
     first = rank // each * each
@@ -72,3 +72,12 @@ def build_host_pool(
     memory = memory or SharedMemory.open(path)
     parallel.exchange("")  # all have opened it
     return HostPool(pages, size, memory, slice(start, start + own), order)
+
+
+def _pools_of_ranks(pages: int, page_bytes: int, parallel: Parallel, *, one_host: bool) -> HostPool:
+    """This rank's pool of pages of its own requests; on the first with the others'."""
+    own = SharedMemory.create(pool_bytes(pages, page_bytes)) if one_host else None
+    paths = parallel.exchange(None if own is None else own.path)
+    others = [None if path is None else SharedMemory.open(path) for path in paths[1:]] if parallel.tp.rank == 0 else []
+    parallel.exchange("")  # all are open
+    return HostPool(pages, page_bytes, own, others=[HostPool(pages, page_bytes, each) for each in others])

@@ -19,7 +19,7 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.tiering import build_tiering
+from sapwood_worker.core.tiering import Tiering
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner import builder
@@ -121,8 +121,7 @@ class Tiered:
 
     def __call__(self, runner: Any) -> list[list[int]]:
         config = WorkerConfig(max_running=3, max_step_tokens=24, storage_prefetch="wait_complete", **self._flags)
-        tiering = build_tiering(config, runner)
-        assert tiering is not None
+        tiering = Tiering(config, runner, runner.host_pool, 0.001)
         scheduler = scheduler_of(runner, tiering.cache, max_running=3, max_step_tokens=24)
         received: dict[int, list[int]] = {}
         launched: deque[LaunchedStep] = deque()

@@ -54,10 +54,13 @@ class Asking:
             prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randrange(2, 40))]
             params = SamplingParams(**{"seed": serial, "max_tokens": self._most, **asked})
             scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params, grammar=grammar))
-        for serial, pooling in enumerate(("mean", "last"), count):
+        # The longest, so that in the end its rank computes alone.
+        alone = SamplingParams(seed=count, max_tokens=2 * self._most, ignore_eos=True)
+        scheduler.add(Request(count, f"r{count}", array("I", [5, 7]), alone))
+        for serial, pooling in enumerate(("mean", "last"), count + 1):
             prompt = [chance.randrange(3, VOCAB) for _ in range(70)]
             scheduler.add(Request(serial, f"r{serial}", array("I", prompt), SamplingParams(), pooling=pooling))
-        found = [Answer() for _ in range(count + 2)]
+        found = [Answer() for _ in range(count + 3)]
         launched: deque[LaunchedStep] = deque()
         steps = 0
         while scheduler.has_work:

@@ -85,7 +85,7 @@ def _unpack(registry: str, package: str, folder: str, target: Path) -> None:
             wheel.extractall(target, [name for name in wheel.namelist() if name.startswith(folder)])
     else:
         with tarfile.open(archive) as packed:
-            packed.extractall(target, [m for m in packed if m.name.startswith(folder)], filter="data")
+            packed.extractall(target, [m for m in packed if m.name.startswith(folder)])
     archive.unlink()
 
 

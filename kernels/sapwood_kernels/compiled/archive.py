@@ -140,9 +140,21 @@ def _extract(archive: Path, name: str, folder: Path) -> None:
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
                 if member.isfile() and member.name.startswith(f"{name}/"):
-                    tar.extract(member, folder, filter="data")
+                    _write(tar, member, folder)
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{archive}: cannot be unpacked: {error}") from error
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """As ``tar.extract(..., filter="data")``, which Python has from 3.11.4 on."""
+    target = (folder / member.name).resolve()
+    if not target.is_relative_to(folder.resolve()):
+        raise tarfile.TarError(f"{member.name} leads out of it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    found = tar.extractfile(member)
+    assert found is not None, "it is a file"
+    with found, target.open("wb") as file:
+        shutil.copyfileobj(found, file)
 
 
 def _move(source: Path, target: Path) -> bool:

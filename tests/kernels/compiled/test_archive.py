@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tarfile
 import threading
@@ -126,3 +127,14 @@ def test_what_is_waited_for_is_told_and_a_failed_compiler_quoted():
 
     with pytest.raises(RuntimeError, match="nvcc is not there"):
         EarlyBuild([], fail).wait(told.append)
+
+
+def test_a_file_that_leads_out_of_the_archive_is_refused(tmp_path):
+    bad = tmp_path / "bad.tgz"
+    with tarfile.open(bad, "w:gz") as tar:
+        member = tarfile.TarInfo("triton/../../out")
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(ValueError, match="leads out of it"):
+        archive.unpack(bad, tmp_path / "a" / "triton", tmp_path / "a" / "flashinfer")
+    assert not list(tmp_path.rglob("out"))

@@ -62,7 +62,7 @@ async def test_many_continuations_begin_in_several_turns_of_the_loop(one, monkey
     answer = await one.openai.chat.completions.create(model="fake", messages=HI, n=100)
     assert [choice.index for choice in answer.choices] == list(range(100))
     assert len(begun) == 100
-    assert max(map(begun.count, begun)) <= MOST_A_TURN + 1
+    assert max(map(begun.count, begun)) <= 2 * MOST_A_TURN  # a round may come before its turn's mark
 
 
 async def test_the_continuations_of_several_prompts_come_together(one) -> None:

@@ -2,7 +2,7 @@
 # The targets of the engine on one H200, in one run, with the worker's defaults; then with flags, for how far the defaults are from
 # them. The first process finds empty caches: it is the 8B's cold start, and what it compiles serves the others. JSON lines in OUT, then
 # a table beside the targets, d3c93b6 and vLLM. Five minutes, of which 100 s are FlashInfer's compilers; each process has its own limit,
-# and what would not end within BUDGET seconds (default 360) is left out.
+# and what would not end within BUDGET seconds (default 360) is left out. What was compiled is thrown away, or kept in the folder CACHES.
 #
 #   benchmarks/gpu/targets.sh [OUT]
 set -uo pipefail
@@ -11,8 +11,8 @@ out=${1:-benchmarks/results/targets-$(date +%F).jsonl}
 python=${PYTHON:-python}
 configs=benchmarks/gpu/configs
 best=${BEST_FLAGS:---max-running 256 --max-step-tokens 8192 --kv-cache-gb 60 --context-length 16384 --speculate off}
-caches=$(mktemp -d)
-trap 'rm -rf "$caches"' EXIT
+caches=${CACHES:-$(mktemp -d)}
+[ -n "${CACHES:-}" ] || trap 'rm -rf "$caches"' EXIT
 export TRITON_CACHE_DIR=$caches/triton FLASHINFER_WORKSPACE_BASE=$caches CUDA_CACHE_PATH=$caches/cuda
 : >"$out"
 : >"$out.err"

@@ -7,7 +7,6 @@ Every flag of a service is one of `sapwood up`, with the service's name before i
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,11 +126,6 @@ def read_services(
         front,
         roles,
     )
-
-
-def cores() -> int:
-    """CPUs that this process may use, by a container's limit too if the kernel tells it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_service(name: str, cls: type[ConfigT], given: dict[str, Any], file: str | None = None) -> Service[ConfigT]:

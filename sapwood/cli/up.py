@@ -210,7 +210,8 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
         arguments: The flags.
         sockets: With --no-router, the folder for all that listens on no port.
     """
-    from sapwood.cli.services import cores, read_services
+    from sapwood.cli.services import read_services
+    from sapwood_common.cores import usable_cores
 
     def port(given: int | None) -> int | None:
         return 0 if given is None and arguments.ports == "auto" else given
@@ -258,7 +259,7 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
     if services.roles and "role" in services.worker.given:
         raise CliError("--roles and --worker-role are both given", REFUSED)
     if "threads" not in services.worker.config.model_fields_set:
-        services.worker.given["threads"] = max(1, cores() // workers)
+        services.worker.given["threads"] = max(1, usable_cores() // workers)
     config = services.worker.config
     return replace(services, gpus=share_gpus(workers, config.ranks // config.nnodes or 1, config.device))
 

@@ -17,8 +17,9 @@ import grpc
 
 from sapwood.cli.errors import CliError
 from sapwood.cli.fetch import fetch_models
-from sapwood.cli.services import Services, cores, read_service
+from sapwood.cli.services import Services, read_service
 from sapwood.errors import InvalidArgumentError
+from sapwood_common.cores import usable_cores
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
@@ -57,7 +58,7 @@ def read_keywords(options: Mapping[str, Any], workers: int, defaults: Mapping[st
             if value is not None:
                 for service, field in _places(option):
                     given[service][field] = _plain(value)
-    given["worker"].setdefault("threads", max(1, cores() // workers))
+    given["worker"].setdefault("threads", max(1, usable_cores() // workers))
     files = {service: fields.pop("config", None) for service, fields in given.items()}
     try:
         return Services(

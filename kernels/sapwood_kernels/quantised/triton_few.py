@@ -10,7 +10,6 @@ Bound: one read of codes, zeros and scales. O(N K). Measured: docs/quantization.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import torch
@@ -68,14 +67,47 @@ def _quarters(x):
     return first, second, gl.permute(third, (0, 2, 1)), gl.permute(fourth, (0, 2, 1))
 
 
+@gluon.constexpr_function
+def bits(count):
+    """The bits of a power of 2 below it."""
+    return list(range(count.bit_length() - 1))
+
+
+# Layouts are made inside the kernels: what is noted to be compiled elsewhere is described in JSON, which has none.
+@gluon.constexpr_function
+def _code_layout(splits, wide, tall):
+    """Which thread holds which codes [splits, rows, 32]: as tensor cores take them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], *[[0, 16 * wide << b, 0] for b in bits(tall)]],
+        lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[*[[0, 16 << b, 0] for b in bits(wide)], *[[1 << b, 0, 0] for b in bits(splits)]],
+        block_bases=[],
+        shape=[splits, 16 * wide * tall, 32],
+    )
+
+
+@gluon.constexpr_function
+def _input_layout(splits, wide, block_m):
+    """Which thread holds which inputs [splits, block_m, 128]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[*[[0, 0, 1 << b] for b in range(5)], *[[0, 8 << b, 0] for b in bits(block_m // 8)]],
+        lane_bases=[[0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[*[[0, 0, 0] for _ in bits(wide)], *[[1 << b, 0, 0] for b in bits(splits)]],
+        block_bases=[],
+        shape=[splits, block_m, 128],
+    )
+
+
 @gluon.jit
 def _few_kernel(
     x, codes, scales, zeros, factors, bias, residual, out, M, x_stride, N: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr,
     ADDS: gl.constexpr, GATE: gl.constexpr, SPLITS: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr,
-    DEPTH: gl.constexpr, BLOCK_M: gl.constexpr, CODES: gl.constexpr, INPUTS: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     # Tensors are [SPLITS, rows of the weight, inputs]: a warp has one of SPLITS shares of the inputs. Codes come four in 16 bits.
+    code_layout: gl.constexpr = _code_layout(SPLITS, WIDE, TALL)
+    input_layout: gl.constexpr = _input_layout(SPLITS, WIDE, BLOCK_M)
     width: gl.constexpr = 128
     words: gl.constexpr = width // 4
     rows: gl.constexpr = 16 * WIDE * TALL
@@ -91,10 +123,12 @@ def _few_kernel(
     steps: gl.constexpr = (every + SPLITS - 1) // SPLITS  # of a share
 
     first = gl.program_id(0) * own
-    row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(2, code_layout)))
     row = gl.expand_dims(gl.expand_dims(first + row % own + row // own * N, 0), 2)
-    share = gl.expand_dims(gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), 1), 2)
-    word = gl.expand_dims(gl.expand_dims(gl.arange(0, words, gl.SliceLayout(0, gl.SliceLayout(1, CODES))), 0), 1)
+    share = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, code_layout))), 1), 2
+    )
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, words, gl.SliceLayout(0, gl.SliceLayout(1, code_layout))), 0), 1)
     code_step = share * steps + row * 0 + word * 0
     code_at = codes + (row.to(gl.int64) * (K // 4) + share * (steps * words) + word)
 
@@ -102,9 +136,15 @@ def _few_kernel(
     scale_row = gl.expand_dims(first + scale_row % own + scale_row // own * N, 0)
     scale_step = gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, sums)), 1) * steps + scale_row * 0
 
-    token = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS))), 0), 2)
-    taker = gl.expand_dims(gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS))), 1), 2)
-    column = gl.expand_dims(gl.expand_dims(gl.arange(0, width, gl.SliceLayout(0, gl.SliceLayout(1, INPUTS))), 0), 1)
+    token = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, input_layout))), 0), 2
+    )
+    taker = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, input_layout))), 1), 2
+    )
+    column = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, width, gl.SliceLayout(0, gl.SliceLayout(1, input_layout))), 0), 1
+    )
     input_step = taker * steps + column * 0 + token * 0
     input_at = x + (gl.minimum(token, M - 1) * x_stride + taker * (steps * width) + column)
 
@@ -127,7 +167,9 @@ def _few_kernel(
             else:
                 zero = gl.full([SPLITS, rows], 0, gl.int16, sums)
             zero = zero | (0x6400 if dtype == gl.float16 else 0x4300)
-            zero, code = gl.broadcast(gl.expand_dims(gl.convert_layout(zero, gl.SliceLayout(2, CODES)), 2), held[d])
+            zero, code = gl.broadcast(
+                gl.expand_dims(gl.convert_layout(zero, gl.SliceLayout(2, code_layout)), 2), held[d]
+            )
             taken = gl.load(input_at + step * width, mask=(input_step + step < every) & (step < steps), other=0.0)
             w0, w1, w2, w3 = _widen(code, zero, dtype)
             x0, x1, x2, x3 = _quarters(taken)
@@ -163,33 +205,6 @@ def _few_kernel(
     if ADDS:
         result += gl.load(residual + place, mask=at_m < M, other=0.0).to(gl.float32)
     gl.store(out + place, result.to(out.dtype.element_ty), mask=at_m < M)
-
-
-def bits(count: int) -> range:
-    """The bits of a power of 2 below it."""
-    return range(count.bit_length() - 1)
-
-
-@cache
-def layouts(splits: int, wide: int, tall: int, block_m: int) -> tuple[gl.constexpr_type, gl.constexpr_type]:
-    """Which thread holds which codes [splits, rows, 32] and inputs [splits, block_m, 128]: as tensor cores take them."""
-    rows = [[0, 16 << b, 0] for b in bits(wide)]
-    shares = [[1 << b, 0, 0] for b in bits(splits)]
-    codes = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], *[[0, 16 * wide << b, 0] for b in bits(tall)]],
-        lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=rows + shares,
-        block_bases=[],
-        shape=[splits, 16 * wide * tall, 32],
-    )
-    inputs = gl.DistributedLinearLayout(
-        reg_bases=[*[[0, 0, 1 << b] for b in range(5)], *[[0, 8 << b, 0] for b in bits(block_m // 8)]],
-        lane_bases=[[0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[0, 0, 0] for _ in rows] + shares,
-        block_bases=[],
-        shape=[splits, block_m, 128],
-    )
-    return codes, inputs
 
 
 def block_shape(count: int, rows: int, columns: int, *, gated: bool) -> tuple[int, int, int, int]:
@@ -246,13 +261,12 @@ def few_rows(
     out = torch.empty(count, rows, dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
     splits, wide, tall, depth = block_shape(count, weight.rows, weight.columns, gated=gate is not None)
     block_m = 8 if count <= 8 else MOST
-    codes, inputs = layouts(splits, wide, tall, block_m)
     own = 16 * wide * tall // (1 if gate is None else 2)
     _few_kernel[(rows // own,)](
         x, weight.codes.view(torch.uint16), weight.scales, x if weight.zeros is None else weight.zeros,
         x if weight.factors is None else weight.factors, x if bias is None else bias, out, out, count, x.stride(0), rows,
         weight.columns, weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, HAS_FACTORS=weight.factors is not None,
         HAS_BIAS=bias is not None, ADDS=add_to is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SPLITS=splits,
-        WIDE=wide, TALL=tall, DEPTH=depth, BLOCK_M=block_m, CODES=codes, INPUTS=inputs, num_warps=splits * wide,
+        WIDE=wide, TALL=tall, DEPTH=depth, BLOCK_M=block_m, num_warps=splits * wide,
     )  # fmt: skip
     return out

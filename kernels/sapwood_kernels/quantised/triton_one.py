@@ -10,8 +10,6 @@ Bound: one read of codes, zeros and scales. O(N K).
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -21,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels.quantised import triton_few
 from sapwood_kernels.quantised.grouped import GroupedWeight
-from sapwood_kernels.quantised.triton_few import Gate, _widen, bits
+from sapwood_kernels.quantised.triton_few import Gate, _code_layout, _widen, bits
 
 _PAIR = 256  # inputs of two groups, which a warp takes after each other
 _MOST_PAIRS = 8  # of a warp: the kernel has code for each
@@ -51,14 +49,29 @@ def _taken(kept, at, half: gl.constexpr, like, RIGHT: gl.constexpr):
     return every
 
 
+@gluon.constexpr_function
+def _value_layout(shares, tall):
+    """Which thread holds which scales [shares, rows, 2]: those of its codes."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 8, 0], *[[0, 16 << b, 0] for b in bits(tall)]],
+        lane_bases=[[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[1 << b, 0, 0] for b in bits(shares)],
+        block_bases=[],
+        shape=[shares, 16 * tall, 2],
+    )
+
+
 @gluon.jit
 def _one_kernel(
     x, codes, scales, zeros, factors, norm, bias, residual, out, eps, N: gl.constexpr, K: gl.constexpr,
     HAS_ZEROS: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr,
-    GATE: gl.constexpr, SHARES: gl.constexpr, TALL: gl.constexpr, DEPTH: gl.constexpr, CODES: gl.constexpr,
-    VALUES: gl.constexpr, INPUTS: gl.constexpr, KEPT: gl.constexpr,
+    GATE: gl.constexpr, SHARES: gl.constexpr, TALL: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     # Tensors are [SHARES, rows of the weight, inputs]: a warp has one of SHARES of the pairs of groups, every SHARES-th.
+    code_layout: gl.constexpr = _code_layout(SHARES, 1, TALL)
+    value_layout: gl.constexpr = _value_layout(SHARES, TALL)
+    input_layout: gl.constexpr = gl.BlockedLayout([8], [32], [SHARES], [0])
+    kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows: gl.constexpr = 16 * TALL
     own: gl.constexpr = rows // 2 if GATE else rows  # outputs of this program; with a gate it has twice as many rows
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SHARES, 1, 1], instr_shape=[1, 16, 8])
@@ -71,19 +84,23 @@ def _one_kernel(
 
     gdc_launch_dependents()
     first = gl.program_id(0) * own
-    row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(2, code_layout)))
     row = gl.expand_dims(gl.expand_dims(first + row % own + row // own * N, 0), 2)
-    share = gl.expand_dims(gl.expand_dims(gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), 1), 2)
-    word = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, CODES))), 0), 1)
+    share = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, code_layout))), 1), 2
+    )
+    word = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, code_layout))), 0), 1)
     code_at = row.to(gl.int64) * (K // 4) + share * 64 + word
     held = ()
     for pair in gl.static_range(DEPTH):
         held += _pair_codes(codes, code_at, pair, SHARES)
 
-    row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(2, VALUES)))
+    row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(2, value_layout)))
     row = gl.expand_dims(gl.expand_dims(first + row % own + row // own * N, 0), 2)
-    share = gl.expand_dims(gl.expand_dims(gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, VALUES))), 1), 2)
-    half = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, VALUES))), 0), 1)
+    share = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, value_layout))), 1), 2
+    )
+    half = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, value_layout))), 0), 1)
     value_at = row * (K // 128) + share * 2 + half
     each_scale, each_zero = (), ()
     for pair in gl.static_range(pairs):
@@ -93,14 +110,14 @@ def _one_kernel(
             each_zero += _pair_values(zeros, value_at, pair, SHARES, sums)
 
     gdc_wait()
-    kept = gl.allocate_shared_memory(dtype, [pairs * 4, SHARES, 64], KEPT)
-    column = gl.arange(0, chunk, INPUTS)
+    kept = gl.allocate_shared_memory(dtype, [pairs * 4, SHARES, 64], kept_layout)
+    column = gl.arange(0, chunk, input_layout)
     inputs = ()
     for pair in gl.static_range(pairs):
         inputs += (gl.load(x + (pair * chunk + column)),)  # type: ignore[assignment]
     factor = 1.0
     if HAS_NORM:
-        squares = gl.zeros([chunk], gl.float32, INPUTS)
+        squares = gl.zeros([chunk], gl.float32, input_layout)
         for pair in gl.static_range(pairs):
             squares += inputs[pair].to(gl.float32) * inputs[pair].to(gl.float32)
         factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
@@ -128,7 +145,7 @@ def _one_kernel(
             if HAS_ZEROS:
                 zero = each_zero[2 * pair + half].to(gl.int16)
             zero = zero | (0x6400 if dtype == gl.float16 else 0x4300)
-            zero = gl.expand_dims(gl.convert_layout(zero, gl.SliceLayout(2, CODES)), 2)
+            zero = gl.expand_dims(gl.convert_layout(zero, gl.SliceLayout(2, code_layout)), 2)
             zero, code = gl.broadcast(zero, held[2 * pair + half])
             w0, w1, w2, w3 = _widen(code, zero, dtype)
             part = gl.zeros([SHARES, rows, 8], gl.float32, mma)
@@ -160,30 +177,6 @@ def _one_kernel(
     if ADDS:
         result += gl.load(residual + at_n).to(gl.float32)
     gl.store(out + at_n, result.to(out.dtype.element_ty))
-
-
-@cache
-def layouts(shares: int, tall: int) -> dict[str, gl.constexpr_type]:
-    """Which thread holds which codes [shares, rows, 32] and scales [shares, rows, 2], as tensor cores take them, and the row."""
-    warps = [[1 << b, 0, 0] for b in bits(shares)]
-    high = [[0, 16 << b, 0] for b in bits(tall)]
-    in_rows = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    codes = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], *high],
-        lane_bases=[[0, 0, 8], [0, 0, 16], *in_rows],
-        warp_bases=warps,
-        block_bases=[],
-        shape=[shares, 16 * tall, 32],
-    )
-    values = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 8, 0], *high],
-        lane_bases=[[0, 0, 0], [0, 0, 0], *in_rows],
-        warp_bases=warps,
-        block_bases=[],
-        shape=[shares, 16 * tall, 2],
-    )
-    inputs, kept = gl.BlockedLayout([8], [32], [shares], [0]), gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return {"CODES": codes, "VALUES": values, "INPUTS": inputs, "KEPT": kept}
 
 
 def block_shape(rows: int, columns: int, *, gated: bool) -> tuple[int, int, int] | None:
@@ -231,6 +224,6 @@ def one_row(
         x if weight.factors is None else weight.factors, norm_weight, x if bias is None else bias, out, out, eps, rows,
         weight.columns, HAS_ZEROS=weight.zeros is not None, HAS_FACTORS=weight.factors is not None, HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None, ADDS=add_to is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SHARES=shares,
-        TALL=tall, DEPTH=depth, **layouts(shares, tall), num_warps=shares, launch_pdl=True,
+        TALL=tall, DEPTH=depth, num_warps=shares, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -89,7 +89,10 @@ _GL = SimpleNamespace(
     reshape=lambda tensor, shape: tensor.reshape(shape), rsqrt=torch.rsqrt, split=lambda tensor: tensor.unbind(-1),
     static_range=range, store=_store, sum=lambda tensor, axis: tensor.sum(axis),
     zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
-    **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), lambda *_, **__: None),
+    **dict.fromkeys(
+        ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"),
+        lambda *_, **__: None,
+    ),
 )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         others: Its module's other functions of Gluon, by name.
     """
     waits = dict.fromkeys(("_together", "gdc_launch_dependents", "gdc_wait"), lambda: None)
+    layouts = dict.fromkeys(("_code_layout", "_input_layout", "_value_layout"), lambda *_: None)
 
     def body(function: Any) -> Callable[..., Any]:
         return FunctionType(function.fn.__code__, names)
@@ -111,6 +115,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "mma_v2": lambda a, b, total: total + a.float() @ b.float(),
         "_widen": _widen,
         **waits,
+        **layouts,
     }
     names |= {name: body(function) for name, function in others.items()}
     run = body(kernel)

@@ -67,13 +67,12 @@ for codes, scales, settings in KINDS.values():
 for rows, columns, count, gate in ((28672, 4096, 1, 1), (4096, 14336, 8, 0), (6144, 4096, 1, 0), (128, 640, 16, 2)):
     splits, wide, tall, depth = triton_few.block_shape(count, rows, columns, gated=gate != 0)
     block_m = 8 if count <= 8 else triton_few.MOST
-    codes, inputs = triton_few.layouts(splits, wide, tall, block_m)
     check(
         triton_few._few_kernel,
         "x:*bf16 codes:*u16 scales:*fp16 zeros:*u8 factors:*fp32 bias:*bf16 residual:*bf16 out:*bf16 M:i32 x_stride:i32",
         splits * wide, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, GROUPS=columns // 128,
         HAS_ZEROS=not gate, HAS_FACTORS=gate == 2, HAS_BIAS=gate == 2, ADDS=not gate, GATE=gate, SPLITS=splits, WIDE=wide,
-        TALL=tall, DEPTH=depth, BLOCK_M=block_m, CODES=codes, INPUTS=inputs,
+        TALL=tall, DEPTH=depth, BLOCK_M=block_m,
     )
 for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0)):
     shares, tall, depth = triton_one.block_shape(rows, columns, gated=gate != 0)
@@ -82,7 +81,6 @@ for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0))
         "x:*bf16 codes:*u16 scales:*bf16 zeros:*u8 factors:*fp32 norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32",
         shares, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
         HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate, SHARES=shares, TALL=tall, DEPTH=depth,
-        **triton_one.layouts(shares, tall),
     )
 check(triton_int8._quantise_kernel, "x:*bf16 out:*i8 scales:*fp32 x_stride:i32", 8, N=K, BLOCK=4096)
 for count in (16, 8192):

@@ -52,6 +52,31 @@ def test_a_start_like_one_before_compiles_nothing_ahead(tiny_model: Any, machine
     assert KernelsAhead.begin(other, machine, cores=16) is not None
 
 
+def test_a_start_after_a_kernel_has_changed_looks_again(
+    tiny_model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    source = tmp_path / "kernels" / "attention" / "kernel.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1")
+    monkeypatch.setattr(kernels_ahead, "_SOURCES", tmp_path / "kernels")
+    options = RunnerOptions(model_path=tiny_model("llama").path)
+    first = KernelsAhead.begin(options, machine, cores=16)
+    assert first is not None
+    first.remember()
+    assert KernelsAhead.begin(options, machine, cores=16) is None
+    source.write_text("a = 2")
+    assert KernelsAhead.begin(options, machine, cores=16) is not None
+
+
+def test_a_start_that_finds_all_kernels_compiled_waits_for_no_process(tiny_model: Any, machine: Any) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    ahead = KernelsAhead.begin(RunnerOptions(model_path=tiny_model("llama").path), machine, cores=16)
+    assert ahead is not None
+    ahead._compilers.compile = lambda *_: pytest.fail("it waits for them")
+    ahead.compile(lambda: None)
+    assert ahead._compilers.closed
+
+
 def test_processes_that_would_take_each_others_core_are_not_begun(tiny_model: Any, machine: Any) -> None:
     options = RunnerOptions(model_path=tiny_model("llama").path)
     assert KernelsAhead.begin(options, machine, cores=3) is None

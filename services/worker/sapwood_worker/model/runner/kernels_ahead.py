@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+import sapwood_kernels
+from sapwood_common.cores import usable_cores
 from sapwood_kernels.compiled import places
 from sapwood_kernels.compiled.side_by_side import Compilers, noted
 from sapwood_kernels.ops.device import DeviceOps
@@ -26,6 +27,7 @@ _MOST_COMPILERS = 8
 """Processes; each imports torch first, and there are some thirty kernels."""
 _NO_MATTER = ("parallel", "model_path", "seed", "threads")
 """Options that change no kernel, ``config.json`` being looked at."""
+_SOURCES = Path(sapwood_kernels.__file__).parent
 
 
 class KernelsAhead:
@@ -48,9 +50,9 @@ class KernelsAhead:
             options: The model's. Ranks that compute together compile as they go: one would wait for another; so do models with
                 experts.
             ops: The operations of the device.
-            cores: The processors there are; None: they are counted.
+            cores: The processors there are; None: they are counted, by a container's limit too.
         """
-        count = min(_MOST_COMPILERS, (len(os.sched_getaffinity(0)) if cores is None else cores) // 2)
+        count = min(_MOST_COMPILERS, (usable_cores() if cores is None else cores) // 2)
         config = options.model_path / "config.json"
         alone = options.parallel.tp.size == options.parallel.pp.size == 1
         if ops.device.type != "cuda" or not alone or count < 2 or not config.is_file():
@@ -59,8 +61,10 @@ class KernelsAhead:
             return None
         facts = this_machine()
         given = [getattr(options, each.name) for each in fields(options) if each.name not in _NO_MATTER]
-        known = hashlib.sha256(repr((sorted(facts.items()), given)).encode() + config.read_bytes()).hexdigest()
-        mark = places.triton_cache() / f"sapwood-{known[:32]}"
+        known = hashlib.sha256(repr((sorted(facts.items()), given)).encode() + config.read_bytes())
+        for source in sorted(_SOURCES.rglob("*.py")):  # a kernel that has changed is to be compiled again
+            known.update(source.read_bytes())
+        mark = places.triton_cache() / f"sapwood-{known.hexdigest()[:32]}"
         return None if mark.exists() else cls(mark, Compilers(count, torch.cuda.get_device_capability(ops.device)))
 
     def compile(self, rehearse: Callable[[], None]) -> None:
@@ -74,7 +78,8 @@ class KernelsAhead:
             with noted() as kernels:
                 rehearse()
             known = time.monotonic()
-            self._compilers.compile(kernels, logger.info)
+            if kernels:  # else the processes are ended where they are
+                self._compilers.compile(kernels, logger.info)
             logger.info(
                 "kernels: %d of Triton's compiled side by side in %.1f s, found in %.1f",
                 len(kernels), time.monotonic() - known, known - began,

@@ -52,6 +52,23 @@ def test_a_start_like_one_before_compiles_nothing_ahead(tiny_model: Any, machine
     assert KernelsAhead.begin(other, machine, cores=16) is not None
 
 
+def test_a_start_that_came_to_its_end_is_remembered(
+    tiny_model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = KernelsAhead.begin, []
+
+    def on_a_gpu(options: RunnerOptions, ops: Any) -> KernelsAhead | None:
+        begun.append(begin(options, machine, cores=16))
+        return begun[-1]
+
+    monkeypatch.setattr(KernelsAhead, "begin", on_a_gpu)
+    monkeypatch.setattr(KernelsAhead, "compile", lambda self, rehearse: None)
+    options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=32, max_running=4, threads=1)
+    for _ in range(2):
+        build_runner(options)
+    assert [each is None for each in begun] == [False, True]
+
+
 def test_a_start_after_a_kernel_has_changed_looks_again(
     tiny_model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

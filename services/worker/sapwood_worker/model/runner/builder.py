@@ -228,6 +228,8 @@ class _Builder:
         if self._ops.asynchronous and config.labels is None and cuts is None and self._parallel.rows is None:
             try_checks(runner)
         self._model.forget_expert_tokens()
+        if self._ahead is not None:
+            self._ahead.remember()
         return runner
 
     def build_headed(self, folder: Path | None) -> ModelRunner:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_norm
+from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_norm, triton_rows
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
@@ -129,6 +129,10 @@ class CudaOps(DeviceOps):
         if weight.shape[1] > _WIDEST_ROW and scales is None:
             return None
         return partial(triton_gemv.gemv, weight=weight, bias=bias, scales=scales)
+
+    def few_rows(self, weight: Tensor, bias: Tensor | None) -> FewRows | None:
+        found = triton_rows.few_rows(weight) if self._hopper and bias is None else None
+        return None if found is None else FewRows(*found, norm=0)
 
     def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
         if not triton_grouped.serves(weight):

@@ -307,6 +307,10 @@ class DeviceOps:
         """
         return None
 
+    def few_rows(self, weight: Tensor, bias: Tensor | None) -> FewRows | None:
+        """The fused product of few rows with a weight [N, K] of 16 bits; None: there is none that is quicker than torch's."""
+        return None
+
     def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
         """``x @ weight.T`` with a weight of 4 or 8 bits, [T, K] -> [T, N]; it may hold the weight in a layout of its own."""
         return plain_product(weight)

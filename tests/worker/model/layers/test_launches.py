@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.device import DeviceOps, FewRows
 from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
@@ -20,11 +20,16 @@ CPU = torch.device("cpu")
 
 
 class Recording(DeviceOps):
-    """A device with the kernels that a GPU has, each computed by its reference; notes what is launched."""
+    """A device with the kernels that a GPU has, each computed by its reference; notes what is launched.
 
-    def __init__(self) -> None:
+    Args:
+        few: The most rows of a product of few.
+    """
+
+    def __init__(self, few: int) -> None:
         super().__init__(CPU)
         self.launched: list[str] = []
+        self._few = few
 
     def _noted(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -45,12 +50,18 @@ class Recording(DeviceOps):
     def store_heads(self, *args: Any) -> Any:
         return self._noted("store", super().store_heads(*args))
 
+    def few_rows(self, weight: Tensor, bias: Tensor | None) -> FewRows:
+        return FewRows(self._product("few", weight, bias, None), self._few, norm=0)
+
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Any:
+        return self._product("row", weight, bias, scales)
+
+    def _product(self, kind: str, weight: Tensor, bias: Tensor | None, scales: Tensor | None) -> Any:
         wide = weight.float() if scales is None else reference.dequantise_blocks(weight, scales)
 
         def product(x: Tensor, *, norm: Any, gate: Any, add_to: Tensor | None, dtype: Any = None) -> Tensor:
             fused = {"norm": norm, "gate": gate, "add": add_to}
-            name = " ".join(["row", *(each for each, given in fused.items() if given is not None)])
+            name = " ".join([kind, *(each for each, given in fused.items() if given is not None)])
 
             def work() -> Tensor:
                 result = (x if norm is None else reference.rms_norm(x, *norm)) @ wide.t() + (
@@ -98,6 +109,7 @@ class Torch(TorchFunctionMode):
 ONE_ROW = ["row norm", "store", "row add", "row norm gate", "row add"]
 
 
+FEW = ["norm", "few", "store", "few add", "norm", "few gate", "few add"]
 PLAIN = ["norm", "linear", "store", "addmm_", "norm", "linear", "gate", "addmm_"]
 BIASED = ["norm", "linear", "store", "linear", "add_", "norm", "linear", "gate", "linear", "add_"]
 FLOAT8 = [
@@ -107,17 +119,18 @@ FLOAT8 = [
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization", "rows", "expected"),
+    ("name", "quantization", "rows", "few", "expected"),
     [
-        ("wide", "none", 1, ONE_ROW),
-        ("wide", "fp8", 1, ONE_ROW),
-        ("wide", "none", 5, PLAIN),
-        ("llama-biased-tied", "none", 5, BIASED),
-        ("wide", "fp8", 5, FLOAT8),
+        ("wide", "none", 1, 16, ONE_ROW),
+        ("wide", "fp8", 1, 0, ONE_ROW),
+        ("wide", "none", 5, 5, FEW),
+        ("wide", "none", 5, 4, PLAIN),
+        ("llama-biased-tied", "none", 5, 0, BIASED),
+        ("wide", "fp8", 5, 0, FLOAT8),
     ],
 )
-def test_a_layer_launches_what_its_methods_do_not_fuse(tiny_model, name, quantization, rows, expected):
-    ops = Recording()
+def test_a_layer_launches_what_its_methods_do_not_fuse(tiny_model, name, quantization, rows, few, expected):
+    ops = Recording(few)
     loaded = load_model(
         tiny_model(name).path,
         "auto",

@@ -208,7 +208,7 @@ class LinearMethods:
         self._assure_wide(shape)
         weight = torch.empty(rows, shape.columns.size, dtype=self._dtype, device=self._ops.device)
         weight[shape.rows :] = 0
-        return DenseMethod(shape, self._dtype, self._ops, weight=weight, one_row_dtype=torch.float32)
+        return DenseMethod(shape, self._dtype, self._ops, weight=weight, few_dtype=torch.float32)
 
     def _assure_wide(self, shape: LinearShape) -> None:
         if self._stored is not None:

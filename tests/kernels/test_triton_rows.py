@@ -1,0 +1,65 @@
+"""The product of few rows against plain torch: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sapwood_kernels import reference
+
+pytest.importorskip("triton", reason="Triton is not installed")
+triton_rows = pytest.importorskip("sapwood_kernels.triton_rows")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter has no products of bfloat16
+GATES = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+LIMIT = 0.004 if DEVICE == "cuda" else 1e-5
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(DTYPE)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("count", "shares"), [(1, 1), (3, 4), (16, 3), (33, 1)])
+def test_products_are_those_of_all_rows_whatever_shares_them_out(count: int, shares: int, gate: str | None, adds: bool):
+    torch.manual_seed(count)
+    weight = drawn(128, 320) / 320**0.5
+    x = drawn(count, 640)[:, 320:]  # rows that lie apart
+    expected = x.float() @ weight.float().t()
+    if gate is not None:
+        expected = GATES[gate](expected)
+    total = drawn(count, expected.shape[1]) if adds else None
+    if total is not None:
+        expected += total.float()
+    ended = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    tile = triton_rows.Tile(32, 64, shares, 4, 3)
+    got = triton_rows.product(x, weight, ended, tile, gate=gate, add_to=total)
+    assert total is None or got is total
+    assert (got.float() - expected).norm() < LIMIT * expected.norm()
+    assert not ended.any(), "the next launch could not count"
+
+
+def test_the_tile_of_a_size_is_used_up_to_its_rows_and_results_may_be_wider(monkeypatch: pytest.MonkeyPatch):
+    tiles = ((4, triton_rows.Tile(16, 64, 2, 4, 3)), (16, triton_rows.Tile(64, 128, 1, 4, 3)))
+    monkeypatch.setattr(triton_rows, "TILES", {(64, 256): tiles})
+    weight = (drawn(64, 256) / 16).to(torch.bfloat16)
+    few = triton_rows.few_rows(weight)
+    assert few is not None and few[1] == 16
+    assert triton_rows.few_rows(weight[:, :128].contiguous()) is None
+    assert triton_rows.few_rows(weight.float()) is None
+    used = []
+    right = triton_rows.product
+
+    def product(x, weight, ended, tile, **others):
+        used.append(tile)
+        return right(x.to(DTYPE), weight.to(DTYPE), ended, tile, **others)
+
+    monkeypatch.setattr(triton_rows, "product", product)
+    for count in (2, 4, 5, 16):
+        x = drawn(count, 256).to(torch.bfloat16)
+        result = few[0](x, dtype=torch.float32)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, x.float() @ weight.float().t(), rtol=1e-3, atol=1e-3)
+    assert used == [tiles[0][1]] * 2 + [tiles[1][1]] * 2

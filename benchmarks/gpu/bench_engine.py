@@ -229,6 +229,9 @@ def main() -> None:
         "--all-reduce", choices=("auto", *SUM_METHODS[:3]), default="auto", help="What sums over ranks (default: auto)."
     )
     parser.add_argument(
+        "--diverging-rank", type=int, default=-1, help="One that gets other numbers than the others: the run must fail."
+    )
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (default: cuda)."
     )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
@@ -245,6 +248,7 @@ def main() -> None:
         own_requests=arguments.data_parallel_attention,
         all_reduce=arguments.all_reduce,
         uniform_tokens=most if arguments.routing == "uniform" else 0,
+        diverging_rank=arguments.diverging_rank,
     )
     commit = measured_commit()
 
@@ -345,8 +349,9 @@ def main() -> None:
         print(
             json.dumps({"what": f"{variant} all-reduce", "chosen": info.all_reduce.words, "sums": engine.runner.sums()})
         )
-    if arguments.tensor_parallel > 1 and info.attention_ranks == 1:  # else it has raised
-        report("all ranks sampled the same", engine.runner.steps, "steps")
+    if arguments.tensor_parallel > 1:  # else it has raised
+        same = "sampled the same" if info.attention_ranks == 1 else "got the same rows for each layer"
+        report(f"all ranks {same}", engine.runner.steps, "steps")
     engine.close()
 
 

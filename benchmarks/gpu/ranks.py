@@ -17,6 +17,7 @@ from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.torch_group import join_groups
@@ -40,12 +41,14 @@ class Split:
         own_requests: Whether each has requests of its own.
         all_reduce: What sums over them, as ``--all-reduce`` of the worker names it.
         uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
+        diverging_rank: The rank that gets other numbers of all ranks than the others, to try whether that is found; -1: none.
     """
 
     whole_experts: bool = False
     own_requests: bool = False
     all_reduce: str = "auto"
     uniform_tokens: int = 0
+    diverging_rank: int = -1
 
 
 @contextmanager
@@ -117,6 +120,15 @@ def _build(place: Place, stages: int, models: Sequence[Options], device: str, sp
         exchange_timeout=_EXCHANGE_SECONDS,
     )
     if split.own_requests and place.size > 1:
-        parallel = replace(parallel, rows=OwnRows(parallel.tp))
+        parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device(device)))
     choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
+    if split.diverging_rank == place.rank:
+        _diverge(parallel.tp)
     return [build_runner(RunnerOptions(device=device, parallel=parallel, **each)) for each in models]
+
+
+def _diverge(group: Group) -> None:
+    """Has this rank get all ranks' logits and rows in another order than the others."""
+    logits, rows = group.all_gather, group.gather_rows
+    group.all_gather = lambda x: logits(x).flip(-1)  # type: ignore[method-assign]
+    group.gather_rows = lambda x: rows(x).flip(-1)  # type: ignore[method-assign]

@@ -4,11 +4,12 @@
 # the 61 layers as fit; tokens are spread evenly over experts. First, tiny models over the same ranks answer as one GPU does
 # (not with one GPU). Each part is a process with a time limit of its own; JSON lines go to OUT (default:
 # benchmarks/results/gpu-eight-<date>.jsonl), the least times that such GPUs could take first. In each step of tp and ep all
-# ranks have sampled the same, or the part fails; in dp each has other requests.
+# ranks have sampled the same, in dp, where each has other requests, all have got the same rows for each layer, or the part fails.
 #
 #   benchmarks/gpu/run_eight.sh [OUT]
 #
-# GPUS, LAYERS, WAYS="tp ep dp" and LIMIT (seconds of a part) say what else is to be. DEVICE=cpu GPUS=2 tries it with a tiny shape.
+# GPUS, LAYERS, WAYS="tp ep dp" and LIMIT (seconds of a part) say what else is to be. DEVICE=cpu GPUS=2 tries it with a tiny shape;
+# DIVERGING=1 as well has rank 1 get other numbers than the others: every timed part must fail and name it.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-benchmarks/results/gpu-eight-$(date +%F).jsonl}
@@ -40,6 +41,7 @@ ways=${WAYS:-tp ep dp}
 ((gpus > 1)) && part "$python" $gpu/check_tensor_parallel.py --device "$device" --sizes "$gpus" --ways "${ways// /,}"
 for way in $ways; do
   # shellcheck disable=SC2086
-  part "$python" $gpu/bench_engine.py --model "$shape" --device "$device" --tensor-parallel "$gpus" ${flags[$way]} "${options[@]}"
+  part "$python" $gpu/bench_engine.py --model "$shape" --device "$device" --tensor-parallel "$gpus" ${flags[$way]} "${options[@]}" \
+    --diverging-rank "${DIVERGING:--1}"
 done
 echo "# $SECONDS s"

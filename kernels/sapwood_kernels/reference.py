@@ -301,3 +301,14 @@ def count_tokens(counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slo
     at = slots, new.clamp(min=0)
     counts.index_put_(at, (new >= 0).int(), accumulate=True)
     seen.index_put_(at, seen[at] | (new >= 0))
+
+
+def add_digest(x: Tensor, total: Tensor) -> None:
+    """Adds to ``total`` a number that follows from every bit of x and from where each is, modulo 2 ** 64.
+
+    Args:
+        x: [T, N], contiguous, of a multiple of 8 bytes.
+        total: int64 [1], changed in place.
+    """
+    words = x.view(-1).view(torch.int64)
+    total += (words * torch.arange(1, 2 * len(words), 2, device=x.device)).sum()

@@ -44,7 +44,7 @@ class FakeWorkerConfig(WorkerConfig):
     )
     poison_token: int | None = Field(None, ge=0, description="A prompt that begins with it makes its step fail.")
     diverge_token: int | None = Field(
-        None, ge=0, description="A prompt that begins with it has the last rank sample other tokens than the others."
+        None, ge=0, description="A prompt that begins with it has the last rank compute something else than the others."
     )
     refusing_rank: int | None = Field(None, ge=0, description="The rank that cannot load its model.")
 
@@ -65,6 +65,7 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
         embedding_size=config.embedding_size,
         tensor_parallel=config.tensor_parallel,
         pipeline_parallel=config.pipeline_parallel,
+        attention_ranks=config.tensor_parallel if config.data_parallel_attention else 1,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)
@@ -124,7 +125,7 @@ class StallingRunner:
 
 
 class DivergingRunner:
-    """A :class:`FakeRunner` that answers some prompts differently.
+    """A :class:`FakeRunner` that answers some prompts differently, or, with requests of its own, gets other rows with them.
 
     Args:
         runner: What computes.
@@ -149,7 +150,9 @@ class DivergingRunner:
         output = self._runner.launch(step).result()
         firsts = step.token_ids[np.cumsum(step.counts) - step.counts]
         if ((step.starts == 0) & (firsts == self._token)).any():
-            output.token_ids = [[token + 1 for token in tokens] for tokens in output.token_ids]
+            output.seen += 1
+            if self.info.attention_ranks == 1:
+                output.token_ids = [[token + 1 for token in tokens] for tokens in output.token_ids]
         return CompletedStep(output)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and gated activations against the reference: on a GPU, else in Triton's interpreter."""
+"""RMSNorm, gated activations and digests against the reference: on a GPU, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sapwood_kernels import reference
 pytest.importorskip("triton", reason="Triton is not installed")
 norm = pytest.importorskip("sapwood_kernels.triton_norm")
 activation = pytest.importorskip("sapwood_kernels.triton_activation")
+digest = pytest.importorskip("sapwood_kernels.triton_digest")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,3 +34,19 @@ def test_gated_activations_equal_the_reference(rows: int, width: int):
         (activation.gelu_tanh_mul, reference.gelu_tanh_mul),
     ):
         torch.testing.assert_close(ours(x.to(DEVICE)).cpu(), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (9, 700)])
+def test_digests_equal_the_reference_and_tell_a_bit_and_the_order_of_rows(rows: int, width: int):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, width).bfloat16()
+    other, turned = x.clone(), x.flip(0)
+    other.view(torch.int16)[-1, 3] ^= 1
+    found = []
+    for each in (x, other, turned):
+        ours, theirs = torch.tensor([5], device=DEVICE), torch.tensor([5])
+        digest.add_digest(each.to(DEVICE).contiguous(), ours)
+        reference.add_digest(each.contiguous(), theirs)
+        assert ours.item() == theirs.item()
+        found.append(theirs.item())
+    assert found[1] != found[0] and (found[2] != found[0]) == (rows > 1)

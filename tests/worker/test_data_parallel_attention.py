@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -77,8 +78,15 @@ class Worker:
         """Experts that were copied from rank to rank."""
         return int(self.stub.GetExpertLoad(worker_pb2.GetExpertLoadRequest()).moves)
 
-    def handed_off(self, prompts: list[list[int]]) -> list[Any]:
-        """Tickets for prompts, all at once."""
+    @contextlib.contextmanager
+    def handed_off(self, prompts: list[list[int]]) -> Iterator[list[Any]]:
+        """Tickets for prompts, all at once; their leases are renewed, as a router does, until the end."""
+        given: list[bytes] = []
+        over = threading.Event()
+
+        def messages() -> Iterator[worker_pb2.SessionRequest]:
+            while not over.wait(0.2):
+                yield worker_pb2.SessionRequest(renew_handoffs=given)
 
         def ask(number: int) -> Any:
             sampling = common_pb2.SamplingParams(temperature=0, ignore_eos=True)
@@ -86,11 +94,17 @@ class Worker:
                 request_id=f"r{number}", token_ids=prompts[number], sampling=sampling, hand_off=True
             )
             *_, last = self.stub.Generate(request)
+            given.append(last.ticket.transfer_id)
             last.ticket.source = f"127.0.0.1{last.ticket.source}"
             return last.ticket
 
-        with ThreadPoolExecutor(len(prompts)) as executor:
-            return list(executor.map(ask, range(len(prompts))))
+        session = self.stub.Session(messages())
+        try:
+            with ThreadPoolExecutor(len(prompts)) as executor:
+                yield list(executor.map(ask, range(len(prompts))))
+        finally:
+            over.set()
+            session.cancel()
 
     def answers(self, prompts: list[list[int]], tickets: Sequence[Any] = ()) -> list[tuple[list[int], list[float]]]:
         """The tokens and log probabilities of prompts, all at once, in each of several ways."""
@@ -179,9 +193,9 @@ def test_prompts_are_handed_off_from_ranks_to_ranks(tiny_model: Any, tmp_path: P
         started(path, tmp_path / "log-1", *flags, *ranks, "--role", "decode") as decode,
     ):
         expected = prefill.answers(prompts)
-        tickets = prefill.handed_off(prompts)
-        assert {ticket.source for ticket in tickets} == {f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"}
-        near(decode.answers(prompts, tickets), expected)
+        with prefill.handed_off(prompts) as tickets:
+            assert {ticket.source for ticket in tickets} == {f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"}
+            near(decode.answers(prompts, tickets), expected)
         assert min(decode.by_rank("requests_total")) > 0
         assert decode.count("pulled_pages_total") == 8 * 8
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_norm, triton_rows
+from sapwood_kernels import triton_activation, triton_digest, triton_float8, triton_gemv, triton_norm, triton_rows
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
@@ -237,3 +237,4 @@ class CudaOps(DeviceOps):
     forbid_tokens = staticmethod(triton_logits.apply_token_bitmask)
     apply_penalties = staticmethod(triton_logits.apply_penalties)
     count_tokens = staticmethod(triton_logits.count_tokens)
+    add_digest = staticmethod(triton_digest.add_digest)

@@ -8,6 +8,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
@@ -45,7 +47,7 @@ def run_group(
 
     def one(rank: int, parallel: Parallel) -> list[ResultT]:
         if own_requests:
-            parallel = replace(parallel, rows=OwnRows(parallel.tp))
+            parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device("cpu")))
         if whole_experts:
             parallel = replace(parallel, ep=parallel.tp)
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))

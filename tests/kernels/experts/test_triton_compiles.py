@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sapwood_kernels import triton_digest
 from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_routing
 
 
@@ -71,6 +72,8 @@ constants = dict(
     BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8,
 )
 print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
+kinds = dict(words="*i64", total="*i64", COUNT="i32")
+print("digest", 0, *compiled(triton_digest._digest_kernel, kinds, dict(BLOCK=1024)))
 """
 
 
@@ -80,7 +83,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr[-3000:]
     rows = map(str.split, done.stdout.splitlines())
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
-    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "int4", "int8", "sum", "align", "route"}
+    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "int4", "int8", "sum", "align", "route", "digest"}
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
     assert sum(height in (1, 2) for _, height in found) == 10
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]

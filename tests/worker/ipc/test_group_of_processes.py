@@ -65,9 +65,21 @@ async def lose(stub: Any, prompt: list[int], doing: Any) -> str:
     raise AssertionError("the request has ended well")
 
 
-@pytest.mark.parametrize("turn", [pytest.param(0, marks=pytest.mark.slow), 1])
-async def test_a_rank_that_dies_and_one_that_stands_still_are_named_and_all_are_started_anew(start, turn) -> None:
-    worker = start("--tensor-parallel", "2")
+OWN_REQUESTS = ("--data-parallel-attention", "--num-pages", "512")
+
+
+@pytest.mark.parametrize(
+    ("turn", "flags"),
+    [
+        *(pytest.param(turn, OWN_REQUESTS, marks=pytest.mark.slow) for turn in (0, 1)),
+        pytest.param(0, (), marks=pytest.mark.slow),
+        (1, ()),
+    ],
+)
+async def test_a_rank_that_dies_and_one_that_stands_still_are_named_and_all_are_started_anew(
+    start, turn, flags
+) -> None:
+    worker = start("--tensor-parallel", "2", *flags)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         assert await tokens_of(stub, "first", [1, 2], 20) == expected([1, 2], 20)
@@ -91,6 +103,19 @@ async def test_a_rank_that_samples_other_tokens_is_named_before_any_of_them_is_s
             await tokens_of(stub, "other", [DIVERGE], 5)
         assert await epoch_of(stub, epoch) > epoch
         assert await tokens_of(stub, "again", [4, 5], 20) == expected([4, 5], 20)
+
+
+async def test_a_rank_with_requests_of_its_own_that_gets_other_rows_is_named_before_any_token_is_sent(start) -> None:
+    worker = start("--tensor-parallel", "2", *OWN_REQUESTS, "--diverge-token", str(DIVERGE))
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        epoch = await epoch_of(stub)
+        first, second = (asyncio.create_task(tokens_of(stub, str(each), [DIVERGE, each], 500)) for each in (1, 2))
+        ended = await asyncio.gather(first, second, return_exceptions=True)
+        assert all("rank 1 diverged: in step" in str(error) for error in ended), ended
+        assert await epoch_of(stub, epoch) > epoch
+        both = await asyncio.gather(*(tokens_of(stub, f"again{each}", [4, each], 20) for each in (1, 2)))
+        assert both == [expected([4, 1], 20), expected([4, 2], 20)]
 
 
 def test_a_group_that_cannot_form_says_which_rank_and_why() -> None:

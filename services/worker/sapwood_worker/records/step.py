@@ -133,6 +133,7 @@ class ModelOutput:
         logprobs: The log probabilities of ``token_ids`` (of -1 none), by the part's index, where they were asked for.
         failures: Why a part's token is -1, by its index, where a logit processor failed.
         spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
+        seen: A digest of what all ranks get to compute alike, where each has requests of its own; 0: there was nothing.
         parts: The answers to the step's parts, of a step that has parts.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
@@ -147,6 +148,7 @@ class ModelOutput:
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     spared_tokens: int = 0
+    seen: int = 0
     parts: tuple[ModelOutput, ...] = ()
 
 

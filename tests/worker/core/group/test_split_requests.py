@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB, Answer, build_grammar
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
+from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler_process import build_scheduler, build_tiers
@@ -164,6 +167,24 @@ def test_each_rank_has_a_second_tier_of_its_own(tiny_model: Any, make_runner: An
     alone = one(make_runner(path, **options))
     assert run_group(2, path, group, own_requests=True, **options) == alone
     assert group.hits > 0
+
+
+@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_a_rank_that_gets_other_rows_than_the_others_is_named(
+    tiny_model: Any, monkeypatch: Any, size: int, odd: int
+) -> None:
+    gather, calls = ThreadGroup.gather_rows, Counter()
+
+    def one_bit(self: ThreadGroup, x: Tensor) -> Tensor:
+        rows = gather(self, x)
+        calls[self.rank] += 1
+        if self.rank == odd and calls[odd] == 5:
+            rows.view(torch.int32)[:, 7] ^= 1
+        return rows
+
+    monkeypatch.setattr(ThreadGroup, "gather_rows", one_bit)
+    with pytest.raises(RankLostError, match=f"rank {odd} diverged: in step 1 it got other rows than the others"):
+        run_group(size, tiny_model("llama-biased-tied", **SHAPE).path, Asking(), own_requests=True, **OPTIONS)
 
 
 def test_a_rank_that_fails_alone_ends_the_group(tiny_model: Any, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,7 +23,8 @@ class SplitRequestsRunner:
     """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0 of ranks with requests of their own.
 
     The ranks compute a step's parts at the same time, as their layers wait for each other: a rank without a part keeps pace with
-    the others. Each samples for its own requests, and its report brings all that it has sampled.
+    the others. Each samples for its own requests, and its report brings all that it has sampled. What goes into the layers that
+    all compute together is the same on all ranks, so the reports have a digest of it; no token leaves before all are equal.
 
     Args:
         runner: This rank's part of the model.
@@ -79,7 +81,7 @@ class SplitRequestsRunner:
             launched: Its part here, or what that failed with.
 
         Raises:
-            RankLostError: Some have not.
+            RankLostError: Some have not, or of other rows.
             Exception: What the step failed with, on all ranks.
         """
         output, reports = self._followers.collect(launched)
@@ -90,6 +92,10 @@ class SplitRequestsRunner:
                     f"rank {rank} diverged: it has computed step {report.step}, the others step {number}"
                 )
             parts.append(report.output)
+        (usual, _), *others = Counter(part.seen for part in parts).most_common()
+        if others:  # of two, the follower is named
+            odd = next(rank for rank, part in enumerate(parts) if part.seen != usual)
+            raise RankLostError(f"rank {odd} diverged: in step {number} it got other rows than the others")
         seconds = CopyReport(load_seconds=max(part.copied.load_seconds for part in parts))
         spared = sum(part.spared_tokens for part in parts)
         return ModelOutput(number, [], seconds, spared_tokens=spared, parts=tuple(parts))

@@ -14,33 +14,33 @@ from sapwood_worker.model.distributed.group import Group
 class OwnRows:
     """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
 
-    Each rank sends as many rows as the one that has most; those that pad them are left out of what is computed, unless
-    :meth:`begin` was told no numbers, as where a graph is captured: then every rank has as many.
+    Each rank sends as many rows as the one that has most; those that pad them are left out of what is computed. Before the first
+    :meth:`begin`, as where a graph is captured, every rank has as many.
 
     Args:
         group: The ranks.
+        device: Where rows are.
+
+    Attributes:
+        seen: int64 [1]: a digest of the rows that this rank has computed layers for since :meth:`begin`; whoever takes them to a
+            layer adds to it. They are all ranks' rows, so that it is the same on every rank, or one of them got others.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.seen = torch.zeros(1, dtype=torch.int64, device=device)
         self._group = group
         self._most = self._own = 0
         self._filled: Tensor | None = None
         self._told = False
 
-    def begin(self, counts: Sequence[int] | None, device: torch.device) -> None:
-        """Tells how many rows each rank has in what is computed next.
-
-        Args:
-            counts: Of each rank; None: each has as many as this one.
-            device: Where the rows are.
-        """
-        self._told, self._filled = counts is not None, None
-        if counts is None:
-            return
+    def begin(self, counts: Sequence[int]) -> None:
+        """Tells how many rows each rank has in what is computed next."""
+        self._told, self._filled = True, None
+        self.seen.zero_()
         self._most, self._own = max(counts), counts[self._group.rank]
         if min(counts) < self._most:
             places = [rank * self._most + row for rank, count in enumerate(counts) for row in range(count)]
-            self._filled = torch.tensor(places, device=device)
+            self._filled = torch.tensor(places, device=self.seen.device)
 
     def gather(self, x: Tensor) -> Tensor:
         """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here."""

@@ -87,7 +87,7 @@ def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> Gate
     """
     rows = context.parallel.rows
     mlp = _feed_forward(config, index, context.joined)
-    return mlp if rows is None else JoinedMLP(mlp, rows)
+    return mlp if rows is None else JoinedMLP(mlp, rows, context.ops)
 
 
 def _feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | PlainMLP | SparseMLP:

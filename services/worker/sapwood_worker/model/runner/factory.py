@@ -216,7 +216,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         exchange_timeout=_EXCHANGE_SECONDS,
         listener=place.listener,
     )
-    rows = OwnRows(parallel.tp) if config.data_parallel_attention else None
+    rows = OwnRows(parallel.tp, torch.device(device)) if config.data_parallel_attention else None
     parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows)
     choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
     return parallel

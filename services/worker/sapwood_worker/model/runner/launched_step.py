@@ -27,6 +27,7 @@ class LaunchedStep:
         copied: Asked, when the result is taken, which copies between tiers have ended.
         ops: The operations of the results' device.
         spared_tokens: As :class:`ModelOutput` has them.
+        seen: int64 [1], as :class:`ModelOutput` has it; None: 0.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class LaunchedStep:
         ops: DeviceOps,
         pooled: Mapping[int, Tensor] | None = None,
         spared_tokens: int = 0,
+        seen: Tensor | None = None,
     ) -> None:
         self._spared_tokens = spared_tokens
+        self._has_seen = seen is not None
         self._step = step.number
         self._count = len(step.rows)
         self._at = at
@@ -54,6 +57,8 @@ class LaunchedStep:
             tensors += each.tensors
         self._pooled = tuple(pooled or ())
         tensors += (pooled or {}).values()
+        if seen is not None:
+            tensors.append(seen)
         self._copies = ops.to_host(tensors)
 
     def result(self) -> ModelOutput:
@@ -79,8 +84,9 @@ class LaunchedStep:
         prompts = {index: Logprobs(next(tensors), next(tensors), next(tensors)).to_list() for index in self._prompts}
         pooled = {index: next(tensors).numpy() for index in self._pooled}
         failures = {} if self._tokens is None else dict(self._tokens.failures)
+        seen = int(next(tensors)) if self._has_seen else 0
         return ModelOutput(
-            self._step, token_ids, self._copied(), logprobs, prompts, pooled, failures, self._spared_tokens
+            self._step, token_ids, self._copied(), logprobs, prompts, pooled, failures, self._spared_tokens, seen
         )
 
 

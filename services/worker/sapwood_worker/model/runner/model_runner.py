@@ -146,11 +146,11 @@ class ModelRunner:
         for entry in step.entries:
             self._enter(entry)
         if self._own_rows is not None and len(step.rank_tokens):
-            self._own_rows.begin(step.rank_tokens.tolist(), self._ops.device)
+            self._own_rows.begin(step.rank_tokens.tolist())
         if not len(step.rows):
             if len(step.rank_tokens):
                 self._keep_pace(step)
-            return LaunchedStep(step, None, None, {}, self._copied, self._ops)
+            return LaunchedStep(step, None, None, {}, self._copied, self._ops, seen=self._seen(step))
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
         at = Positions.of(step)
@@ -161,7 +161,8 @@ class ModelRunner:
             if rows is not None:
                 tokens = self._replay(self._graphs, step, rows, at)
                 spared = self._backend.take_spared()
-                return LaunchedStep(step, at, tokens, {}, self._copied, self._ops, spared_tokens=spared)
+                seen = self._seen(step)
+                return LaunchedStep(step, at, tokens, {}, self._copied, self._ops, spared_tokens=spared, seen=seen)
         hidden = self._forward(step)
         finish = partial(self._finish, step, at, hidden, explained, self._backend.take_spared())
         if not self._defers:
@@ -217,7 +218,7 @@ class ModelRunner:
                 pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
             else:
                 prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
-        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, spared)
+        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, spared, self._seen(step))
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.
@@ -256,6 +257,10 @@ class ModelRunner:
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
+
+    def _seen(self, step: Step) -> Tensor | None:
+        """The digest of what all ranks got to compute of a step, where each has requests of its own."""
+        return self._own_rows.seen if self._own_rows is not None and len(step.rank_tokens) else None
 
     def _graphed(self, step: Step) -> bool:
         """Whether a step may be computed by a decode graph: the ranks that compute it together all do, or none does."""

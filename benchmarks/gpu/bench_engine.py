@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from commit import measured_commit
 from ranks import Split, group_runners
@@ -73,6 +74,9 @@ class TimedRunner:
 
 class Engine:
     """Args: as the options of main say."""
+
+    _experts: Any = 0
+    _steps = 0
 
     def __init__(
         self,
@@ -171,6 +175,16 @@ class Engine:
         yield lambda: next(decoding)
         for _ in decoding:
             pass
+
+    def expert_balance(self) -> float | None:
+        """How even the load of experts was since the last call, as ``sapwood worker experts`` tells it; None: there are none, or
+        steps had fewer choices of experts than there are experts, some of which had to get more than others."""
+        if self.runner.experts is None:
+            return None
+        before, steps = self._experts, self.runner.steps - self._steps
+        self._experts, self._steps = np.array(self.runner.experts()), self.runner.steps
+        fresh = self._experts - before
+        return expert_load(fresh.tolist()).balance if fresh.sum() >= steps * fresh.size else None
 
     def time_steps(self, step: Callable[[], None], steps: int) -> dict[str, float]:
         """Mean milliseconds of a steady step, and of what the host does in one but wait."""
@@ -304,6 +318,10 @@ def main() -> None:
         for kernel, microseconds in list(kernels.items())[:12]:
             print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
 
+    def report_balance(what: str) -> None:
+        if (balance := engine.expert_balance()) is not None:
+            report(f"{what} expert balance", balance, "mean of a layer's experts / its busiest")
+
     report("start-up", engine.start_seconds, "s")
     info = engine.runner.info
     report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
@@ -317,8 +335,10 @@ def main() -> None:
                 whole = min(engine.generate(prompts, [129] * batch) for _ in range(arguments.repeats))
                 report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
             with engine.decoding(batch, length=130) as step:
+                engine.expert_balance()
                 for part, milliseconds in engine.time_steps(step, 50).items():
                     report(f"decode {batch} {part}", milliseconds, "ms")
+                report_balance(f"decode {batch}")
                 profile(f"decode {batch}", lambda step=step: [step() for _ in range(10)], 10)  # type: ignore[misc]
     if "sampled" in wanted:
         for name, sampling in {"greedy": GREEDY, **SAMPLED}.items():
@@ -327,9 +347,11 @@ def main() -> None:
     if "prefill" in wanted:
         for count, length in (map(int, each.split("x")) for each in arguments.prefills.split(",")):
             prompts = prompts_of(count, length, seed=count)
+            engine.expert_balance()
             seconds = min(engine.generate(prompts, [1] * count) for _ in range(4 if count == 1 else 1))
             report(f"prefill {count}x{length}", seconds * 1000, "ms")
             report(f"prefill {count}x{length} rate", count * length / seconds, "tokens/s")
+            report_balance(f"prefill {count}x{length}")
             if count == 1:
                 profile(f"prefill {count}x{length}", lambda p=prompts: engine.generate(p, [1]), 1)  # type: ignore[misc]
     if "offline" in wanted:
@@ -337,14 +359,12 @@ def main() -> None:
         shapes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(256)]
         prompts = [[draw.randint(10, 99999) for _ in range(length)] for length, _ in shapes]
         outputs = [length for _, length in shapes]
+        engine.expert_balance()
         report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+        report_balance("offline256")
         if arguments.both_loops:
             engine.overlap = False
             report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
-    if engine.runner.experts is not None:
-        report(
-            "expert balance", expert_load(engine.runner.experts()).balance, "mean of a layer's experts / its busiest"
-        )
     if engine.runner.sums is not None:
         print(
             json.dumps({"what": f"{variant} all-reduce", "chosen": info.all_reduce.words, "sums": engine.runner.sums()})

@@ -65,6 +65,7 @@ def group_runners(
             context.Process(
                 target=_follow,
                 args=(Place(rank, size, rendezvous), stages, models, device, split, [there for _, there in ways]),
+                daemon=True,  # a failure here does not wait for them
             )
             for rank, ways in enumerate(pipes, 1)
         ]

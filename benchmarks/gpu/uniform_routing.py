@@ -15,7 +15,8 @@ from sapwood_kernels.ops.device import RouteTokens
 def route_uniformly(most_tokens: int) -> None:
     """From now on models on a GPU choose experts by random numbers, the same in each step, in place of their router's logits.
 
-    Logits are computed all the same. Ranks that make the same models choose the same.
+    Logits are computed all the same. Ranks that make the same models choose the same. A row of a step chooses the same experts in
+    every step, so that the load of decodes is as even as one step's is: of B rows by chance, of one row not at all.
 
     Args:
         most_tokens: Of a step.

@@ -21,3 +21,22 @@ def test_a_benchmark_says_how_it_is_called(program: Path) -> None:
         [sys.executable, program, "--help"], check=True, stdout=subprocess.PIPE, text=True, timeout=300
     )
     assert told.stdout.startswith("usage: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [((), "sampled other tokens than rank 0"), (("--data-parallel-attention",), "got other rows than the others")],
+)
+def test_a_run_over_ranks_checks_them_against_each_other(tmp_path: Path, flags: tuple[str, ...], found: str) -> None:
+    gpu, shape = _ROOT / "benchmarks/gpu", tmp_path / "shape"
+    subprocess.run([sys.executable, gpu / "eight_shape.py", "make", shape, "--gpus", "2"], check=True, timeout=60)
+    command = [sys.executable, gpu / "bench_engine.py", "--model", shape, "--device", "cpu", "--tensor-parallel", "2"]
+    command += ["--expert-parallel", *flags, "--kv-gb", "0.2", "--only", "prefill", "--prefills", "1x64"]
+    sound, diverging = (
+        subprocess.run([*command, "--diverging-rank", rank], check=False, capture_output=True, text=True, timeout=300)
+        for rank in ("-1", "1")
+    )
+    assert sound.returncode == 0 and "all ranks" in sound.stdout, sound.stderr
+    assert diverging.returncode == 1 and "all ranks" not in diverging.stdout
+    assert f"rank 1 diverged: in step 0 it {found}" in diverging.stderr

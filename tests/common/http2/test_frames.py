@@ -258,6 +258,21 @@ async def test_a_connection_with_a_call_to_read_goes_on_before_those_with_much(m
         wire.connection.connection_lost(None)
 
 
+async def test_of_many_connections_that_are_lost_at_once_few_streams_end_in_a_turn(make_wire) -> None:
+    turns = iter(range(1_000_000))
+    share = TimeShare(lambda: next(turns) / 10_000)  # every look at the clock finds 0.1 ms more
+    wires = [make_wire(share=share, stranger=True) for _ in range(40)]
+    calls = [wire.open(stream) for wire in wires for stream in range(1, 101, 2)]
+    for wire in wires:
+        wire.connection.connection_lost(None)
+    assert sum(call.left for call in calls) <= 100
+    while any(not call.left for call in calls):
+        before = sum(call.left for call in calls)
+        await asyncio.sleep(0)
+        assert sum(call.left for call in calls) <= before + 20
+    assert sum(call.left for call in calls) == len(calls)
+
+
 @pytest.mark.parametrize("stranger", [False, True])
 async def test_of_a_stranger_less_is_taken_before_the_clock_is_looked_at(make_wire, stranger) -> None:
     turns = iter(range(1_000_000))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sapwood_common.errors import DeadlineExceededError, SapwoodError
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.output import OutputOptions
+from sapwood_router.request.tokens import pieces
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
 from sapwood_router.tokenizer.replicas import TokenizerReplicas
@@ -37,9 +38,12 @@ class Tokenizer:
         stream = self.outputs.open(OutputOptions(skip_special_tokens=skip_special_tokens), whole=True)
         written = asyncio.Event()
         stream.follow(written.set)
-        stream.push(token_ids, end=True)
         try:
             async with asyncio.timeout_at(deadline):
+                for piece in pieces(token_ids):
+                    stream.push(piece)
+                    await asyncio.sleep(0)
+                stream.push((), end=True)
                 await written.wait()
             return stream.take().output.text
         except TimeoutError:

@@ -6,11 +6,13 @@ import asyncio
 import json
 
 import anthropic
+import msgspec
 import pytest
 
 from sapwood.v1 import common_pb2
 from sapwood_common.errors import InternalError
 from sapwood_common.tenants.api_keys import hash_key, make_key
+from sapwood_router.edges.anthropic.conversation import prompt_of
 from sapwood_router.edges.anthropic.messages import IGNORED, NEUTRAL
 from sapwood_router.edges.anthropic.types import MessagesRequest
 from sapwood_testing.router.fake_tokenizer import encode
@@ -140,6 +142,21 @@ async def test_a_conversation_with_calls_and_results_reaches_the_tokenizer(clust
     assert (other.content, other.name) == ("noon", "time")
     assert json.loads(seen.tools)[0]["function"] == {"name": "weather", "description": "tells it", "parameters": SCHEMA}
     assert json.loads(seen.template_variables) == {"enable_thinking": False, "thinking": False}
+
+
+def test_thousands_of_texts_are_one_turn() -> None:
+    """Each put behind what came before would take a minute: 130 GB would be copied."""
+    texts = [f"{number:4}" + "a" * 900 for number in range(16_000)]
+    said = [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+    answered = [
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    asked = {"model": "fake", "max_tokens": 1, "messages": said + answered}
+    prompt, paths = prompt_of(msgspec.convert(asked, MessagesRequest))
+    assert [turn.content for turn in prompt.turns] == ["\n".join(texts), "b", "c\nd"]
+    assert paths == ("messages[0]", "messages[1]", "messages[2]")
 
 
 async def test_calls_can_be_forced_forbidden_and_kept_to_one(cluster, client) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood_common.errors import NotFoundError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
 from sapwood_router.request.context import Turn
 
@@ -13,6 +13,15 @@ MUCH = 10**9
 
 def response(name: str, previous: str | None = None, size: int = 0) -> StoredResponse:
     return StoredResponse(name, b"x" * size, (Turn("user", name),), previous, 0)
+
+
+def test_a_conversation_of_too_many_turns_is_not_gone_on_with() -> None:
+    store, turns = ResponseStore(9, MUCH), (Turn("user", "a"),) * 20_000
+    store.put("alice", StoredResponse("a", b"", turns, None, 0))
+    store.put("alice", StoredResponse("b", b"", turns, "a", 0))
+    assert len(store.history("alice", "a", "previous_response_id")) == len(turns)
+    with pytest.raises(InvalidArgumentError, match="more than 32768 turns"):
+        store.history("alice", "b", "previous_response_id")
 
 
 def has(store: ResponseStore, tenant: str, name: str) -> bool:

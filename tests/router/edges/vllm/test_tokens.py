@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.metadata import version
 
+from sapwood_router.request.tokens import MANY
+from sapwood_router.request.validation import check_token_ids
 from sapwood_testing.router.fake_tokenizer import BOS, encode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -21,6 +24,23 @@ async def test_a_text_becomes_tokens_and_they_become_the_text_again(cluster) -> 
     shown = await cluster.http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
     assert shown.json()["token_strs"] == [f"<{BOS}>", "a", "b"]
     assert (await cluster.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_many_tokens_are_looked_at_some_at_a_time(cluster, monkeypatch) -> None:
+    looked_at: list[int] = []
+
+    def look(token_ids: Sequence[int], field: str) -> None:
+        looked_at.append(len(token_ids))
+        check_token_ids(token_ids, field)
+
+    monkeypatch.setattr("sapwood_router.edges.vllm.tokens.check_token_ids", look)
+    text = "ab" * MANY
+    found = await cluster.http.post("/detokenize", json={"tokens": encode(text)})
+    assert found.json() == {"prompt": text}
+    assert (max(looked_at), sum(looked_at)) == (MANY, 2 * MANY + 1)
+    for wrong in (-1, 2**32):
+        refused = await cluster.http.post("/detokenize", json={"tokens": [*encode(text), wrong]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 
 
 async def test_a_conversation_is_rendered_as_a_chat_would_be(cluster) -> None:

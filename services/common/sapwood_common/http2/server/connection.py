@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections.abc import Callable
 from typing import cast
 
 from h2.errors import ErrorCodes
@@ -42,8 +43,6 @@ MOST_UNKNOWN_STREAMS = 64
 """Calls at a time of a client that has shown no valid key yet, where keys are asked for."""
 _GRANTED = CONNECTION_WINDOW // 2
 """Bytes taken after which the client is told that it may send as many again."""
-_MOST_AT_ONCE = 64
-"""Streams that hear in one turn of the event loop that their client is gone."""
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """Payloads of pings that ask whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
@@ -254,7 +253,7 @@ class ServerConnection(asyncio.Protocol):
     def go_on(self, until: float) -> bool:
         assert self._transport is not None
         if self._transport.is_closing():
-            return self._closing and self._end_some()
+            return self._closing and self._end_some(lambda: self._share.clock() >= until)
         if self._behind:
             self._life.heard = True
             clock = self._share.clock
@@ -320,16 +319,20 @@ class ServerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _end_streams(self) -> None:
-        """Tells all streams that their client is gone, many of them in later turns."""
-        if self._end_some():
-            self._share.add(self)
+        """Tells all streams that their client is gone: hundreds of connections may be lost in one turn, many streams each."""
+        share = self._share
+        goes_on = share.measuring
+        if self._end_some(share.is_over):
+            share.add(self)
+        if share.measuring and not goes_on:
+            share.end()
 
-    def _end_some(self) -> bool:
-        for _ in range(_MOST_AT_ONCE):
-            if not self._streams:
-                return False
+    def _end_some(self, is_over: Callable[[], bool]) -> bool:
+        while self._streams:
+            if is_over():
+                return True
             self._streams.popitem()[1].take_gone()
-        return bool(self._streams)
+        return False
 
     @property
     def takes_more(self) -> bool:

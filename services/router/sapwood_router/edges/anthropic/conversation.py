@@ -28,6 +28,7 @@ def prompt_of(request: CountRequest) -> tuple[ChatPrompt, tuple[str, ...]]:
         turns.add("system", Turn("system", _text(request.system, "system")))
     for index, message in enumerate(request.messages):
         turns.take(message, f"messages[{index}]")
+    turns.close()
     last = turns.made[-1] if turns.made else None
     goes_on = last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
     tools = "" if request.tool_choice is not None and request.tool_choice.type == "none" else _tools(request.tools)
@@ -65,11 +66,20 @@ class _Turns:
         self.made: list[Turn] = []
         self.paths: list[str] = []
         self._tool_names: dict[str, str] = {}
+        self._said: list[str] = []
+        """What the user says in the last turn, as long as it may go on."""
 
     def add(self, path: str, turn: Turn) -> None:
         """One more."""
+        self.close()
         self.made.append(turn)
         self.paths.append(path)
+
+    def close(self) -> None:
+        """The last turn does not go on: its texts, which may be thousands, are put together."""
+        if len(self._said) > 1:
+            self.made[-1] = Turn("user", BETWEEN_TEXTS.join(self._said))
+        self._said = []
 
     def take(self, message: Message, path: str) -> None:
         """What a message says."""
@@ -88,11 +98,9 @@ class _Turns:
                     self._take_text(_text_of(block, where), path)
 
     def _take_text(self, text: str, path: str) -> None:
-        last = self.made[-1] if self.made else None
-        if last is None or last.role != "user":
+        if not self._said:
             self.add(path, Turn("user", text))
-        else:
-            self.made[-1] = Turn("user", f"{last.content}{BETWEEN_TEXTS}{text}")
+        self._said.append(text)
 
     def _take_result(self, block: Block, where: str) -> None:
         if not block.tool_use_id:

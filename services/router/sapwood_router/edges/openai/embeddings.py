@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
@@ -97,7 +98,7 @@ def inputs_of(value: Any) -> tuple[list[str | list[int]], list[str]]:
     """The inputs of a request, and the client's name of each.
 
     Raises:
-        InvalidArgumentError: There is none, or one is neither text nor token ids.
+        InvalidArgumentError: There is none, or there are too many, or one is neither text nor token ids.
     """
     if isinstance(value, str):
         return [value], ["input"]
@@ -105,10 +106,12 @@ def inputs_of(value: Any) -> tuple[list[str | list[int]], list[str]]:
         raise InvalidArgumentError("input is required", field="input")
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError("input must be a string, strings, token ids or lists of token ids", field="input")
-    if all(type(item) is int for item in value):
+    if set(map(type, value)) == {int}:
         return [value], ["input"]
+    if len(value) > MOST_EMBEDDED:
+        raise InvalidArgumentError(f"at most {MOST_EMBEDDED} inputs, got {len(value)}", field="input")
     names = [f"input[{index}]" for index in range(len(value))]
     for name, item in zip(names, value, strict=True):
-        if not isinstance(item, str) and not (isinstance(item, list) and all(type(part) is int for part in item)):
+        if not isinstance(item, str) and not (isinstance(item, list) and set(map(type, item)) <= {int}):
             raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)
     return value, names

@@ -83,7 +83,7 @@ class ResponsesApi:
             for turn in self._store.history(tenant, request.previous_response_id, field):
                 conversation.add(field, turn)
         own = Conversation()
-        own.take(request.input, partial(self._find, tenant))
+        own.take(request.input, partial(self._find, tenant, {}))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
         context = _context(request, given, conversation, exchange.request_id, deadline)
@@ -122,10 +122,13 @@ class ResponsesApi:
         exchange.dialect = StreamDialect(events)
         await send_events(exchange, context, pipeline, events)
 
-    def _find(self, tenant: str, item_id: str, field: str) -> Item:
-        """An item of an answer that is kept."""
+    def _find(self, tenant: str, read: dict[str, list[Item]], item_id: str, field: str) -> Item:
+        """An item of an answer that is kept; ``read`` are the items of answers that the same request has named before."""
         response_id, index = response_of(item_id)
-        items = msgspec.json.decode(self._store.get(tenant, response_id, field).body, type=_Outputs).output
+        items = read.get(response_id)
+        if items is None:
+            body = self._store.get(tenant, response_id, field).body
+            items = read[response_id] = msgspec.json.decode(body, type=_Outputs).output
         if not 0 <= index < len(items):
             raise NotFoundError(f"there is no item {item_id[:100]!r}", field=field)
         return items[index]

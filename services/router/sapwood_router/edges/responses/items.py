@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,28 +24,27 @@ class Conversation:
     """The turns that items are: what the assistant reasoned, said and called is one turn.
 
     Attributes:
-        turns: The turns so far.
-        paths: How the client calls each of them.
+        paths: How the client calls each turn.
     """
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
         self.paths: list[str] = []
+        self._turns: list[list[Turn]] = []
+        """What is put together once it is asked for: one turn may be thousands of items."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns so far."""
+        return [_merged(parts) for parts in self._turns]
 
     def add(self, path: str, turn: Turn) -> None:
         """One more; what the assistant says goes on with what it said before, and so does what the system says at the start."""
-        last = self.turns[-1] if self.turns else None
-        merges = turn.role == "assistant" or (turn.role == "system" and len(self.turns) == 1)
-        if last is None or last.role != turn.role or not merges:
-            self.turns.append(turn)
+        merges = turn.role == "assistant" or (turn.role == "system" and len(self._turns) == 1)
+        if merges and self._turns and self._turns[-1][0].role == turn.role:
+            self._turns[-1].append(turn)
+        else:
+            self._turns.append([turn])
             self.paths.append(path)
-            return
-        self.turns[-1] = Turn(
-            turn.role,
-            _joined(last.content, turn.content),
-            tool_calls=(*last.tool_calls, *turn.tool_calls),
-            reasoning=_joined(last.reasoning, turn.reasoning),
-        )
 
     def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> None:
         """The input of a request.
@@ -68,10 +67,20 @@ class Conversation:
             self.add(path, _turn(item, path))
 
 
-def _joined(one: str | None, other: str | None) -> str | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return f"{one}{BETWEEN_TEXTS}{other}"
+def _merged(parts: Sequence[Turn]) -> Turn:
+    if len(parts) == 1:
+        return parts[0]
+    return Turn(
+        parts[0].role,
+        _joined(part.content for part in parts),
+        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+        reasoning=_joined(part.reasoning for part in parts),
+    )
+
+
+def _joined(texts: Iterable[str | None]) -> str | None:
+    some = [text for text in texts if text is not None]
+    return BETWEEN_TEXTS.join(some) if some else None
 
 
 def _turn(item: Item, path: str) -> Turn:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from sapwood_common.errors import NotFoundError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_router.request.context import Turn
 
 _OVERHEAD = 4096
 """Bytes that a response is counted beside its texts."""
+_MOST_TURNS = 32_768
+"""Of a conversation with those that it goes on from: no tokenizer takes more fields, and they are looked at in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,17 @@ class ResponseStore:
 
         Raises:
             NotFoundError: The response, or one that it goes on from, is not kept; the error names ``field``.
+            InvalidArgumentError: The conversation has more turns than are looked at in one piece.
         """
         chain: list[StoredResponse] = []
+        turns = 0
         following: str | None = response_id
         while following is not None:
             chain.append(self.get(tenant, following, field))
             following = chain[-1].previous
+            turns += len(chain[-1].turns)
+            if turns > _MOST_TURNS:
+                raise InvalidArgumentError(f"the conversation has more than {_MOST_TURNS} turns", field=field)
         kept = self._tenants[tenant]
         for (
             response

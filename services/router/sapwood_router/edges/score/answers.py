@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
@@ -157,4 +158,6 @@ def _named(texts: str | Sequence[str], name: str) -> list[tuple[str, str]]:
         return [(name, texts)]
     if not texts:
         raise InvalidArgumentError(f"there is no text in {name}", field=name)
+    if len(texts) > MOST_EMBEDDED:
+        raise InvalidArgumentError(f"at most {MOST_EMBEDDED} texts, got {len(texts)}", field=name)
     return [(f"{name}[{index}]", text) for index, text in enumerate(texts)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.score.likeness import cosines, embed_all
@@ -62,8 +61,6 @@ async def compare(
         raise InvalidArgumentError(
             f"the model tells {len(labels.names)} labels: ask /classify; a score needs a model with one", field="model"
         )
-    if len(others) > MOST_EMBEDDED:
-        raise InvalidArgumentError(f"at most {MOST_EMBEDDED} texts, got {len(others)}", field=others[-1][0])
     for name, text in (*ones, *others):
         if not text:
             raise InvalidArgumentError("it is empty", field=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message, 
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames
 from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.tokens import pieces
 from sapwood_router.request.validation import check_prompt, check_token_ids
 
 CHAT_NEUTRAL: Neutral = {
@@ -121,10 +123,12 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
     tokenizer = pipeline.tokenizers.of(model)
     text = ""
     if request.tokens:
-        check_token_ids(request.tokens, "tokens")
         size = (await tokenizer.client.info(exchange.request_id, deadline)).vocab_size
-        if max(request.tokens) >= size:
-            raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
+        for piece in pieces(request.tokens):
+            check_token_ids(piece, "tokens")
+            if max(piece) >= size:
+                raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
+            await asyncio.sleep(0)
         text = await tokenizer.text_of(request.tokens, deadline, skip_special_tokens=False)
     await exchange.send_body(200, msgspec.json.encode(DetokenizeResponse(text)))
 

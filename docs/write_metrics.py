@@ -26,6 +26,7 @@ from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
+from sapwood_worker.records.model_info import SumChoices
 
 TARGET = Path(__file__).resolve().parent / "metrics.md"
 
@@ -63,7 +64,7 @@ def render() -> str:
     worker_metrics = WorkerMetrics(worker)
     worker_metrics.watch(Load)
     worker_metrics.watch_experts(ExpertLoad, int)
-    worker_metrics.watch_sums(dict, tuple)
+    worker_metrics.watch_sums(dict, SumChoices)
     worker_metrics.watch_vitals(Vitals())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])

@@ -30,7 +30,7 @@ from sapwood_worker.ipc.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.ipc.nodes import Nodes
 from sapwood_worker.ipc.supervisor import Supervisor
 from sapwood_worker.ipc.vitals import Vitals
-from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.model_info import ModelInfo, SumChoices
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         lambda: engine.experts, lambda: 0 if service.model is None else service.model.info.expert_tile_sizes
     )
     worker_metrics.watch_sums(
-        lambda: engine.sums, lambda: () if service.model is None else service.model.info.all_reduce.times
+        lambda: engine.sums, lambda: SumChoices() if service.model is None else service.model.info.all_reduce
     )
     worker_metrics.watch_vitals(engine.vitals)
     exposed = MetricsServer(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
-from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumTime
+from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumChoices
 from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
@@ -201,8 +201,8 @@ class WorkerMetrics:
             lambda: [((), 0.0 if (places := load().places) is None else float(places.exchanged_bytes))],
         )
 
-    def watch_sums(self, counts: Callable[[], dict[str, int]], times: Callable[[], Sequence[SumTime]]) -> None:
-        """Adds the metrics of sums over the ranks of a layer, which read their counts and times at each scrape."""
+    def watch_sums(self, counts: Callable[[], dict[str, int]], choices: Callable[[], SumChoices]) -> None:
+        """Adds the metrics of sums over the ranks of a layer, which read their counts and how they were chosen at each scrape."""
         self._metrics.polled(
             "counter",
             "sapwood_worker_all_reduces_total",
@@ -222,9 +222,17 @@ class WorkerMetrics:
             "sapwood_worker_all_reduce_seconds",
             "What such a sum of a tensor of so many bytes took at the start, by which methods are chosen. Apart: a sum by one of "
             "them, then the residual and the norm, for which +norm is taken where it is quicker.",
-            lambda: [((each.method, str(each.num_bytes)), each.seconds) for each in times()],
+            lambda: [((each.method, str(each.num_bytes)), each.seconds) for each in choices().times],
             method=OneOf(*SUM_METHODS, APART),
             bytes=OneOf(*map(str, SUM_SIZES)),
+        )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_all_reduce_refused",
+            "1 for what is not used as its sums were wrong in the trial at the start; the log and sapwood worker info say where. "
+            "Overlapped: sums beside products.",
+            lambda: [((name,), 1.0) for name, _ in choices().refused],
+            method=OneOf(*SUM_METHODS[1:], OVERLAPPED),
         )
 
     def _watch_ranks(self, load: Callable[[], Load]) -> None:

@@ -45,7 +45,7 @@ def to_model_info(model: ServedModel, role: Role) -> worker_pb2.GetModelInfoResp
         attention_reason=info.attention_reason,
         tensor_parallel=info.tensor_parallel,
         pipeline_parallel=info.pipeline_parallel,
-        all_reduce=info.all_reduce.words,
+        all_reduce=info.all_reduce.told,
         attention_ranks=info.attention_ranks,
         weights=info.weights,
         logit_processors=info.logit_processors,

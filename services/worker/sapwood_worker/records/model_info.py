@@ -56,10 +56,17 @@ class SumChoices(msgspec.Struct, frozen=True):
     Attributes:
         words: The method for each size, for people; empty: there is one rank.
         times: By which they were chosen; empty: there was no choice.
+        refused: What is not used since its trial failed, as in ``SUM_METHODS`` or ``OVERLAPPED``, and what was wrong.
     """
 
     words: str = ""
     times: tuple[SumTime, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def told(self) -> str:
+        """All of it but the times, for people."""
+        return "; ".join([self.words, *(f"{name} is not used: {why}" for name, why in self.refused)])
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed import overlap as module
+from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, SumMethod
 from sapwood_worker.model.distributed.overlap import (
     Overlap,
     SideStream,
@@ -26,7 +29,9 @@ from sapwood_worker.model.distributed.overlap import (
 )
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
+from sapwood_worker.model.runner import overlap_trial
 from sapwood_worker.model.runner.overlap_trial import overlap_sums
+from sapwood_worker.records.model_info import OVERLAPPED, SumChoices
 
 TOKENS = [3 + i * 7 % 90 for i in range(23)]
 
@@ -163,6 +168,63 @@ def test_ranks_choose_alike_by_the_slowest(tiny_model: Any, monkeypatch: pytest.
     first, second = run_ranks(2, work)
     assert first == second
     assert first[1] == {"overlapped": 0}
+
+
+class SpoiledSums(SideThread):
+    """Sums that are written to once more after they are there."""
+
+    def __call__(self, call: Any) -> Callable[[], object]:
+        wait = super().__call__(call)
+
+        def spoil() -> None:
+            wait()
+            call.args[0][-1, -1] += 1
+
+        return spoil
+
+
+class Backend:
+    name, most_bytes = "backend", math.inf
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self.sum = group.all_reduce
+
+    def replayed(self) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize(("wrong_rank", "words"), [(None, "products of 8 tokens and more in 2 pieces"), (1, "")])
+def test_pieces_are_left_out_on_all_ranks_where_one_sums_wrongly(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, wrong_rank: int | None, words: str
+) -> None:
+    asides: dict[int, SideThread] = {}
+    monkeypatch.setattr(module, "_FEWEST_ROWS", 4)
+    monkeypatch.setattr(overlap_trial, "best_table", lambda seconds: [(8, 2)])
+    monkeypatch.setattr(overlap_trial, "SideThread", lambda: asides[threading.get_ident()])
+    path = tiny_model("llama", **SHAPE).path
+
+    def work(group: ThreadGroup) -> tuple[str, SumChoices, dict[str, int]]:
+        asides[threading.get_ident()] = SpoiledSums() if group.rank == wrong_rank else SideThread()
+        parallel = Parallel(tp=group)
+        loaded = load(path, parallel)
+        group.sums = AllReduce([Choice(math.inf, cast(SumMethod, Backend(group)))])
+        overlap_sums(parallel, loaded.model, device_ops("cpu"), torch.float32, 16)
+        logits_of(loaded, TOKENS, parallel)
+        assert group.overlap is not None
+        return group.overlap.words, group.report, group.counts()
+
+    found = run_ranks(2, work)
+    layers = load(path).config.num_layers
+    for told, report, counts in found:
+        assert told == words
+        assert counts[OVERLAPPED] == (2 * 2 * layers if words else 0)
+        if words:
+            assert (report.told, report.refused) == (f"backend; beside {words}", ())
+        else:
+            [(name, why)] = report.refused
+            assert name == OVERLAPPED
+            assert why.startswith("rank 1: its sum of a product in pieces of ")
+            assert report.told == f"backend; overlapped is not used: {why}"
 
 
 def over_processes(rank: int, folder: Path, path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Norm
@@ -93,16 +95,22 @@ class AllReduce:
     Args:
         choices: By size, ascending; the last takes tensors of any size.
         times: The seconds by which they were chosen.
+        refused: Methods that are not used since their trial failed, and what was wrong.
 
     Attributes:
         report: What is chosen, for operators.
     """
 
-    def __init__(self, choices: Sequence[Choice[SumMethod]], times: Sequence[SumTime] = ()) -> None:
+    def __init__(
+        self,
+        choices: Sequence[Choice[SumMethod]],
+        times: Sequence[SumTime] = (),
+        refused: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         assert choices[-1].most_bytes == math.inf, "the last takes tensors of any size"
         self._choices = choices
         self._normed: Sequence[Choice[NormedMethod]] = ()
-        self.report = SumChoices(_words(choices), tuple(times))
+        self.report = SumChoices(_words(choices), tuple(times), tuple(refused.items()))
         self._calls: Counter[str] = Counter()
 
     def choose_normed(self, choices: Sequence[Choice[NormedMethod]], times: Sequence[SumTime]) -> None:
@@ -114,7 +122,11 @@ class AllReduce:
         """
         self._normed = choices
         words = f"{self.report.words}; with residual and norm {_words(choices)}"
-        self.report = SumChoices(words, (*self.report.times, *times))
+        self.report = replace(self.report, words=words, times=(*self.report.times, *times))
+
+    def refuse(self, name: str, why: str) -> None:
+        """Notes that something is not used since its trial failed."""
+        self.report = replace(self.report, refused=(*self.report.refused, (name, why)))
 
     def method(self, num_bytes: int) -> SumMethod:
         """What sums tensors of so many bytes. O(choices)."""

@@ -73,7 +73,8 @@ class Trial:
         asked = {each: method for each, method in own.items() if name in ("auto", each)}
         if own_rows:
             asked.pop("two-shot", None)
-        methods: dict[str, SumMethod] = {backend.name: backend, **self._exact(asked, sum_cases)}
+        exact, refused = self._exact(asked, sum_cases)
+        methods: dict[str, SumMethod] = {backend.name: backend, **exact}
         if name not in ("auto", *methods):
             raise ConfigError(f"--all-reduce {name}: it cannot be used here; the log says why")
         size, dtype = self._group.size, self._dtypes[0]
@@ -87,7 +88,7 @@ class Trial:
 
         times = self._measure(methods, run)
         picked = _quickest(times) if name == "auto" else [(each, name) for each in SUM_SIZES]
-        table = AllReduce(_choices([(most, methods[each]) for most, each in picked], backend), times)
+        table = AllReduce(_choices([(most, methods[each]) for most, each in picked], backend), times, refused)
         logger.info("all-reduce over %d ranks: %s", self._group.size, table.report.words)
         return table
 
@@ -102,7 +103,10 @@ class Trial:
         """
         asked = {each: method for each, method in own.items() if name in ("auto", each.removesuffix("+norm"))}
         apart = Apart(table)
-        methods: dict[str, NormedMethod] = {apart.name: apart, **self._exact(asked, normed_cases)}
+        exact, refused = self._exact(asked, normed_cases)
+        for fault in refused.items():
+            table.refuse(*fault)
+        methods: dict[str, NormedMethod] = {apart.name: apart, **exact}
         if len(methods) == 1:
             return
         ops, dtype = self._ops, self._dtypes[0]
@@ -125,21 +129,22 @@ class Trial:
         self,
         own: Mapping[str, MethodT],
         cases: Callable[[MethodT, torch.dtype, DeviceOps, Group], Iterable[Case]],
-    ) -> dict[str, MethodT]:
-        """The methods that all ranks have and that are right on all of them."""
-        found = {}
+    ) -> tuple[dict[str, MethodT], dict[str, str]]:
+        """The methods that all ranks have and that are right on all of them; and what is wrong with the others."""
+        found, refused = {}, {}
         for name in sorted(set.intersection(*(set(each) for each in self._group.exchange(sorted(own))))):
-            fault = self._fault(
+            fault = self.fault(
                 case for dtype in self._dtypes for case in cases(own[name], dtype, self._ops, self._group)
             )
             if fault:
                 logger.warning("all-reduce: %s is not used: %s", name, fault)
+                refused[name] = fault
             else:
                 found[name] = own[name]
-        return found
+        return found, refused
 
-    def _fault(self, cases: Iterable[Case]) -> str:
-        """What is wrong with a method, on any rank; empty: nothing."""
+    def fault(self, cases: Iterable[Case]) -> str:
+        """What is wrong with any of the cases, on any rank; empty: nothing."""
         for case in cases:
             faults = [(rank, each) for rank, each in enumerate(self._group.exchange(self._try(case))) if each]
             if faults:  # all ranks stop here

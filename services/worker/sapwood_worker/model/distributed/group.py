@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Norm
@@ -39,7 +40,7 @@ class Group:
         if self.sums is None or self.overlap is None or not self.overlap.words:
             return SumChoices() if self.sums is None else self.sums.report
         report = self.sums.report
-        return SumChoices(f"{report.words}; beside {self.overlap.words}", report.times)
+        return replace(report, words=f"{report.words}; beside {self.overlap.words}")
 
     def counts(self) -> dict[str, int]:
         """How often each method has summed, and how many of these sums ran beside a product."""

@@ -1,14 +1,18 @@
-"""Measures from how many tokens on a model's sums over ranks are to run while the rest of a product is computed."""
+"""Measures from how many tokens on a model's sums over ranks are to run while the rest of a product is computed, and whether what
+comes of it is right."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.overlap import (
     Overlap,
     SideStream,
@@ -18,7 +22,9 @@ from sapwood_worker.model.distributed.overlap import (
     sizes_tried,
 )
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.torch_group import TorchGroup
 from sapwood_worker.model.layers.linear import RowLinear
+from sapwood_worker.records.model_info import OVERLAPPED
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +61,68 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
         own.append(min(_seconds(layer, x[:rows], residual[:rows], ops) for _ in range(_TRIES)))  # the first is slower
     # All ranks go by the slowest one's seconds, so that they cut alike.
     slowest = map(max, *group.exchange(own))
-    overlap.cut(best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)]))
+    table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)])
+    trial = Trial(group, ops, (dtype,), timer=time_on_host, replay=as_it_is if ops.device.type == "cpu" else _captured)
+    fault = trial.fault(_Pieces(group, layer, *each, dtype, ops) for each in table if each[1] > 1)
+    if fault:
+        logger.warning("all-reduce: products in pieces are not used: %s", fault)
+        if group.sums is not None:
+            group.sums.refuse(OVERLAPPED, fault)
+    overlap.cut([] if fault else table)
     overlap.summed = 0
-    logger.info("all-reduce beside %s", overlap.words or "no product: that is not quicker here")
+    logger.info("all-reduce beside %s", overlap.words or "no product: that is not quicker here, or not right")
+
+
+class _Pieces:
+    """A product whose pieces are summed while the next is computed. Implements
+    :class:`~sapwood_worker.model.distributed.trial_cases.Case`.
+
+    Args:
+        group: The ranks.
+        layer: The layer.
+        rows: Tokens.
+        count: Pieces.
+        dtype: Of activations.
+        ops: The device's operations.
+    """
+
+    def __init__(
+        self, group: Group, layer: RowLinear, rows: int, count: int, dtype: torch.dtype, ops: DeviceOps
+    ) -> None:
+        assert group.overlap is not None
+        self._input = torch.empty(rows, layer.shape.columns.size, dtype=dtype, device=ops.device)
+        self.x = self._input.view(-1)
+        self._before = torch.linspace(-1, 1, rows * layer.shape.rows, device=ops.device).view(rows, -1).to(dtype)
+        self._residual = torch.empty_like(self._before)
+        self._group, self._layer, self._beside = group, layer, group.overlap
+        # What it is compared with: the same pieces, each summed by torch's backend before the next is computed.
+        self._apart = Overlap(group.backend.sum if isinstance(group, TorchGroup) else group.all_reduce, _at_once)
+        for each in (self._beside, self._apart):
+            each.cut([(0, count)])
+
+    def run(self) -> None:
+        self._residual.copy_(self._before)
+        self._layer(self._input, None, self._residual)
+
+    def wrong(self, every: Tensor) -> str:
+        found = self._residual.clone()
+        self._group.overlap = self._apart
+        self.run()
+        self._group.overlap = self._beside
+        # The backend may add the ranks' parts up in another order.
+        most = 4 * torch.finfo(found.dtype).eps * float(self._residual.abs().max())
+        return "" if torch.allclose(found, self._residual, rtol=0, atol=most) else "sum of a product in pieces"
+
+
+def _at_once(call: Callable[[], object]) -> Callable[[], object]:
+    call()
+    return lambda: None
+
+
+def _captured(call: Callable[[], None]) -> Callable[[], None]:
+    from sapwood_worker.model.distributed.peer_sums import captured  # only CUDA builds of torch have triton
+
+    return captured(call)
 
 
 def _seconds(layer: RowLinear, x: Tensor, residual: Tensor, ops: DeviceOps) -> float:

@@ -206,6 +206,7 @@ print(*(sums.calls(two_shot=two_shot, normed=normed) for two_shot in (False, Tru
 """
 
 
+@on_cpu
 @pytest.mark.slow
 def test_two_processes_sum_over_memory_that_they_share(tmp_path: Path) -> None:
     for rank in range(2):

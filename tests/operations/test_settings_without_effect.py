@@ -101,8 +101,6 @@ REFUSED = [
     (WORKER, f"{SPLIT} --speculate draft:demo", "--speculate", f"{SPLIT} --speculate prefix"),
     (WORKER, "--node-rank 1", "--node-rank", "--nnodes 2"),
     (WORKER, "--rendezvous a:1", "--rendezvous", "--nnodes 2"),
-    (WORKER, f"--nnodes 2 {TIER} --storage file:///x", "--storage", None),
-    (WORKER, "--nnodes 2 --role prefill", "--role", None),
     (WORKER, "--sglang-tokenizer folder", "--sglang-tokenizer", "--sglang"),
     (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
     (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),

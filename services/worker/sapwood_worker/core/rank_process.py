@@ -9,10 +9,10 @@ import sys
 from multiprocessing.connection import Connection
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.keyed_ways import connect
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.ways import connect
 from sapwood_worker.ipc.progress import Pulse, progress_file
 from sapwood_worker.ipc.rank import last_words
 from sapwood_worker.records.place import Place

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.keyed_ways import accept
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
@@ -29,7 +30,6 @@ from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.group.sum_watch import SumWatch
-from sapwood_worker.core.group.ways import accept
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName

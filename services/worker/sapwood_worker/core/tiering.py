@@ -104,7 +104,7 @@ class Tiering:
 
     def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool, seconds_per_token: float) -> None:
         info = runner.info
-        self._page_size, self._page_bytes = info.page_size, pool.page_bytes
+        self._page_size, self._page_bytes = info.page_size, pool.whole_bytes
         options = PrefetchOptions(
             policy=config.storage_prefetch,
             timeout=config.storage_timeout,

@@ -35,7 +35,6 @@ class TiersOfRanks:
     """
 
     def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool, seconds_per_token: float) -> None:
-        self._hosts = config.nnodes
         self._ranks = [
             Tiering(_of_rank(config, rank), runner, each, seconds_per_token)
             for rank, each in enumerate((pool, *pool.others))
@@ -49,9 +48,6 @@ class TiersOfRanks:
 
     def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
         """As :meth:`Tiering.command`; of what goes wrong with several ranks the first is told."""
-        if self._hosts > 1 and (verb == "attach" or (verb == "role" and argument != "both")):
-            answer("the ranks with pages of their own are on several hosts")
-            return
         said: list[str] = []
 
         def one(error: str) -> None:

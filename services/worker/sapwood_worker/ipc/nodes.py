@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.keyed_ways import KEY_BYTES, listen
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.node_link import Begin, End, Hello, LinkLostError, Loaded, NodeLink, RankEnded, Refused
 
@@ -18,7 +18,6 @@ _FIRST_SECONDS = 120.0
 _HELLO_SECONDS = 5.0
 _SILENCE_SECONDS = 1.5
 _REMINDER_SECONDS = 30.0
-_KEY_BYTES = 16
 
 
 class Meeting:
@@ -34,8 +33,8 @@ class Meeting:
     """
 
     def __init__(self, host: str) -> None:
-        self.store, self.steps = _listen(host), _listen(host)
-        self.key = secrets.token_bytes(_KEY_BYTES)
+        self.store, self.steps = listen(host), listen(host)
+        self.key = secrets.token_bytes(KEY_BYTES)
 
     def close(self) -> None:
         """Closes this process's sockets."""
@@ -184,11 +183,3 @@ class Nodes:
     def _lose(self, rank: int, how: str) -> None:
         if self._lost is not None and not self._lost.done():
             self._lost.set_result((rank, how))
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(f"--rendezvous {host}: cannot listen there: {error}") from error

@@ -28,6 +28,11 @@ class Place:
         """Ranks on each host."""
         return self.size // self.nodes
 
+    @property
+    def host(self) -> str:
+        """Rank 0's address, where ranks are on several hosts."""
+        return self.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 

@@ -69,11 +69,6 @@ NEEDS = (
         "with {pipeline_parallel}: only the first stage's load is known",
     ),
     Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
-    Needs(
-        ("storage", "role"),
-        lambda config: config.nnodes == 1,
-        "with {nnodes}: no host has all of a page",
-    ),
     Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
     Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
     Needs(

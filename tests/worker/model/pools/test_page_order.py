@@ -66,10 +66,10 @@ def test_the_parts_of_any_group_are_one_and_the_same_object(name: str, ranks: in
         assert bytes(objects[1][HEADER_BYTES:]) == bytes(pool.packed(1)[HEADER_BYTES:]) == expected
         assert all(np.shares_memory(np.frombuffer(each, np.uint8), pool.records) for each in objects)
     assert pool.content[1].tobytes() == content, "packing changes no page"
-    record = pool.record(2)
-    assert len(record) == HEADER_BYTES + len(expected)
-    record[HEADER_BYTES:] = expected
-    pool.unpack(2)
+    with pool.arriving([2]) as [record]:
+        assert len(record) == HEADER_BYTES + len(expected)
+        record[HEADER_BYTES:] = expected
+        pool.unpack([2], [record])
     assert pool.content[2].tobytes() == content
 
 

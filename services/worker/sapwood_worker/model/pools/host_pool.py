@@ -22,10 +22,14 @@ from sapwood_worker.model.pools.page_order import PageOrder
 from sapwood_worker.model.pools.page_parts import PartsOfPages
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 
+Bytes = npt.NDArray[np.uint8]
+
 HEADER_BYTES = 128
 SCRATCH_PAGES = 4
 BATCH_PAGES = 32
 """Pages whose objects are asked for at once, at most."""
+ARRIVING_PAGES = 8 * BATCH_PAGES
+"""Pages that are read from stores and other workers at once, at most, where ranks are on several hosts."""
 _ALIGNMENT = 128
 _MOST_OF_FREE = 0.9
 
@@ -46,7 +50,9 @@ class HostPool:
     Attributes:
         num_pages, page_bytes, others: The arguments.
         object_bytes: Bytes of the content of a page's object.
+        whole_bytes: Bytes of a page's content on all hosts.
         in_place: Whether a page's record is its object.
+        buffers: uint8 [..., bytes]: where the objects are that are read and written elsewhere.
         shared: The memory, if other processes of this host find the objects in it, each in its page's record; None: they do not.
         part_bytes: Bytes of this rank's part of a page's content.
         parts: What is there of pages that a step is filling.
@@ -65,7 +71,7 @@ class HostPool:
     ) -> None:
         self.num_pages = num_pages
         self.others = others
-        self.page_bytes = page_bytes
+        self.page_bytes = self.whole_bytes = page_bytes
         self.object_bytes = page_bytes if order is None else order.object_bytes
         self.in_place = order is None
         self.parts = PartsOfPages()
@@ -77,6 +83,7 @@ class HostPool:
         self.shared = memory if order is None else None
         shape = num_records(num_pages, order), record_bytes(page_bytes)
         self.records = np.empty(shape, np.uint8) if memory is None else memory.array().reshape(shape)
+        self.buffers = self.records
 
     @property
     def in_one(self) -> bool:
@@ -89,23 +96,29 @@ class HostPool:
         return self.records[: self.num_pages, HEADER_BYTES : HEADER_BYTES + self.page_bytes][:, self._part]
 
     def record(self, page: int) -> memoryview:
-        """Header and content of a page, writable, in place: where its object is read to. :meth:`unpack` comes before its use."""
+        """Header and content of a page, writable, in place."""
         return memoryview(self.records[page])[: HEADER_BYTES + self.object_bytes]
 
-    def unpack(self, page: int) -> None:
-        """Makes the ranks' parts of the object that was read into a page's record."""
-        if self._order is not None:
-            self._order.spread(self.records[page, HEADER_BYTES : HEADER_BYTES + self.page_bytes])
+    @contextlib.contextmanager
+    def arriving(self, pages: Sequence[int]) -> Iterator[list[memoryview]]:
+        """Where the objects of ARRIVING_PAGES pages at most are read to, header and content; may wait until others' are done.
+        :meth:`unpack` makes pages of those that are good."""
+        yield list(map(self.record, pages))
 
-    def packed(self, page: int, into: npt.NDArray[np.uint8] | None = None) -> memoryview:
-        """A page's object, header and content: the record itself or, of ranks' parts, ``into`` or new memory; no header then."""
-        if self._order is None:
-            return self.record(page)
-        if into is None:
-            into = np.empty(HEADER_BYTES + self.object_bytes, np.uint8)
-        found = into[: HEADER_BYTES + self.object_bytes]
-        self._order.gather(self.records[page, HEADER_BYTES : HEADER_BYTES + self.page_bytes], found[HEADER_BYTES:])
-        return memoryview(found.data)
+    def unpack(self, pages: Sequence[int], records: Sequence[memoryview]) -> None:
+        """Makes the ranks' parts of objects that were read.
+
+        Args:
+            pages: The pages.
+            records: For each what :meth:`arriving` gave.
+        """
+        if self._order is not None:
+            for page in pages:
+                self._order.spread(self._own(page))
+
+    def packed(self, page: int) -> memoryview:
+        """A page's object, header and content: the record itself or, of ranks' parts, new memory; no header then."""
+        return self.record(page) if self._order is None else self._gathered(page, self._order)
 
     @contextlib.contextmanager
     def objects(self, pages: Sequence[int]) -> Iterator[list[memoryview]]:
@@ -116,9 +129,18 @@ class HostPool:
             return
         with self._packing:
             yield [
-                self.packed(page, into)
+                self._gathered(page, self._order, into)
                 for page, into in zip(pages, self.records[self.num_pages + SCRATCH_PAGES :], strict=False)
             ]
+
+    def _own(self, page: int) -> Bytes:
+        """uint8 [page_bytes]: this host's parts of a page; a view."""
+        return self.records[page, HEADER_BYTES : HEADER_BYTES + self.page_bytes]
+
+    def _gathered(self, page: int, order: PageOrder, into: Bytes | None = None) -> memoryview:
+        found = np.empty(HEADER_BYTES + self.object_bytes, np.uint8) if into is None else into
+        order.gather(self._own(page), found[HEADER_BYTES:])
+        return memoryview(found.data)[: HEADER_BYTES + self.object_bytes]
 
 
 def record_bytes(page_bytes: int) -> int:

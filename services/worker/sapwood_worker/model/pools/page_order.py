@@ -67,9 +67,15 @@ class PageOrder:
         for own, whole in self._views(content, into):
             whole[:] = own
 
-    def spread(self, content: Bytes) -> None:
-        """Turns the order back in place: what one rank would keep is in the first ``object_bytes`` bytes of the content."""
-        for own, whole in self._views(content, content[: self.object_bytes].copy()):
+    def spread(self, content: Bytes, kept: Bytes | None = None) -> None:
+        """Writes what one rank would keep as the content: the ranks' parts side by side.
+
+        Args:
+            content: uint8 of all parts; written.
+            kept: uint8 [object_bytes]; None: it is in the first bytes of the content.
+        """
+        kept = content[: self.object_bytes].copy() if kept is None else kept
+        for own, whole in self._views(content, kept):
             own[:] = whole
 
     def _views(self, content: Bytes, whole: Bytes) -> list[tuple[Bytes, Bytes]]:

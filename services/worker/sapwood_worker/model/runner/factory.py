@@ -131,6 +131,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     options = RunnerOptions(
         parallel=parallel,
         nodes=place.nodes,
+        meeting_host=place.host,
         model_path=path,
         load_format=config.load_format,
         device=device,

@@ -51,6 +51,7 @@ class RunnerOptions:
         one_table: Whether all layers' pages are in one page table, windows or not.
         parallel: The groups of ranks that this process runs the model with.
         nodes: Hosts that they are on, equally many on each.
+        meeting_host: Rank 0's address, if they are several.
     """
 
     model_path: Path
@@ -82,3 +83,4 @@ class RunnerOptions:
     one_table: bool = False
     parallel: Parallel = field(default_factory=Parallel)
     nodes: int = 1
+    meeting_host: str = ""

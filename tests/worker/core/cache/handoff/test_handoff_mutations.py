@@ -12,6 +12,7 @@ SIMULATION = Path(__file__).with_name("test_two_schedulers.py")
 MOST_STEPS = 200_000
 """As many as the default run makes, of the same seeds; each mutation is noticed within it."""
 LEASES, PULLS = "core/cache/handoff/leases.py", "core/cache/handoff/pulls.py"
+RECORD = "core/cache/storage/record.py"
 ARRIVALS, HOST, TIERS = "core/cache/arrivals.py", "core/cache/host_pages.py", "core/cache/hierarchical.py"
 
 MUTATIONS = [
@@ -44,7 +45,7 @@ MUTATIONS = [
     # If it does not come, that is given back.
     Mutation(PULLS, "                self.arrivals.let_go(pull)\n", "                pass\n"),
     # Every byte that came is checked.
-    Mutation(PULLS, "there and verify(record, entry.key, namespace)", "there"),
+    Mutation(RECORD, "there and verify(record, entry.key, namespace)", "there"),
     # Pages that did not come are given back.
     Mutation(
         ARRIVALS, "zip(batch, good, strict=True) if not fine])", "zip(batch, good, strict=True) if not fine][1:])"

@@ -41,8 +41,8 @@ def _mooncake_engine(pool: HostPool, host: str) -> Any:
     engine = TransferEngine()
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
         raise ConfigError("--handoff-mover mooncake: its transfer engine does not start")
-    if engine.register_memory(pool.records.ctypes.data, pool.records.nbytes) != 0:
-        raise ConfigError(f"--handoff-mover mooncake: it does not take {pool.records.nbytes} bytes of host pages")
+    if engine.register_memory(pool.buffers.ctypes.data, pool.buffers.nbytes) != 0:
+        raise ConfigError(f"--handoff-mover mooncake: it does not take {pool.buffers.nbytes} bytes of host pages")
     return engine
 
 

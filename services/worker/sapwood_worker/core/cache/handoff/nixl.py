@@ -47,7 +47,7 @@ def nixl_agent(pool: HostPool, *, progresses: bool) -> Any:
         config = nixl.nixl_agent_config(enable_prog_thread=progresses, backends=[], sync_mode=sync)
         agent = nixl.nixl_agent(f"sapwood-{uuid.uuid4().hex}", config)
         agent.create_backend("UCX")
-        agent.register_memory([(pool.records.ctypes.data, pool.records.nbytes, 0, "")], "DRAM", ["UCX"])
+        agent.register_memory([(pool.buffers.ctypes.data, pool.buffers.nbytes, 0, "")], "DRAM", ["UCX"])
     except Exception as error:  # NIXL's errors have no class in common
         raise ConfigError(f"--handoff-mover nixl: {error}") from error
     return agent

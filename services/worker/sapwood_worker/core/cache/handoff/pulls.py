@@ -26,8 +26,8 @@ from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageName
 from sapwood_worker.core.cache.storage.executor import Executor
-from sapwood_worker.core.cache.storage.record import verify
-from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.core.cache.storage.record import take_good
+from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HostPool
 from sapwood_worker.records.handoff import HandoffTicket
 
 BATCH = 16
@@ -202,7 +202,7 @@ class Pulls:
         # Pages that another request is having read are waited for, not read again.
         entries = self.arrivals.reserve(wanted)
         index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
-        each = max(BATCH, -(-len(entries) // EARLY_READS)) if pull.early else BATCH
+        each = min(max(BATCH, -(-len(entries) // EARLY_READS)), ARRIVING_PAGES) if pull.early else BATCH
         for start in range(0, len(entries), each):
             batch = entries[start : start + each]
             indices = [index_of[entry.key.hash] for entry in batch]
@@ -229,16 +229,9 @@ class Pulls:
         if pull.cancelled:
             return None
         began = self._clock()
-        records = [self._pool.record(entry.page) for entry in batch]
-        read = self._mover.read(ticket, indices, records)
-        namespace = self._fingerprint.hex()
-        good = [
-            there and verify(record, entry.key, namespace)
-            for there, record, entry in zip(read, records, batch, strict=True)
-        ]
-        for entry, fine in zip(batch, good, strict=True):
-            if fine:
-                self._pool.unpack(entry.page)
+        with self._pool.arriving([entry.page for entry in batch]) as records:
+            read = self._mover.read(ticket, indices, records)
+            good = take_good(self._pool, batch, read, records, self._fingerprint.hex())
         return _Read(good, self._clock() - began)
 
     def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:

@@ -172,7 +172,7 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
     """
     namespace = namespace_of("1", facts.identity(), facts.page_size, facts.pool.object_bytes)
     try:
-        backend.register(facts.pool.records)
+        backend.register(facts.pool.buffers)
         fixed, each = _measure_store(backend, facts.pool, namespace)
         store_id = _store_id(backend, facts.pool, namespace)
     except BaseException:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
+from sapwood_worker.core.cache.host_pages import HostPage
 from sapwood_worker.core.cache.page_key import PageKey
-from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 
 _MAGIC = b"SAPWKV01"
 _FIELDS = struct.Struct("<8s16s32s16sQ")
@@ -75,6 +77,32 @@ def verify(record: memoryview, key: PageKey, namespace: str) -> bool:
     fields = _fields(record, key, namespace)
     end = len(fields)
     return record[:end] == fields and record[end : end + _CHECKSUM_BYTES] == _checksum(record, fields)
+
+
+def take_good(
+    pool: HostPool, batch: Sequence[HostPage], read: Sequence[bool], records: Sequence[memoryview], namespace: str
+) -> list[bool]:
+    """Makes pages of the objects that were read and pass their check; returns which.
+
+    Args:
+        pool: The pages' memory.
+        batch: The pages.
+        read: Whether anything was read for each.
+        records: What.
+        namespace: Of all.
+    """
+    good = [
+        there and verify(record, entry.key, namespace)
+        for there, record, entry in zip(read, records, batch, strict=True)
+    ]
+    pages, objects = [], []
+    for entry, record, fine in zip(batch, records, good, strict=True):
+        if fine:
+            pages.append(entry.page)
+            objects.append(record)
+    if pages:
+        pool.unpack(pages, objects)
+    return good
 
 
 def _fields(record: memoryview, key: PageKey, namespace: str) -> bytes:

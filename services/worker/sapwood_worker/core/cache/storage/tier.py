@@ -25,7 +25,7 @@ from sapwood_worker.core.cache.page_key import PageName
 from sapwood_worker.core.cache.storage.backend import StorageError
 from sapwood_worker.core.cache.storage.connection import Connection
 from sapwood_worker.core.cache.storage.known import KnownObjects
-from sapwood_worker.core.cache.storage.record import object_name, seal, verify
+from sapwood_worker.core.cache.storage.record import object_name, seal, take_good
 from sapwood_worker.model.pools.host_pool import BATCH_PAGES, HostPool
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
@@ -269,15 +269,9 @@ class StorageTier:
         began = self._clock()
         connection = prefetch.connection
         names = [object_name(connection.namespace, entry.key) for entry in batch]
-        records = [self._pool.record(entry.page) for entry in batch]
-        read = connection.backend.get(names, records)
-        good = [
-            there and verify(record, entry.key, connection.namespace)
-            for there, record, entry in zip(read, records, batch, strict=True)
-        ]
-        for entry, fine in zip(batch, good, strict=True):
-            if fine:
-                self._pool.unpack(entry.page)
+        with self._pool.arriving([entry.page for entry in batch]) as records:
+            read = connection.backend.get(names, records)
+            good = take_good(self._pool, batch, read, records, connection.namespace)
         bad = [name for name, there, fine in zip(names, read, good, strict=True) if there and not fine]
         if bad:
             with contextlib.suppress(StorageError):  # a bad object would keep a good one from being written

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
 from sapwood_worker.model.pools.page_order import PageOrder, RankPart
+from sapwood_worker.model.pools.pool_over_hosts import DistantPages, PoolOverHosts, join_hosts
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
@@ -16,7 +17,8 @@ def build_host_pool(
     """The second tier; None: the options want none. Each rank has its part of every record.
 
     Where the ranks of a stage keep the same, there is one part, to which all write the same bytes. Ranks with requests of their
-    own have a tier each, all equally large; the first, which decides for all, has the others' too where all are on one host.
+    own have a tier each, all equally large; the first, which decides for all, has the others' too. What it needs of
+    other hosts it gets over a connection.
 
     Args:
         options: Say how large it is.
@@ -34,7 +36,7 @@ def build_host_pool(
             gigabytes=options.host_cache_gb,
             ratio=options.host_cache_ratio,
         )
-        return _pools_of_ranks(min(parallel.exchange(own)), layout.page_bytes, parallel, one_host=options.nodes == 1)
+        return _pools_of_ranks(min(parallel.exchange(own)), layout, options, parallel)
     rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
     each //= options.nodes
     first = rank // each * each
@@ -58,26 +60,53 @@ def build_host_pool(
         shared = SharedMemory.create(pool_bytes(pages, size)) if options.share_host_cache else None
         return HostPool(pages, size, shared)
     pages = parallel.exchange(pages)[0]
-    order = None
+    ranks = parallel.tp.size
+    every_part = [
+        RankPart(sum(parts[:number]), other, number % ranks, ranks)
+        for number, other in enumerate(layouts)
+        if other is not None
+    ]
+    order = PageOrder(whole, every_part) if options.nodes == 1 or rank == 0 else None
+    mine = slice(start, start + own)
     if options.nodes == 1:
-        ranks = parallel.tp.size
-        own_parts = [
-            RankPart(sum(parts[:number]), other, number % ranks, ranks)
-            for number, other in enumerate(layouts)
-            if other is not None
-        ]
-        order = PageOrder(whole, own_parts)
-    memory = SharedMemory.create(pool_bytes(pages, size, order)) if leads else None
+        memory = _shared(parallel, pool_bytes(pages, size, order) if leads else 0, first)
+        return HostPool(pages, size, memory, mine, order)
+    memory = _shared(parallel, pool_bytes(pages, size) if leads else 0, first)
+    serving = range(each, ranks * parallel.pp.size, each)
+    plain = HostPool(pages, size, memory, mine)
+    ways = join_hosts(rank, parallel.exchange, plain if rank in serving else None, serving, options.meeting_host)
+    if order is None:
+        return plain
+    ends = [sum(parts[:number]) for number in (*serving, len(parts))]
+    distant = [DistantPages(way, slice(*ends[at : at + 2])) for at, way in enumerate(ways)]
+    return PoolOverHosts(pages, size, memory, mine, order, distant, sum(parts))
+
+
+def _shared(parallel: Parallel, size: int, first: int) -> SharedMemory:
+    """Memory of so many bytes that the ranks of a host share, of which ``first`` makes it; to the others the size is 0."""
+    memory = SharedMemory.create(size) if size else None
     path = parallel.exchange("" if memory is None else memory.path)[first]
     memory = memory or SharedMemory.open(path)
     parallel.exchange("")  # all have opened it
-    return HostPool(pages, size, memory, slice(start, start + own), order)
+    return memory
 
 
-def _pools_of_ranks(pages: int, page_bytes: int, parallel: Parallel, *, one_host: bool) -> HostPool:
+def _pools_of_ranks(pages: int, layout: KVLayout, options: RunnerOptions, parallel: Parallel) -> HostPool:
     """This rank's pool of pages of its own requests; on the first with the others'."""
-    own = SharedMemory.create(pool_bytes(pages, page_bytes)) if one_host else None
-    paths = parallel.exchange(None if own is None else own.path)
-    others = [None if path is None else SharedMemory.open(path) for path in paths[1:]] if parallel.tp.rank == 0 else []
+    size, rank, each = layout.page_bytes, parallel.tp.rank, parallel.tp.size // options.nodes
+    own = SharedMemory.create(pool_bytes(pages, size))
+    paths = parallel.exchange(own.path)
+    opened = [SharedMemory.open(path) for path in paths[1:each]] if rank == 0 else []
     parallel.exchange("")  # all are open
-    return HostPool(pages, page_bytes, own, others=[HostPool(pages, page_bytes, each) for each in others])
+    others = [HostPool(pages, size, each) for each in opened]
+    if options.nodes > 1:
+        serving = range(each, parallel.tp.size)
+        plain = HostPool(pages, size, own) if rank in serving else None
+        ways = join_hosts(rank, parallel.exchange, plain, serving, options.meeting_host)
+        if plain is not None:
+            return plain
+        order = PageOrder(layout, [RankPart(0, layout, 0, 1)])
+        for way in ways:
+            distant = [DistantPages(way, slice(0, size))]
+            others.append(PoolOverHosts(pages, 0, None, None, order, distant, size))
+    return HostPool(pages, size, own, others=others)

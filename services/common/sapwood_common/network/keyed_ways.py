@@ -1,4 +1,4 @@
-"""Ways between the leader and followers on other hosts: TCP connections that begin with a key and the rank."""
+"""Ways from one rank to those on other hosts: TCP connections that begin with a key and the rank's number."""
 
 from __future__ import annotations
 
@@ -7,24 +7,39 @@ import hmac
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from sapwood_common.errors import ConfigError
 
+KEY_BYTES = 16
 _RANK = struct.Struct("!I")
 _HELLO_SECONDS = 5.0
 
 
+def listen(host: str) -> socket.socket:
+    """A socket that listens at an address of rank 0's, on a free port.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"--rendezvous {host}: cannot listen there: {error}") from error
+
+
 def connect(address: str, key: bytes, rank: int) -> Connection:
-    """A follower's way to the leader.
+    """A rank's way to rank 0.
 
     Args:
-        address: Where the leader listens, as HOST:PORT.
-        key: What the leader told this rank's host.
+        address: Where that listens, as HOST:PORT.
+        key: What it has told this rank, or its host.
         rank: This rank's number.
 
     Raises:
-        ConfigError: The leader cannot be reached.
+        ConfigError: It cannot be reached.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -35,13 +50,13 @@ def connect(address: str, key: bytes, rank: int) -> Connection:
     return _way(way)
 
 
-def accept(listener: socket.socket, key: bytes, ranks: range, seconds: float) -> list[Connection]:
-    """The leader's ways to the ranks, in their order. Whoever does not begin with the key is left alone.
+def accept(listener: socket.socket, key: bytes, ranks: Sequence[int], seconds: float) -> list[Connection]:
+    """Rank 0's ways to others, in their order. Whoever does not begin with the key is left alone.
 
     Args:
         listener: Where they come.
         key: What they say first.
-        ranks: Those that are on other hosts.
+        ranks: Those others.
         seconds: The time that they have.
 
     Raises:

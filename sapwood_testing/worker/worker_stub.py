@@ -1,0 +1,43 @@
+"""Stubs of real workers, on one host or on two."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from sapwood.v1 import worker_pb2_grpc
+from sapwood_testing.namespace import Namespace
+from sapwood_testing.worker.worker_process import started_worker
+
+
+@contextlib.contextmanager
+def worker(model: Path, log: Path, *flags: str, inside: Namespace | None = None) -> Iterator[Any]:
+    """A worker's stub; its process id is in ``pid``. ``inside``: the network that it is in."""
+    with started_worker(model, log, *flags, inside=inside) as found, grpc.insecure_channel(found.address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        stub.pid = found.pid
+        yield stub
+
+
+@contextlib.contextmanager
+def two_hosts(model: Path, log: Path, inside: Namespace, *flags: str, others: Path | None = None) -> Iterator[Any]:
+    """A worker's stub whose first host is in a network of its own and whose second is this machine.
+
+    ``others``: the second host's model, if it is another.
+    """
+    flags = ("--nnodes", "2", "--rendezvous", f"{inside.host}:7411", *flags)
+    command = [sys.executable, "-m", "sapwood_worker", "--model", str(others or model), "--node-rank", "1", *flags]
+    with log.with_suffix(".second").open("w") as output:
+        second = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        with worker(model, log, "--host", inside.host, *flags, inside=inside) as stub:
+            yield stub
+    finally:
+        second.terminate()
+        assert second.wait() == 0

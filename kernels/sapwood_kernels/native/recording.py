@@ -64,6 +64,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory, self._add, self._refuse = memory, add, refuse
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # else the first use imports torch's compiler, and Triton with it: 0.14 GB that stay, and two seconds
+        )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -117,3 +119,16 @@ def test_a_function_that_is_not_recorded_is_named(library):
     with recording.record([]):
         table.rows(torch.tensor([3, 4]))
     assert recording.refused == "rows"
+
+
+def test_recording_imports_no_compiler():
+    code = """
+import sys, torch
+from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.recording import Recording
+x = torch.ones(4)
+with Recording(load_library()).record([x.data_ptr()]):
+    x.add_(x)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

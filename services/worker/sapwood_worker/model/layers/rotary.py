@@ -53,29 +53,35 @@ def inverse_frequencies(size: int, rope: RopeConfig, positions: int) -> Tensor:
 
 
 class RotaryEmbedding(Layer):
-    """Angles for given positions, looked up once a step and shared by the layers.
+    """Angles for given positions, once a step and shared by the layers.
+
+    Where steps can be captured they are looked up, as each launch counts there: the table takes ``max_position`` times the turned
+    elements. Elsewhere they are computed, which takes microseconds and no memory.
 
     Args:
         head_dim: Elements of a head.
         rope: The kind of rotary embedding.
-        max_position: Positions are below it; the table takes ``max_position`` times the turned elements.
+        max_position: Positions are below it.
         context: Where and how it is built.
     """
 
     def __init__(self, head_dim: int, rope: RopeConfig, max_position: int, context: LayerContext) -> None:
         super().__init__()
         self._pairs = rope.pairs(head_dim)
-        positions = torch.arange(max_position, dtype=torch.float32, device=context.device)
-        frequencies = inverse_frequencies(self._pairs.rotated, rope, max_position)
-        angles = torch.outer(positions, frequencies.to(context.device))
-        magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
-        table = torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1).to(context.dtype)
-        self.register_buffer("_table", table, persistent=False)
-        self._table: Tensor
+        self._magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
+        self._dtype = context.dtype
+        self._frequencies = inverse_frequencies(self._pairs.rotated, rope, max_position).to(context.device)
+        every = torch.arange(max_position, device=context.device)
+        self._table = self._computed(every) if context.ops.captures else None
+
+    def _computed(self, positions: Tensor) -> Tensor:
+        angles = torch.outer(positions.float(), self._frequencies)
+        return torch.cat((angles.cos() * self._magnitude, angles.sin() * self._magnitude), dim=-1).to(self._dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Integers [T] -> cosines and sines, each [T, 1, head_dim], as ``DeviceOps.store_heads`` wants them."""
-        cos, sin = self._table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        found = self._computed(positions) if self._table is None else self._table.index_select(0, positions)
+        cos, sin = found[:, None].chunk(2, dim=-1)
         return self._pairs.spread(cos, sin)
 
 

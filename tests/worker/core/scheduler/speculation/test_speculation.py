@@ -146,3 +146,44 @@ def test_steps_during_which_the_clock_stands_still_have_a_duration() -> None:
         costs.note(1, 1, 0.0)
     assert costs.plain(1) is not None
     assert (costs.known(1, 5) or 0) > 0
+
+
+def test_a_look_takes_a_share_of_a_step_and_goes_on_where_the_last_one_ended() -> None:
+    looks: list[int] = []
+
+    class Counted(Row):
+        def propose(self, unknown: int, most: int) -> list[int]:
+            looks.append(self.draft[0])
+            return []
+
+    ticks = iter(range(10_000))
+    asked, rows = requests(8), [Counted((0, 0), [place]) for place in range(8)]
+    by_serial = {request.serial: row for request, row in zip(asked, rows, strict=True)}
+    drafter = Drafter([])
+    drafter.begin = lambda request: by_serial[request.serial]  # type: ignore[method-assign]
+    planner = Speculation(drafter, 64, measured(8, 0.0), lambda _, count: count, clock=lambda: next(ticks) * 0.1)
+    for _ in range(4):
+        planner.plan(asked)
+    assert looks[:8] == [0, 1, 2, 3, 4, 5, 6, 7] and len(looks) < 12
+
+
+def test_a_first_step_with_drafts_says_nothing_of_what_the_others_take() -> None:
+    costs = StepCosts()
+    for seconds in (1.0,) * 4:
+        costs.note(4, 4, seconds)
+    costs.note(4, 8, 1.1)  # overlapped with the one before
+    assert costs.known(4, 8) is None
+    costs.note(4, 8, 1.9)
+    assert costs.known(4, 8) == 1.9
+    costs.note(4, 8, 1.9)
+    assert costs.known(4, 8) == pytest.approx(1.9)
+
+
+def test_what_drafts_cost_other_numbers_of_requests_is_expected_before_it_is_tried() -> None:
+    costs = measured(64, 0.01)
+    for _ in range(4):
+        costs.note(48, 48, 0.9)
+    shorter, longer = costs.curve(48, 96)
+    assert shorter == (64, 0.9, False)  # drafts of so few tokens were not tried with 64 requests
+    assert longer == (96, pytest.approx(0.9 + 0.75 * 0.32 * 48 / 64), False)
+    assert costs.curve(64, 96) == [(96, pytest.approx(1.32), True)]

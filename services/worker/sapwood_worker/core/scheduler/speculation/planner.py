@@ -39,6 +39,8 @@ _CATCH_UP = 1 / 64
 """A guess, in plain steps: computing a token of the past."""
 _DEPTHS = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31)
 """Tokens of the longest draft that are compared, where each takes time."""
+_LOOK = 0.25
+"""Plain steps that a look takes at most: requests that nobody looked at for long, and new ones, take a while."""
 _DRAFTED_STEPS, _PLAIN_STEPS = 512, 3
 """After so many steps with drafts in a row, so many without are measured again."""
 
@@ -167,6 +169,12 @@ class Planner:
     def drafted(self, promised: float) -> None:
         """The coming step checks drafts that are worth so many tokens in all."""
         self._promised = promised
+
+    def patience(self, rows: int) -> float:
+        """Seconds that a look at so many requests may take; :meth:`looks` must have said yes."""
+        plain = self.costs.plain(rows)
+        assert plain is not None
+        return _LOOK * plain
 
     def looked(self, rows: int, seconds: float) -> None:
         """It took so long to find that nothing is to be drafted."""

@@ -73,6 +73,7 @@ class Speculation:
         self._clock = clock
         self._ended: float | None = None
         self._trials = Trials()
+        self._turn = 0
         self.waits = False
         self.drafter_name = drafter.name
         self.drafts = 0
@@ -98,10 +99,17 @@ class Speculation:
     def _plan(self, decodes: Sequence[Request]) -> list[list[int]]:
         if self._drafter.computes and self._trials.due() and (tried := self._trials.choose(decodes)) is not None:
             return self._try(tried, decodes)
-        behind, most = 0, min(self._most_positions - len(decodes), MOST_DRAFTED)
-        drafts: list[list[int]] = []
-        rates: list[float] = []
-        for request in decodes:
+        behind, most, rows = 0, min(self._most_positions - len(decodes), MOST_DRAFTED), len(decodes)
+        drafts: list[list[int]] = [[] for _ in decodes]
+        rates = [0.0] * rows
+        bounded = None if self._drafter.computes else self._planner
+        until = 0.0 if bounded is None else self._clock() + bounded.patience(rows)
+        first = self._turn % rows
+        for place in (*range(first, rows), *range(first)):
+            if bounded is not None and place != first and self._clock() > until:  # who is left comes first next time
+                self._turn = place
+                break
+            request = decodes[place]
             draft, rate = self._draft(request, most, *self._least)
             if draft and self._planner is not None:
                 late = self._drafter.behind(request)
@@ -109,8 +117,7 @@ class Speculation:
                     behind += late
                 else:
                     draft = []
-            drafts.append(draft)
-            rates.append(rate)
+            drafts[place], rates[place] = draft, rate
         if not any(drafts):
             return []
         count, least, longest = self._choose(decodes, drafts, rates)

@@ -14,6 +14,9 @@ LADDER = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256
 """Sampled positions of a step that are told apart."""
 _ENOUGH, _TWICE = 3, 2
 """Measurements of steps without drafts before any is compared with them, and of those with drafts before they are trusted."""
+_LIKELY = 0.75
+"""How much of what a step with drafts of other requests took longer is taken for granted: less than all, so that what may pay is
+tried."""
 _WEIGHT = 0.2
 _KEPT = 4096
 """Steps after which a measurement is forgotten, and is made anew: what is too dear now may not be later."""
@@ -26,12 +29,14 @@ class _Mean:
     seconds: float
     count: int
     step: int
+    changed: bool = False
+    """Whether its only measurement is of a first step after a change."""
 
     def add(self, seconds: float, step: int) -> None:
-        """The first two count as the shorter of them, since a first step may compile. Later an outlier, such as a step during
-        which the machine did something else, counts as twice the mean at most."""
+        """The first two count as the shorter of them, since a first step may compile; a first one after a change says nothing.
+        Later an outlier, such as a step during which the machine did something else, counts as twice the mean at most."""
         if self.count == 1:
-            self.seconds = min(self.seconds, seconds)
+            self.seconds = seconds if self.changed else min(self.seconds, seconds)
         else:
             self.seconds += _WEIGHT * (min(seconds, 2 * self.seconds) - self.seconds)
         self.count += 1
@@ -57,7 +62,7 @@ class StepCosts:
             key = _row_bucket(rows), _rung(positions)
             known = self._drafted.get(key)
             if known is None or self._steps - known.step >= _KEPT:
-                self._drafted[key] = _Mean(seconds, 1, self._steps)
+                self._drafted[key] = _Mean(seconds, 1, self._steps, changed=not before)
             elif before or known.count < _TWICE:
                 known.add(seconds, self._steps)
         elif not before:
@@ -94,18 +99,33 @@ class StepCosts:
 
         Returns:
             For each rung, ascending: its positions, what such a step takes, or at least takes as more positions take no less
-            time, and whether that is known.
+            time and other numbers of requests took about as much longer, and whether that is known.
         """
-        seconds = self._plain[_row_bucket(rows)].seconds
+        seconds = plain = self._plain[_row_bucket(rows)].seconds
         found = []
         for rung in LADDER:
             if rung > rows:
                 known = self.known(rows, rung)
-                seconds = seconds if known is None else max(seconds, known)
+                if known is None:
+                    seconds = max(seconds, plain + _LIKELY * self._longer(rows, rung - rows))
+                else:
+                    seconds = max(seconds, known)
                 found.append((rung, seconds if known is None else known, known is not None))
                 if rung >= most:
                     break
         return found
+
+    def _longer(self, rows: int, drafted: int) -> float:
+        """How many seconds longer than without drafts a step of the number of requests nearest to these took that drafted no more
+        tokens than so many; 0: none is known."""
+        found: tuple[int, int, float] | None = None
+        for (others, rung), mean in self._drafted.items():
+            fresh = mean.count >= _TWICE and self._steps - mean.step < _KEPT
+            if not fresh or rung - others > drafted or (plain := self.plain(others)) is None:
+                continue
+            longer = (mean.seconds - plain) * min(1.0, rows / others)
+            found = min(found or (rows + others, 0, 0.0), (abs(rows - others), others - rung, longer))
+        return 0.0 if found is None else found[2]
 
     def stale(self, rows: int, steps: int) -> bool:
         """Whether no step of so many requests without drafts was measured among the last so many steps."""

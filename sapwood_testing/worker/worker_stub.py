@@ -13,6 +13,7 @@ import grpc
 
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_testing.namespace import Namespace
+from sapwood_testing.router.ports import port_of_its_own
 from sapwood_testing.worker.worker_process import started_worker
 
 
@@ -31,7 +32,7 @@ def two_hosts(model: Path, log: Path, inside: Namespace, *flags: str, others: Pa
 
     ``others``: the second host's model, if it is another.
     """
-    flags = ("--nnodes", "2", "--rendezvous", f"{inside.host}:7411", *flags)
+    flags = ("--nnodes", "2", "--rendezvous", f"{inside.host}:{port_of_its_own()}", *flags)
     command = [sys.executable, "-m", "sapwood_worker", "--model", str(others or model), "--node-rank", "1", *flags]
     with log.with_suffix(".second").open("w") as output:
         second = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

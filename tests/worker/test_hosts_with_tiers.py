@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2
+from sapwood_testing.namespace import Namespace
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.worker_stub import two_hosts, worker
 
@@ -24,17 +25,14 @@ OVER_HOSTS = {
 
 
 @contextlib.contextmanager
-def group(kind: str, path: Path, log: Path, make_namespace: Any, *flags: str) -> Iterator[Any]:
-    """A stub of a worker over two hosts, with its address in ``host``; ``one``: of a worker of one process."""
+def group(kind: str, path: Path, log: Path, inside: Namespace, *flags: str) -> Iterator[Any]:
+    """A stub of a worker over two hosts, of which the first is ``inside``; ``one``: of a worker of one process there."""
     if kind == "one":
-        with worker(path, log, *FLAGS, *flags) as stub:
-            stub.host = "127.0.0.1"
+        with worker(path, log, "--host", inside.host, *FLAGS, *flags, inside=inside) as stub:
             yield stub
-        return
-    inside = make_namespace()
-    with two_hosts(path, log, inside, *FLAGS, *OVER_HOSTS[kind], *flags) as stub:
-        stub.host = inside.host
-        yield stub
+    else:
+        with two_hosts(path, log, inside, *FLAGS, *OVER_HOSTS[kind], *flags) as stub:
+            yield stub
 
 
 def ask(stub: Any, document: int, **fields: Any) -> tuple[list[int], Any]:
@@ -58,11 +56,11 @@ def test_what_two_hosts_store_is_read_by_others_and_the_other_way_round(
     path = tiny_model("llama", **SHAPE).path
     url = f"file://{tmp_path}/store?size_gb=1"
     flags = ("--host-cache-ratio", "1", "--storage-min-tokens", "16", "--storage-prefetch", "wait_complete")
-    expected: dict[int, list[int]] = {}
+    inside, expected = make_namespace(), dict[int, list[int]]()
     for document, kind in enumerate(["one", *OVER_HOSTS, "one"]):
         while_it_runs = kind == "both"
         given = () if while_it_runs else ("--storage", url)
-        with group(kind, path, tmp_path / f"log-{document}", make_namespace, *flags, *given) as stub:
+        with group(kind, path, tmp_path / f"log-{document}", inside, *flags, *given) as stub:
             if while_it_runs:
                 stub.AttachStorage(worker_pb2.AttachStorageRequest(url=url))
             for earlier, tokens in expected.items():
@@ -83,15 +81,16 @@ def test_a_prompt_is_handed_off_by_two_hosts_and_to_two(
     tiny_model: Any, make_namespace: Any, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:
     path = tiny_model("llama", **SHAPE).path
+    inside = make_namespace()
     with (
-        group(kinds[0], path, tmp_path / "log-0", make_namespace, "--role", "prefill") as prefill,
-        group(kinds[1], path, tmp_path / "log-1", make_namespace, "--role", "decode") as decode,
+        group(kinds[0], path, tmp_path / "log-0", inside, "--role", "prefill") as prefill,
+        group(kinds[1], path, tmp_path / "log-1", inside, "--role", "decode") as decode,
     ):
         expected, _ = ask(prefill, 0)
         first, last = ask(prefill, 0, hand_off=True)
         assert first == expected[:1]
         ticket = last.ticket
-        ticket.source = f"{prefill.host}{ticket.source}"
+        ticket.source = f"{inside.host}{ticket.source}"
         tokens, last = ask(decode, 0, ticket=ticket)
         assert tokens == expected
         assert last.usage.cached_tokens == 128

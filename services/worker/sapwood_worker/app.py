@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_common.errors import ConfigError
@@ -36,24 +36,19 @@ logger = logging.getLogger(__name__)
 
 USUAL_METRICS_PORT = 9161
 
-_LAST_WORDS_SECONDS = 1.0
-"""Seconds that running calls get to answer UNAVAILABLE when the scheduler is gone."""
-_LAST_MESSAGE_SECONDS = 0.1
-"""Seconds that sessions get to hand over their last outputs."""
-
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
     """Runs a worker until it is told to stop; on a host other than the first of its group, the ranks there.
 
     It listens at once, but is healthy, and says that it is listening, when the model is loaded. A scheduler that dies is started
-    anew.
+    anew, after a pause if that happens again and again.
 
     Args:
         config: The configuration.
         runner: What makes the runner in the scheduler process.
 
     Returns:
-        The exit code: 0 after a signal, 1 if the scheduler could not start or dies again and again.
+        The exit code: 0 after a signal, 1 if the scheduler could not start.
     """
     try:
         if config.nnodes > 1 and config.meeting_place and config.node_rank:
@@ -111,7 +106,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     if sglang is not None:
         sglang.add_to(server.grpc, service, engine, config, server.draining)
-    running: asyncio.Future[int] | None = None
+    running: asyncio.Future[NoReturn] | None = None
     serving: asyncio.Future[None] | None = None
     lagging = asyncio.ensure_future(engine.vitals.lag.run())
     try:
@@ -125,7 +120,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         if serving.done():
             await serving
             return 0
-        return await running
+        await running
     finally:
         if running is not None:
             running.cancel()
@@ -147,8 +142,8 @@ async def _run(
     service: WorkerService,
     server: ServiceServer,
     health: _Health,
-) -> int:
-    """Serves one scheduler process after the other; returns the exit code when the worker stops or restarting is hopeless."""
+) -> NoReturn:
+    """Serves one scheduler process after the other. Raises ConfigError if the first cannot start."""
     grammars: RequestGrammars | None = None
     publisher: KvEventPublisher | None = None
     replays: asyncio.Future[None] | None = None
@@ -177,10 +172,6 @@ async def _run(
             service.model = None
             engine.scheduler_lost(reason)
             await health.loaded(False)
-            if scheduler.hopeless:
-                await server.drain(_LAST_WORDS_SECONDS)
-                await asyncio.sleep(_LAST_MESSAGE_SECONDS)
-                return 1
             await scheduler.start()
     finally:
         if replays is not None:

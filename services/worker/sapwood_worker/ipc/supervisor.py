@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
+from sapwood_worker.ipc.pauses import Pauses
 from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, RankSilence
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
-
-MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
-"""After so many ends within so many seconds it is not started again: that would not help."""
 
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
@@ -42,33 +39,42 @@ class Supervisor:
         self._timeout = watchdog_timeout
         self._restart = watchdog_restart
         self._process: SchedulerProcess | None = None
-        self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether it has ended so often lately that starting it anew makes no sense."""
-        return len(self._losses) == MOST_LOSSES and self._losses[-1] - self._losses[0] < WITHIN_SECONDS
+        self._pauses = Pauses(time.monotonic)
+        self._was_ready = False
 
     async def start(self) -> None:
-        """Starts a process, after what is left of the last one is gone."""
+        """Starts a process, after what is left of the last one is gone; where they end again and again, after a pause."""
         await self.stop()
+        if seconds := self._pauses.seconds:
+            logger.error("it has ended %d times in a row: it is started anew in %.0f s", self._pauses.ends, seconds)
+            await asyncio.sleep(seconds)
         self._process = self._make()
         self._process.start()
 
     async def ready(self) -> ModelInfo:
-        """Waits until the process has loaded its model; raises ConfigError if it cannot.
+        """Waits until the process has loaded its model.
 
-        Where a host leaves that some of the ranks were on, it is waited for and all begin anew.
+        Where it had done so before, it is started until it does. Where a host leaves that some of the ranks were on, it is waited
+        for and all begin anew.
+
+        Raises:
+            ConfigError: It cannot.
         """
         while True:
             await self._current.meet()
             watching = asyncio.ensure_future(self._watch_start(self._current))
             try:
-                return await self._current.ready()
+                info = await self._current.ready()
             except ConfigError as error:
-                if not self._current.waits_for_a_node:
+                if not (self._was_ready or self._current.waits_for_a_node):
                     raise
                 logger.error("%s", error)
+                if not self._current.waits_for_a_node:
+                    self._pauses.has_ended()
+            else:
+                self._pauses.is_up()
+                self._was_ready = True
+                return info
             finally:
                 watching.cancel()
             await self.start()
@@ -94,7 +100,7 @@ class Supervisor:
                 vitals.losses[self._current.lost] += 1
             vitals.reset()
             on_change()
-            self._losses.append(time.monotonic())
+            self._pauses.has_ended()
 
     async def stop(self) -> None:
         """Ends the process, if there is one. Never fails."""

@@ -182,7 +182,7 @@ class Engine:
         if self.runner.experts is None:
             return None
         before, steps = self._experts, self.runner.steps - self._steps
-        self._experts, self._steps = np.array(self.runner.experts()), self.runner.steps
+        self._experts, self._steps = np.array(self.runner.experts()()), self.runner.steps
         fresh = self._experts - before
         return expert_load(fresh.tolist()).balance if fresh.sum() >= steps * fresh.size else None
 

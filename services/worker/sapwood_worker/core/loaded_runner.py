@@ -27,13 +27,14 @@ class LoadedRunner(TieredRunner, Protocol):
     Attributes:
         info: Facts about it.
         vocabulary: Its tokens, where its files hold them and structured output is wanted.
-        experts: Tells how many tokens each expert of each layer has got so far; None: it has none.
+        experts: Asks how many tokens each expert of each layer has got so far; what it returns waits for the answer. None: it has
+            none.
         sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
     """
 
     info: ModelInfo
     vocabulary: TokenVocabulary | None
-    experts: Callable[[], list[list[int]]] | None
+    experts: Callable[[], Callable[[], list[list[int]]]] | None
     sums: Callable[[], dict[str, int]] | None
 
     @property

@@ -19,14 +19,15 @@ def test_layers_without_tokens_do_not_count():
     assert expert_load([[0, 0]]) == ExpertLoad((0, 0), 0.0)
 
 
-def test_it_is_looked_at_once_a_second_and_when_there_is_nothing_to_do():
-    now, counts, looks = [100.0], [[0, 0]], []
+def test_it_is_asked_for_once_a_second_and_read_a_turn_later_or_at_once_when_there_is_nothing_to_do():
+    now, counts, asked = [100.0], [[0, 0]], []
 
-    def read():
-        looks.append(now[0])
-        return [list(layer) for layer in counts]
+    def ask():
+        asked.append(now[0])
+        return lambda found=[list(layer) for layer in counts]: found
 
-    watch = ExpertWatch(read, lambda: now[0])
+    watch = ExpertWatch(ask, lambda: now[0])
+    assert watch.take(idle=False) is None
     assert watch.take(idle=False) == ExpertLoad((0, 0))
     counts[0][1] += 5
     now[0] = 100.5
@@ -34,8 +35,14 @@ def test_it_is_looked_at_once_a_second_and_when_there_is_nothing_to_do():
     assert watch.take(idle=True) == ExpertLoad((0, 5), 0.5)
     assert watch.take(idle=True) is None, "nothing new"
     counts[0][0] += 5
-    now[0] = 101.4
+    now[0] = 100.9
     assert watch.take(idle=False) is None
-    now[0] = 101.5
-    assert watch.take(idle=False) == ExpertLoad((5, 5), 1.0)
-    assert looks == [100.0, 100.5, 100.5, 101.5]
+    now[0] = 101.0
+    assert watch.take(idle=False) is None
+    counts[0][0] += 5
+    assert watch.take(idle=False) == ExpertLoad((5, 5), 1.0), "as it was when it was asked for"
+    now[0] = 102.0
+    assert watch.take(idle=False) is None
+    counts[0][1] += 5
+    assert watch.take(idle=True) == ExpertLoad((10, 10), 1.0), "not what was asked for before"
+    assert asked == [100.0, 100.5, 100.5, 101.0, 102.0, 102.0]

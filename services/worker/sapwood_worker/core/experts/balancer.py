@@ -12,8 +12,6 @@ from sapwood_worker.records.experts import ExpertMove, home_slots, moved
 
 _TOKENS = 64
 """Tokens that an expert has on average before the load is judged: of fewer, chance makes the differences."""
-_LAYERS = 2
-"""Layers in which experts move before one step: each takes the scheduler a millisecond, and the ranks a copy or two."""
 EVEN = 0.97
 """Balance of a layer's ranks above which nothing is looked for."""
 
@@ -65,18 +63,18 @@ class ExpertBalancer:
             self._due = deque(sorted(uneven, key=uneven.__getitem__))
 
     def take(self) -> tuple[ExpertMove, ...]:
-        """What moves before the next step, which is sure to be launched. O(ranks * (slots of a rank)^2) norms."""
-        moves: list[ExpertMove] = []
-        for _ in range(min(_LAYERS, len(self._due))):
-            layer = self._due.popleft()
-            change = next_change(self._recent[layer], self._places(layer), self._room(layer))
-            if change is None:
-                continue
-            own = self._moves_of(layer, change)
-            self.slots[layer] = moved(self.slots[layer], own)
-            self.moves += len(change.adds)
-            moves += own
-            self._due.append(layer)
+        """What moves before the next step, which is sure to be launched: one change of one layer, so that no rank gives or gets
+        more than one expert. O(ranks * (slots of a rank)^2) norms."""
+        if not self._due:
+            return ()
+        layer = self._due.popleft()
+        change = next_change(self._recent[layer], self._places(layer), self._room(layer))
+        if change is None:
+            return ()
+        moves = self._moves_of(layer, change)
+        self.slots[layer] = moved(self.slots[layer], moves)
+        self.moves += len(change.adds)
+        self._due.append(layer)
         return tuple(moves)
 
     def _room(self, layer: int) -> int:
@@ -84,9 +82,9 @@ class ExpertBalancer:
 
     def _places(self, layer: int) -> Places:
         places = np.zeros((self._recent.shape[1], self.ranks), np.bool_)
-        for slot, expert in enumerate(self.slots[layer]):
-            if expert >= 0:
-                places[expert, slot // self._room(layer)] = True
+        experts = np.array(self.slots[layer])
+        (slots,) = np.nonzero(experts >= 0)
+        places[experts[slots], slots // self._room(layer)] = True
         return places
 
     def _balance(self, layer: int) -> float:

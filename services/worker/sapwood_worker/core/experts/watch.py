@@ -11,14 +11,17 @@ from sapwood_worker.core.experts.balancer import ExpertBalancer
 from sapwood_worker.records.experts import ExpertLoad, ExpertMove, ExpertPlaces, expert_load
 
 _EVERY = 1.0
-"""Seconds between two looks while there is work; a GPU is waited for."""
+"""Seconds between two looks while there is work."""
 
 
 class ExpertWatch:
     """Reports the load of experts when there is a new one.
 
+    While there is work, what is asked is read a turn of the loop later, when the steps that it counts are over: so the device is
+    not waited for.
+
     Args:
-        read: Gives the tokens that each expert of each layer has got.
+        ask: Asks for the tokens that each expert of each layer has got; what it returns waits for them.
         clock: Gives seconds.
         balancer: Moves experts between ranks by what is seen; None: ranks have no whole experts.
         exchanged: Bytes that ranks give each other for each token that an expert gets.
@@ -26,13 +29,14 @@ class ExpertWatch:
 
     def __init__(
         self,
-        read: Callable[[], list[list[int]]],
+        ask: Callable[[], Callable[[], list[list[int]]]],
         clock: Callable[[], float] = time.monotonic,
         balancer: ExpertBalancer | None = None,
         exchanged: float = 0.0,
     ) -> None:
-        self._read, self._clock, self._balancer, self._exchanged = read, clock, balancer, exchanged
+        self._ask, self._clock, self._balancer, self._exchanged = ask, clock, balancer, exchanged
         self._looked = clock() - _EVERY
+        self._asked: Callable[[], list[list[int]]] | None = None
         self._told: ExpertLoad | None = None
 
     def take(self, *, idle: bool) -> ExpertLoad | None:
@@ -42,10 +46,14 @@ class ExpertWatch:
             idle: Whether there is nothing to compute.
         """
         now = self._clock()
-        if not idle and now < self._looked + _EVERY:
+        asked, self._asked = self._asked, None
+        if idle:
+            asked = self._ask()
+        elif asked is None:
+            if now >= self._looked + _EVERY:
+                self._looked, self._asked = now, self._ask()
             return None
-        self._looked = now
-        totals = self._read()
+        totals = asked()
         load = expert_load(totals)
         if (balancer := self._balancer) is not None:
             balancer.see(totals)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -88,6 +89,16 @@ class Group:
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Overwrites x with what another rank sends next; returns x."""
         raise AssertionError("there is no other rank")
+
+    def connect(self, device: torch.device) -> None:
+        """Sends something from each rank to each other, so that no later exchange has to make their connection first."""
+        nothing = torch.zeros(1, device=device)
+        for source in range(self.size):
+            for target in range(self.size):
+                if source != target and self.rank == source:
+                    self.send(nothing, target)
+                elif source != target and self.rank == target:
+                    self.receive(torch.empty_like(nothing), source)
 
     def exchange(self, value: ValueT) -> list[ValueT]:
         """The ranks' values in their order; plain Python values, for the start: slow."""

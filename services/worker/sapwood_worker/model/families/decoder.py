@@ -213,10 +213,9 @@ class DecoderModel(Layer):
             met += mixtures * sparse.routing.chosen * expert
         return met
 
-    def expert_tokens(self) -> list[list[int]]:
-        """How many tokens each expert of each layer has got so far; waits for the device."""
-        counts = [each.counts for each in self.modules() if isinstance(each, Router)]
-        return torch.stack(counts).tolist() if counts else []
+    def expert_tokens(self) -> Tensor:
+        """int64 [layers with experts, E]: how many tokens each expert has got so far."""
+        return torch.stack([each.counts for each in self.modules() if isinstance(each, Router)])
 
     def move_experts(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""

@@ -97,7 +97,7 @@ class ModelRunner:
         self.info = info
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
-        self.experts = None if isinstance(model, Head) or model.config.sparse is None else model.expert_tokens
+        self.experts = None if isinstance(model, Head) or model.config.sparse is None else self._ask_experts
         self.sums = None if parallel.tp.sums is None else parallel.tp.counts
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
@@ -241,6 +241,17 @@ class ModelRunner:
     def logits(self, step: Step) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
         return self._model.logits(self._forward(step)).float()
+
+    def _ask_experts(self) -> Callable[[], list[list[int]]]:
+        """How many tokens each expert of each layer has got with the steps launched so far; what it returns waits for them."""
+        assert not isinstance(self._model, Head)
+        copies = self._ops.to_host([self._model.expert_tokens()])
+
+        def wait() -> list[list[int]]:
+            found: list[list[int]] = copies.wait()[0].tolist()
+            return found
+
+        return wait
 
     def _enter(self, entry: Entry) -> None:
         self._sampler.enter(entry)

@@ -36,9 +36,10 @@ def test_answers_stay_while_experts_move(tiny_model, name, size):
         loaded.model.forget_expert_tokens()
         for _ in range(6):
             logits_of(loaded, TOKENS, parallel)
-            totals = [[100 * tokens for tokens in layer] for layer in loaded.model.expert_tokens()]
+            totals = [[100 * tokens for tokens in layer] for layer in loaded.model.expert_tokens().tolist()]
             balancer.see(totals)
-            while moves := balancer.take():
+            while balancer._due:
+                moves = balancer.take()
                 loaded.model.move_experts(moves)
                 found.append(logits_of(loaded, TOKENS, parallel))
             copies = max(

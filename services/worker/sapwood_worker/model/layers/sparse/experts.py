@@ -51,7 +51,7 @@ class Experts(Layer):
         super().__init__()
         self._context, self._activation, self._chosen = context, activation, chosen
         inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
-        self._places = ExpertPlaces(count, context.parallel, context.device)
+        self._places = ExpertPlaces(count, context.parallel, context.ops)
         outer = whole(hidden_size)
         self.projections = gate, up, down = projections
         made = StackedMatrices if stacked else expert_matrices

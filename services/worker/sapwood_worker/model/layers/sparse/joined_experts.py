@@ -121,7 +121,7 @@ class JoinedExperts(Layer):
         super().__init__()
         self._context, self._activation, self._chosen = context, activation, chosen
         inner, outer = context.parallel.shard_expert("intermediate_size", intermediate_size), whole(hidden_size)
-        self._places = ExpertPlaces(count, context.parallel, context.device)
+        self._places = ExpertPlaces(count, context.parallel, context.ops)
         both = Span(2 * inner.start, 2 * inner.size, 2 * inner.total)
         names = f"{context.prefix}.gate_up_proj", f"{context.prefix}.down_proj"
         stored = context.linear.keeps("fp4", f"{names[0]}_blocks")

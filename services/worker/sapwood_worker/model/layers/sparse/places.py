@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.weight_slot import Span
 from sapwood_worker.records.experts import ExpertMove, home_slots, moved
@@ -20,7 +22,7 @@ class ExpertPlaces:
     Args:
         experts: How many there are.
         parallel: The ranks.
-        device: Where ids are.
+        ops: The operations of the device where ids are.
 
     Attributes:
         own: The experts that the checkpoint fills here; they are in the first slots.
@@ -28,15 +30,15 @@ class ExpertPlaces:
         slots: The expert in each slot, rank after rank; -1: none.
     """
 
-    def __init__(self, experts: int, parallel: Parallel, device: torch.device) -> None:
+    def __init__(self, experts: int, parallel: Parallel, ops: DeviceOps) -> None:
         self.own: Span = parallel.own_experts(experts)
         self.size = self.own.size + parallel.spare_slots()
         self.slots = home_slots(experts, parallel.ep.size, parallel.redundant_experts)
-        self._group = parallel.ep
+        self._group, self._ops = parallel.ep, ops
         self._experts = experts
         # By expert, and one that stands for none: its slots here, where `size` stands for one elsewhere, and their number.
-        self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=device)
-        self._copies = torch.ones(experts + 1, dtype=torch.int64, device=device)
+        self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=ops.device)
+        self._copies = torch.ones(experts + 1, dtype=torch.int64, device=ops.device)
         if self.movable:
             self._fill()
 
@@ -86,13 +88,14 @@ class ExpertPlaces:
         self._fill()
 
     def _fill(self) -> None:
-        """Writes the tables anew, in place: graphs read them."""
-        local = torch.full(self._local.shape, self.size, dtype=torch.int64)
-        copies = [0] * self._experts + [1]
+        """Writes the tables anew, in place: graphs read them. The host does not wait for what is queued."""
+        local = np.full(self._local.shape, self.size, np.int64)
+        copies = np.zeros(self._experts + 1, np.int64)
+        copies[-1] = 1
         for slot, expert in enumerate(self.slots):
             if expert >= 0:
                 if slot // self.size == self._group.rank:
                     local[expert, copies[expert]] = slot % self.size
                 copies[expert] += 1
-        self._local.copy_(local)
-        self._copies.copy_(torch.tensor(copies))
+        self._ops.fill(self._local, local)
+        self._ops.fill(self._copies, copies)

@@ -88,7 +88,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         health_address=config.health_address,
         implementation=config.grpc_server,
     )
-    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing), config.role)
+    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing), config.role, config.max_waiting)
     health = _Health(server, engine.vitals)
     worker_metrics.watch(lambda: engine.load)
     worker_metrics.watch_experts(

@@ -114,6 +114,19 @@ async def test_embeddings_whose_client_leaves_are_taken_out_of_the_scheduler(fro
     assert front.engine.embeddings.running == 0
 
 
+async def test_of_a_request_with_many_inputs_half_as_many_are_submitted_as_may_wait(front: Front) -> None:
+    inputs = [common_pb2.TokenIds(ids=[number % 7]) for number in range(2048)]
+    call = front.stub.Embed(worker_pb2.WorkerEmbedRequest(inputs=inputs))
+    submitted = [await front.submitted() for _ in range(512)]
+    assert front.sent.empty()
+    for number in range(2048):
+        front.end(submitted[number], np.array([number + 1, 0], np.float32).tobytes())
+        if len(submitted) < 2048:
+            submitted.append(await front.submitted())
+    assert len((await call).embeddings) == 2048
+    assert front.sent.empty()
+
+
 async def test_a_drain_waits_for_embeddings(front: Front) -> None:
     call = front.stub.Embed(worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=[1, 2])]))
     request = await front.submitted()

@@ -25,15 +25,19 @@ class EmbeddingCalls:
         send: Hands a message to the scheduler process; never blocks.
         serials: The engine's source of serial numbers.
         on_end: Called when a request has ended.
+        most: Inputs of one request that are with the scheduler at a time: all of them might be more than it lets wait.
 
     Attributes:
         running: Requests that have not ended.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None], serials: Iterator[int], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, send: Callable[[ToScheduler], None], serials: Iterator[int], on_end: Callable[[], None], most: int
+    ) -> None:
         self._send = send
         self._serials = serials
         self._on_end = on_end
+        self._most = most
         self.running = 0
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
 
@@ -63,23 +67,32 @@ class EmbeddingCalls:
         Raises:
             SapwoodError: An input was refused or failed, or the scheduler is gone; the others are aborted.
         """
-        loop = asyncio.get_running_loop()
-        futures: dict[int, asyncio.Future[bytes]] = {}
-        for index, tokens in enumerate(inputs):
-            serial = next(self._serials)
-            futures[serial] = self._waiting[serial] = loop.create_future()
-            prompt = array("I", tokens).tobytes()
-            self._send(Submit(serial, f"{request_id}/{index}", prompt, _SAMPLING, terms=terms, pooling=pooling))
+        room = asyncio.Semaphore(self._most)
+
+        async def ask(index: int, tokens: Sequence[int]) -> bytes:
+            async with room:
+                serial = next(self._serials)
+                future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                self._waiting[serial] = future
+                prompt = array("I", tokens).tobytes()
+                self._send(Submit(serial, f"{request_id}/{index}", prompt, _SAMPLING, terms=terms, pooling=pooling))
+                try:
+                    return await future
+                finally:
+                    del self._waiting[serial]
+                    if future.cancelled():  # with this task
+                        self._send(Abort(serial))
+
+        tasks = [asyncio.ensure_future(ask(index, tokens)) for index, tokens in enumerate(inputs)]
         self.running += 1
         try:
-            raw = await asyncio.gather(*futures.values())
+            raw = await asyncio.gather(*tasks)
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.running -= 1
             self._on_end()
-            for serial, future in futures.items():
-                del self._waiting[serial]
-                if future.cancel() or future.cancelled():  # by gather, if this task was cancelled
-                    self._send(Abort(serial))
         vectors = np.frombuffer(b"".join(raw), np.float32).reshape(len(inputs), -1)[:, :dimensions]
         if normalize:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

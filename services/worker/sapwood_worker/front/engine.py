@@ -63,9 +63,16 @@ class Engine:
         send: Hands a message to the scheduler process; never blocks.
         observer: Told what happens.
         role: What the worker does of a request.
+        max_waiting: Requests that the scheduler lets wait.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None], observer: EngineObserver, role: Role = "both") -> None:
+    def __init__(
+        self,
+        send: Callable[[ToScheduler], None],
+        observer: EngineObserver,
+        role: Role = "both",
+        max_waiting: int = 1024,
+    ) -> None:
         self._send = send
         self.roles: tuple[Role, ...] = (role,)
         """Those that the worker has had, the present one last."""
@@ -77,7 +84,7 @@ class Engine:
         self._calls: dict[int, asyncio.Future[Answered]] = {}
         self._preparing = 0
         self._ended = asyncio.Event()
-        self.embeddings = EmbeddingCalls(send, self._serials, self._ended.set)
+        self.embeddings = EmbeddingCalls(send, self._serials, self._ended.set, max(1, max_waiting // 2))
         """Embedding requests."""
         self._lost: str | None = None
         self._load_changed = asyncio.Event()

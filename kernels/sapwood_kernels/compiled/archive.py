@@ -1,8 +1,8 @@
 """Archives of what Triton and FlashInfer have compiled for one kind of GPU: a cold start that has one needs no compiler.
 
 An archive is a .tgz of a manifest, Triton's cache (a folder for each kernel, named by a hash of its source, the compiler and the
-GPU) and FlashInfer's libraries (named by what they were built for). A kernel whose source has changed since is not found by its
-name, and is compiled; nothing wrong is ever taken.
+GPU; and files that mark what was compiled whole) and FlashInfer's libraries (named by what they were built for). A kernel whose
+source has changed since is not found by its name, and is compiled; nothing wrong is ever taken.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def pack(archive: Path, facts: Facts, triton: Path, flashinfer: Path) -> Content
         for entry in entries:
             for file in sorted(each for each in entry.iterdir() if each.is_file() and each.name != "lock"):
                 tar.add(file, f"{_TRITON}/{entry.name}/{file.name}")
+        for mark in sorted(each for each in triton.glob("*") if each.is_file()):
+            tar.add(mark, f"{_TRITON}/{mark.name}")
         for library in libraries:
             tar.add(library, f"{_FLASHINFER}/{library.parent.name}/{library.name}")
     part.replace(archive)
@@ -129,7 +131,10 @@ def unpack(archive: Path, triton: Path, flashinfer: Path) -> Contents:
         folder = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=target))
         try:
             _extract(archive, name, folder)
-            new.append(sum(_move(each, target / each.name) for each in sorted((folder / name).glob("*"))))
+            found = sorted((folder / name).glob("*"))
+            new.append(sum(_move(each, target / each.name) for each in found if each.is_dir()))
+            for mark in (each for each in found if each.is_file()):  # once all that it speaks of is there
+                mark.replace(target / mark.name)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return Contents(*new)

@@ -29,6 +29,7 @@ def built(tmp_path: Path) -> tuple[Path, Path]:
     (kernel / "lock").touch()
     (triton / "HALF").mkdir()
     (triton / "HALF" / "_h.ttir").touch()
+    (triton / "sapwood-known").touch()
     (triton / "LAUNCHER").mkdir()
     (triton / "LAUNCHER" / "launcher.so").write_bytes(b"so")
     library = tmp_path / "ops" / "prefill_128" / "prefill_128.so"
@@ -45,7 +46,7 @@ def test_what_is_packed_is_found_elsewhere(tmp_path: Path, built: tuple[Path, Pa
     triton, libraries = tmp_path / "elsewhere" / "triton", tmp_path / "elsewhere" / "flashinfer"
     assert archive.unpack(file, triton, libraries) == (2, 1)
     assert (libraries / "prefill_128" / "prefill_128.so").read_bytes() == b"library"
-    assert sorted(each.name for each in triton.iterdir()) == ["KEY", "LAUNCHER"]
+    assert sorted(each.name for each in triton.iterdir()) == ["KEY", "LAUNCHER", "sapwood-known"]
     group = json.loads((triton / "KEY" / "__grp___k.json").read_text())
     assert {name: Path(path).read_bytes() for name, path in group["child_paths"].items()} == {
         "_k.cubin": b"code", "_k.json": b"{}",
@@ -73,6 +74,7 @@ def test_what_is_there_stays_and_what_is_half_there_is_completed(tmp_path: Path,
     triton, libraries = tmp_path / "t", tmp_path / "f"
     (triton / "KEY").mkdir(parents=True)
     (triton / "KEY" / "_k.cubin").write_bytes(b"half")
+    (triton / "sapwood-known").touch()
     (triton / "LAUNCHER").mkdir()
     (triton / "LAUNCHER" / "launcher.so").write_bytes(b"own")
     assert archive.unpack(file, triton, libraries) == (1, 1)

@@ -48,6 +48,8 @@ def test_a_start_like_one_before_compiles_nothing_ahead(tiny_model: Any, machine
     assert KernelsAhead.begin(options, machine, cores=16) is not None  # the first has not ended
     first.remember()
     assert KernelsAhead.begin(options, machine, cores=16) is None
+    built = RunnerOptions(model_path=options.model_path, num_pages=32, load_format="dummy", kernels_wait=False)
+    assert KernelsAhead.begin(built, machine, cores=16) is None
     other = RunnerOptions(model_path=options.model_path, num_pages=32, kv_cache_dtype="fp8_e4m3")
     assert KernelsAhead.begin(other, machine, cores=16) is not None
 

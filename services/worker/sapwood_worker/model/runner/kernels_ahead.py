@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_COMPILERS = 8
 """Processes; each imports torch first, and there are some thirty kernels."""
-_NO_MATTER = ("parallel", "model_path", "seed", "threads")
-"""Options that change no kernel, ``config.json`` being looked at."""
+_NO_MATTER = ("parallel", "model_path", "load_format", "seed", "threads", "kernels_wait")
+"""Options that change no kernel of Triton's, ``config.json`` being looked at; for archives weights are made up."""
 _SOURCES = Path(sapwood_kernels.__file__).parent
 
 

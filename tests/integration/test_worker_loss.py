@@ -361,9 +361,12 @@ def test_killing_the_only_tokenizer_under_load_changes_no_answer(cluster: Cluste
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("flags", [(), ("--data-parallel-attention",)], ids=["one", "own-requests"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_losing_each_rank_of_two_groups_in_turn_changes_no_answer(demo_model: Path, number: signal.Signals) -> None:
-    cluster = Cluster(demo_model, (), "--tensor-parallel", "2")
+def test_losing_each_rank_of_two_groups_in_turn_changes_no_answer(
+    demo_model: Path, number: signal.Signals, flags: tuple[str, ...]
+) -> None:
+    cluster = Cluster(demo_model, (), "--tensor-parallel", "2", *flags)
     try:
         with Load(cluster) as load:
             for worker in cluster.workers:

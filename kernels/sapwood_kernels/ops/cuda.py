@@ -214,8 +214,8 @@ class CudaOps(DeviceOps):
         yield
         self._live.fill_(_ALL)
 
-    def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-        return triton_int8.product(x, weight, scales, self.processors)
+    def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor, **others: Any) -> Tensor:
+        return triton_int8.product(x, weight, scales, self.processors, **others)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
         return torch._scaled_mm(

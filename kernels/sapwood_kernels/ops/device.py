@@ -360,9 +360,15 @@ class DeviceOps:
         """While it is entered, only so many of the first rows of what is launched are tokens; others pad a captured step."""
         return nullcontext()
 
-    def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-        """``x @ (weight * scales).T`` with x rounded to int8, as ``int8.product`` computes it: int8 [N, K], float32 [N, 1]."""
-        return int8.product(x, weight, scales)
+    def int8_product(
+        self, x: Tensor, weight: Tensor, scales: Tensor, *, norm: tuple[Tensor, float] | None = None, gate: Gate | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``int8.product`` of the normed or gated ``x``, or ``add_to`` once that was added: int8 [N, K], float32 [N, 1]."""
+        if norm is not None:
+            x = self.rms_norm(*norm, x.dtype)(x)
+        result = int8.product(x if gate is None else self.gated(gate)(x), weight, scales)
+        return result if add_to is None else add_to.add_(result)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
         """``x @ weight`` of float8 numbers by the device's matrix units: [T, N] of ``dtype``.

@@ -1,4 +1,5 @@
-"""Triton: activations to int8 by a scale for each row, and products of int8 numbers, scaled as they leave.
+"""Triton: activations to int8 by a scale for each row, after a norm or an MLP's gate if wanted, and products of int8 numbers,
+scaled and added to a residual as they leave.
 
 Bound of the first: reads the row once, writes a byte for each number. The second's is the tensor cores'; sums are exact in int32.
 """
@@ -10,16 +11,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sapwood_kernels.quantised.triton_row import Gate
+
 _LARGEST = tl.constexpr(127.0)
 _TINY = tl.constexpr(1e-12)
 
 
 @triton.jit
-def _quantise_kernel(x, out, scales, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _quantise_kernel(
+    x, weight, out, scales, eps, x_stride, N: tl.constexpr, HAS_NORM: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < N
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
+        values *= factor * tl.load(weight + at, mask=inside, other=0.0)
+    if GATE != 0:
+        up = tl.load(x + row * x_stride + N + at, mask=inside, other=0.0).to(tl.float32)
+        inner = values
+        if GATE == 2:
+            inner = 1.5957691216057308 * (
+                values + 0.044715 * values * values * values
+            )  # 0.5 (1 + tanh z) = sigmoid(2 z)
+        values = values * tl.sigmoid(inner) * up
     scale = tl.maximum(tl.max(tl.abs(values), axis=0) / _LARGEST, _TINY)
     tl.store(scales + row, scale)
     values = values / scale
@@ -29,7 +45,7 @@ def _quantise_kernel(x, out, scales, x_stride, N: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _product_kernel(
-    x, x_scales, weight, scales, out, M, N, K: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    x, x_scales, weight, scales, out, M, N, K: tl.constexpr, EVEN: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     # TOGETHER rows of tiles at a time, so that what a wave of programs reads stays in the L2 cache.
@@ -54,18 +70,31 @@ def _product_kernel(
     theirs = tl.load(scales + at_n, mask=at_n < N, other=0.0)
     result = total.to(tl.float32) * own[:, None] * theirs[None, :]
     inside = (at_m < M)[:, None] & (at_n < N)[None, :]
-    tl.store(out + at_m.to(tl.int64)[:, None] * N + at_n[None, :], result.to(out.dtype.element_ty), mask=inside)
+    target = out + at_m.to(tl.int64)[:, None] * N + at_n[None, :]
+    if ADDS:
+        result += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ``int8.quantise_rows``, halves rounded away from zero; x [T, K] with contiguous rows."""
-    rows, width = x.shape
+def quantise_rows(
+    x: Tensor, *, norm: tuple[Tensor, float] | None = None, gate: Gate | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes ``int8.quantise_rows``, halves rounded away from zero, of the normed or gated input.
+
+    Args:
+        x: [T, K], or [T, 2 K] with ``gate``, with contiguous rows.
+        norm: An RMSNorm's weight, float32 [K], and eps.
+        gate: A gated activation.
+    """
+    rows, width = x.shape[0], x.shape[1] // (1 if gate is None else 2)
     out = torch.empty(rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _quantise_kernel[(rows,)](
-        x, out, scales, x.stride(0), N=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
-    )
+        x, x if norm is None else norm[0], out, scales, 0.0 if norm is None else norm[1], x.stride(0), N=width,
+        HAS_NORM=norm is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
     return out, scales
 
 
@@ -84,22 +113,27 @@ def product(
     scales: Tensor,
     processors: int,
     blocks: tuple[int, int, int, int, int] | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gate: Gate | None = None,
+    add_to: Tensor | None = None,
 ) -> Tensor:
-    """Computes ``int8.product``: x [T, K], weight int8 [N, K], scales float32 [N, 1] -> [T, N].
+    """Computes ``int8.product`` of the normed or gated input: weight int8 [N, K], scales float32 [N, 1] -> [T, N].
 
     Args:
-        x: With contiguous rows.
+        x, norm, gate: As of :func:`quantise_rows`.
         weight: Contiguous.
         scales: Contiguous.
         processors: The device's: programs that run at once.
         blocks: The tile, as :func:`block_shape` gives it.
+        add_to: [T, N], contiguous; becomes the sum, which is returned.
     """
-    codes, own = quantise_rows(x)
-    (count, width), rows = x.shape, len(weight)
-    out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
+    codes, own = quantise_rows(x, norm=norm, gate=gate)
+    (count, width), rows = codes.shape, len(weight)
+    out = torch.empty(count, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
     block_m, block_n, block_k, warps, stages = blocks or block_shape(count, rows, processors)
     _product_kernel[(triton.cdiv(count, block_m) * triton.cdiv(rows, block_n),)](
-        codes, own, weight, scales, out, count, rows, width, EVEN=width % block_k == 0, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps, num_stages=stages,
+        codes, own, weight, scales, out, count, rows, width, EVEN=width % block_k == 0, ADDS=add_to is not None,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

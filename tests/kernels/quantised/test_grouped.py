@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sapwood_kernels import reference
 from sapwood_kernels.native.library import load_library
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import can_pack, plain_product
@@ -164,3 +165,25 @@ def test_int8_products_are_exact_but_for_the_rounding_of_activations():
     torch.testing.assert_close(int8.product(x, weight, scales), expected)
     got = triton_int8.product(x.to(DEVICE), weight.to(DEVICE), scales.to(DEVICE), 1, (16, 16, 64, 4, 2))
     near(got.cpu(), expected, 1e-3)  # halves may be rounded to the other side
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+def test_an_int8_product_takes_norm_gate_and_sum_along(gate):
+    torch.manual_seed(5)
+    x, weight, scales = torch.randn(20, 300), torch.randint(-127, 128, (16, 150)).to(torch.int8), torch.rand(16, 1)
+    norm = None
+    if gate is None:
+        x, norm = x[:, :150] * 3, (torch.rand(150) + 0.5, 1e-5)
+    before = reference.rms_norm(x, *norm) if norm is not None else GATES[gate](x)
+    total = torch.randn(20, 16)
+    wanted = total + int8.product(before, weight, scales)
+    settings = {
+        "norm": None if norm is None else (norm[0].to(DEVICE), norm[1]),
+        "gate": gate,
+        "add_to": total.clone().to(DEVICE),
+    }
+    got = triton_int8.product(x.to(DEVICE), weight.to(DEVICE), scales.to(DEVICE), 1, (16, 16, 64, 4, 2), **settings)
+    assert got is settings["add_to"]
+    near(got.cpu(), wanted, 1e-3)  # halves may be rounded to the other side
+    assert DeviceOps(torch.device("cpu")).int8_product(x, weight, scales, norm=norm, gate=gate, add_to=total) is total
+    torch.testing.assert_close(total, wanted)

@@ -47,7 +47,9 @@ class Int8Method(LinearMethod):
         return self._shape.slots(self.weight, self.bias)
 
     def fuses(self, rows: int) -> Fuses:
-        return ONE_ROW if rows == 1 and self._one_row is not None else Fuses()
+        if rows == 1 and self._one_row is not None:
+            return ONE_ROW
+        return Fuses(norm=True, gate_before=True, residual=self.bias is None)
 
     def apply(
         self,
@@ -58,10 +60,10 @@ class Int8Method(LinearMethod):
         gate_after: Gate | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        before = None if norm is None else (norm.weight, norm.eps)
         if self._one_row is not None and x.shape[0] == 1:  # bound by reading the weight: activations stay as they are
-            before = None if norm is None else (norm.weight, norm.eps)
             return self._one_row(x, norm=before, gate=gate_after, add_to=residual)
-        result = self._ops.int8_product(x, self.weight, self.scales)
+        result = self._ops.int8_product(x, self.weight, self.scales, norm=before, gate=gate_before, add_to=residual)
         return result if self.bias is None else result.add_(self.bias)
 
     def _ready(self, weight: Tensor, scales: Tensor) -> None:

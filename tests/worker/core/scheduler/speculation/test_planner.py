@@ -167,3 +167,23 @@ def test_the_past_of_requests_is_computed_as_far_as_the_account_can_pay() -> Non
     for _ in range(8):
         planner.filled(1, 2, 0.6, 500)  # a thousandth of a step for each
     assert planner.affords(3000)
+
+
+def test_a_batch_that_shrinks_tries_no_size_anew_that_cannot_pay() -> None:
+    planner, tried, lost, before, steps = Planner(256, 31), 0, 0.0, False, 0
+    for rows in (each for each in range(250, 4, -1) for _ in range(4)):
+        plain, host = 1.9 + 0.0165 * rows, 0.3 + 0.01 * rows  # milliseconds of a 0.6B on a GPU, and of its host
+        offers = [(0.9, 1)] * (rows // 3) + [(0.81, 2)] * (rows // 3)
+        taken = planner.choose(rows, offers, computes=False)[0] if planner.looks(rows) else 0
+        right = round(0.85 * taken)
+        seconds = (
+            plain + 0.0165 * taken + host * before
+        )  # the first one overlaps with the step before it, the one after not
+        if taken:
+            planner.drafted(right)
+            tried += 1
+            lost += (plain + 0.0165 * taken + host) / plain - 1 - right / rows
+        planner.took(rows, rows + taken, right, seconds)
+        before, steps = bool(taken), steps + 1
+    assert tried > 50
+    assert lost < 0.003 * steps

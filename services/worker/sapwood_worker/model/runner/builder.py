@@ -103,7 +103,7 @@ def build_headed_runner(options: RunnerOptions, folder: Path | None) -> ModelRun
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    return drafted_before(_Builder(options).build_headed(folder), 1)
+    return drafted_before(_Builder(replace(options, headed=True)).build_headed(folder), 1)
 
 
 class _Builder:
@@ -312,7 +312,7 @@ class _Builder:
         )
 
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
-        if self._head is not None:  # the pieces run layer by layer, past the taps
+        if self._options.headed:  # the pieces run layer by layer, past the taps
             return None
         float8, most = self._quantization != "none", self._sizes.max_step_tokens
         return self._attention.pieces(backend, pool, most, float8=float8, whole_ladder=whole_ladder)

@@ -162,12 +162,12 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         return EncoderRunner(options)
     kind, _, drafter = config.speculate.partition(":")
     if kind in ("eagle", "mtp"):
-        if place.size > 1 and (kind == "mtp" or config.pipeline_parallel > 1 or device != "cpu"):
+        if place.size > 1 and (kind == "mtp" or config.pipeline_parallel > 1):
             raise ConfigError(
-                f"--speculate {kind}: on GPUs, in pipelines, and of mtp heads draft for models on one device only"
+                f"--speculate {kind}: in pipelines, and of mtp, heads draft for models on one device only"
             )
         if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
-            return build_runner(options)
+            return build_runner(replace(options, headed=True))
         return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)
     if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
         return build_runner(options)

@@ -52,6 +52,8 @@ class RunnerOptions:
         parallel: The groups of ranks that this process runs the model with.
         nodes: Hosts that they are on, equally many on each.
         meeting_host: Rank 0's address, if they are several.
+        headed: Whether a head drafts from the model's hidden states: on rank 0, beside which all compute the same steps in the
+            same way.
     """
 
     model_path: Path
@@ -84,3 +86,4 @@ class RunnerOptions:
     parallel: Parallel = field(default_factory=Parallel)
     nodes: int = 1
     meeting_host: str = ""
+    headed: bool = False

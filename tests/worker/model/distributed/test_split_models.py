@@ -37,7 +37,9 @@ def assert_near(ours: torch.Tensor, whole: torch.Tensor, limit: float = 2e-5) ->
     assert float((ours - whole).abs().max()) <= limit * float(whole.abs().max())
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in NAMES), ("llama-biased-tied", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in NAMES), ("llama-biased-tied", 4), ("llama-biased-tied", 8)]
+)
 def test_logits_of_ranks_are_those_of_one(tiny_model, name, size):
     path = tiny_model(name, **SHAPE).path
     whole = logits_of(load(path), TOKENS)

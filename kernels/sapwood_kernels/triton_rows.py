@@ -43,8 +43,15 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {}
-"""[N, K] of a weight -> tiles, each with the most rows of the input that it is for; measured on an H200. Others go to cuBLAS."""
+TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
+    (28672, 4096): ((16, Tile(64, 128, 1, 4, 3)), (64, Tile(64, 64, 1, 4, 4))),
+    (4096, 14336): ((16, Tile(64, 128, 2, 4, 5)), (32, Tile(64, 128, 2, 4, 4))),
+    (4096, 4096): ((16, Tile(64, 128, 2, 4, 5)), (32, Tile(64, 128, 2, 4, 4))),
+    (128256, 4096): ((16, Tile(128, 128, 1, 8, 3)), (32, Tile(64, 128, 1, 4, 4)), (64, Tile(128, 64, 1, 4, 4))),
+}
+"""[N, K] of a weight -> tiles, each with the most rows of the input that it is for. Measured on an H200 beside cuBLAS
+(``benchmarks/gpu/bench_few_rows.py``), which computes the others: those of an 8B of Llama's shape, of which cuBLAS is as fast for
+queries, keys and values."""
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -63,3 +63,9 @@ def test_the_tile_of_a_size_is_used_up_to_its_rows_and_results_may_be_wider(monk
         assert result.dtype == torch.float32
         torch.testing.assert_close(result, x.float() @ weight.float().t(), rtol=1e-3, atol=1e-3)
     assert used == [tiles[0][1]] * 2 + [tiles[1][1]] * 2
+
+
+def test_measured_tiles_fit_their_weights_gated_or_not():
+    for (rows, columns), tiles in triton_rows.TILES.items():
+        assert all(rows // 2 % tile.rows == columns % tile.columns == 0 for _, tile in tiles)
+        assert [most for most, _ in tiles] == sorted({most for most, _ in tiles})

@@ -17,6 +17,7 @@ from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 
 ResultT = TypeVar("ResultT")
@@ -30,6 +31,7 @@ def run_group(
     stages: int = 1,
     own_requests: bool = False,
     whole_experts: bool = False,
+    prepare: Callable[[ModelRunner], object] = lambda runner: None,
     **options: Any,
 ) -> ResultT:
     """What ``work`` returns, given the runner of a model that is split over so many threads.
@@ -41,6 +43,7 @@ def run_group(
         stages: Stages of a pipeline.
         own_requests: Whether each rank has requests of its own.
         whole_experts: Whether ranks have some of the experts each, whole.
+        prepare: Called with each rank's runner, in its thread.
         **options: As :class:`RunnerOptions` takes them.
     """
     pipes = [Pipe() for _ in range(size * stages - 1)]
@@ -51,6 +54,7 @@ def run_group(
         if whole_experts:
             parallel = replace(parallel, ep=parallel.tp)
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))
+        prepare(runner)
         if rank:
             follow(runner, pipes[rank - 1][1])
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from array import array
 from collections import Counter, deque
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB, Answer, build_grammar
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
@@ -112,6 +114,41 @@ def test_ranks_with_requests_of_their_own_answer_as_one_process_does(
     assert len(group.requests) == size and min(group.requests) > 0, "every rank has had some"
     assert group.steps[size] > 0, "all had something to compute at once"
     assert sum(group.steps[each] for each in range(1, size)) > 0, "some were idle while others computed"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_ranks_replay_graphs_of_one_size_and_answer_as_one_process_does(
+    tiny_model: Any, make_runner: Any, name: str
+) -> None:
+    """Without a GPU: replays compute what would have been captured, where every rank has as many rows."""
+    path, lock = tiny_model(name, **SHAPE).path, threading.Lock()
+    sizes: dict[ModelRunner, list[int]] = {}
+
+    def prepare(runner: ModelRunner) -> None:
+        with lock:  # it patches torch for as long as it takes
+            graphs = with_graphs(runner, (1, 2, 4, 9))
+        replayed = sizes[runner] = []
+        for size, captured in graphs._captured.items():
+            captured.graph._compute = partial(as_captured, runner, captured.graph._compute, size, replayed)
+
+    def as_captured(runner: ModelRunner, compute: Any, size: int, replayed: list[int]) -> Any:
+        rows = runner._own_rows
+        assert rows is not None
+        replayed.append(size)
+        rows._told = False
+        try:
+            return compute()
+        finally:
+            rows._told = True
+
+    one, group = Asking(), Asking()
+    alone = one(make_runner(path, **OPTIONS))
+    theirs = run_group(2, path, group, own_requests=True, whole_experts=True, prepare=prepare, **OPTIONS)
+    for mine, other in zip(theirs, alone, strict=True):
+        mine.assert_is(other)
+    first, second = sizes.values()
+    assert first == second and len({*first}) > 2
+    assert group.steps[1] > 0, "a rank was idle while the other replayed"
 
 
 @pytest.mark.slow

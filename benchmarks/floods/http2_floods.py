@@ -111,9 +111,9 @@ def _half_messages(_: int) -> Iterator[bytes]:
         yield b"".join(frames.frame(frames.DATA, 0, 2 * index + 1, piece) for index in range(60))
 
 
-def _bombs(_: int) -> Iterator[bytes]:
+def _bombs(path: str) -> Iterator[bytes]:
     """Sixteen KB that become sixteen MB, unary and with a key's place empty."""
-    block = call_block(GENERATE, ("grpc-encoding", "gzip"))
+    block = call_block(path, ("grpc-encoding", "gzip"))
     packed = gzip.compress(bytes(_HUGE))
     body = b"\1" + len(packed).to_bytes(4, "big") + packed
     yield GREETING
@@ -186,6 +186,23 @@ def _watches(_: int) -> Iterator[bytes]:
     block = call_block("/grpc.health.v1.Health/Watch")
     for stream in streams():
         yield call(stream, block, b"") + (frames.reset(stream - 100, 8) if stream > 100 else b"")
+
+
+def _held(path: str, request: bytes) -> Iterator[bytes]:
+    """Calls that do not end by themselves, as many as are let in; the connections end all at once."""
+    yield GREETING
+    block = call_block(path)
+    for stream in range(1, 20_000, 2):
+        yield call_headers(stream, block) + frames.frame(frames.DATA, 0, stream, message(request))
+
+
+def _trailers(_: int) -> Iterator[bytes]:
+    """Fields behind a request, where gRPC has none."""
+    block = b"".join(frames.literal(b"key-%d" % index, b"value") for index in range(200))
+    yield GREETING
+    for stream in streams():
+        request = frames.frame(frames.DATA, 0, stream, message(b""))
+        yield call_headers(stream, _HEALTH) + request + call_headers(stream, block, end=True)
 
 
 def _reflection(_: int) -> Iterator[bytes]:
@@ -282,7 +299,14 @@ HTTP2_FLOODS = (
     Flood("reflection with answers unread", "grpc", _reflection, reads=False),
     Flood("health calls with answers unread", "grpc", _health_calls, reads=False),
     Flood("half messages", "grpc", _half_messages),
-    Flood("gzip bombs", "grpc", _bombs),
+    Flood("gzip bombs", "grpc", lambda _: _bombs(GENERATE)),
+    Flood("gzip bombs to the health check", "grpc", lambda _: _bombs(HEALTH)),
+    Flood("trailers of 200 fields", "grpc", _trailers),
+    Flood(
+        "answers to SETTINGS", "grpc", lambda _: _again(GREETING, _same(frames.frame(frames.SETTINGS, frames.ACK, 0)))
+    ),
+    Flood("watches that are held", "grpc", lambda _: _held("/grpc.health.v1.Health/Watch", b""), times=30),
+    Flood("reflection that is held", "grpc", lambda _: _held(REFLECTION, b"\x22\x01a"), times=30),
     Flood("idle streams", "grpc", _idle_streams),
     Flood("new connections", "grpc", _connect, hang_up=0.0),
     Flood("calls with a wrong key on new connections", "grpc", _refused_at_once, hang_up=0.0),

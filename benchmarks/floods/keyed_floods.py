@@ -60,6 +60,16 @@ def _chat(messages: int) -> bytes:
     return b'{"model": "mock", "max_tokens": 1, "messages": [%b]}' % said
 
 
+def _said() -> bytes:
+    """14 MB of items that are one turn of a conversation."""
+    return b",".join([b'{"role": "assistant", "content": "%b"}' % (b"a" * 850)] * 16_000)
+
+
+def _texts() -> bytes:
+    """14 MB of texts that are one message."""
+    return b",".join([b'{"type": "text", "text": "%b"}' % (b"a" * 850)] * 16_000)
+
+
 def _unread_streams(settings: bytes) -> Iterator[bytes]:
     """Long answers, of which none has room, or which nobody reads."""
     sampling = common_pb2.SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -146,6 +156,35 @@ KEYED_FLOODS = (
         "answers of 60 000 choices",
         "http",
         _bodies(lambda: _of_prompt(b'"a", "guided_choice": [%b]' % b",".join([b'"a"'] * 60_000))),
+        keyed=True,
+    ),
+    Flood(
+        "16 000 texts of one turn",
+        "http",
+        _bodies(lambda: b'{"model": "mock", "max_output_tokens": 1, "input": [%b]}' % _said(), b"/v1/responses"),
+        keyed=True,
+    ),
+    Flood(
+        "16 000 texts of one message",
+        "http",
+        _bodies(
+            lambda: b'{"model": "mock", "max_tokens": 1, "messages": [{"role": "user", "content": [%b]}]}' % _texts(),
+            b"/v1/messages",
+        ),
+        keyed=True,
+    ),
+    Flood(
+        "a million tokens to make text of",
+        "http",
+        _bodies(lambda: b'{"model": "mock", "tokens": [%b]}' % b",".join([b"7"] * 1_000_000), b"/detokenize"),
+        keyed=True,
+    ),
+    Flood(
+        "60 000 documents",
+        "http",
+        _bodies(
+            lambda: b'{"model": "mock", "query": "a", "documents": [%b]}' % b",".join([b'"a"'] * 60_000), b"/v1/rerank"
+        ),
         keyed=True,
     ),
     Flood("streams over windows of zero", "grpc", lambda _: _unread_streams(_NO_WINDOW), keyed=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.heavy_work import LARGE
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
@@ -77,6 +79,12 @@ def convert(
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
         raise _explain_type(str(error), prefix) from error
+
+
+async def pause_after(size: int) -> None:
+    """Lets others go on after a large body of ``size`` bytes was parsed: to make a request of its parts takes as long."""
+    if size >= LARGE:
+        await asyncio.sleep(0)
 
 
 @cache

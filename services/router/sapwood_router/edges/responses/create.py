@@ -12,7 +12,7 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object, pause_after
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
@@ -83,6 +83,7 @@ class ResponsesApi:
             for turn in self._store.history(tenant, request.previous_response_id, field):
                 conversation.add(field, turn)
         own = Conversation()
+        await pause_after(len(body))
         own.take(request.input, partial(self._find, tenant, {}))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)

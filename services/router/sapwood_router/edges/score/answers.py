@@ -21,6 +21,8 @@ IGNORED = frozenset({"user"})
 
 
 RequestT = TypeVar("RequestT", bound=CompareRequest)
+_LISTS = frozenset({"documents", "text_1", "text_2"})
+"""Parameters that may be lists of texts."""
 
 
 class ScoreRequest(CompareRequest, kw_only=True):
@@ -145,6 +147,10 @@ def checked(exchange: Exchange, given: dict[str, Any], cls: type[RequestT]) -> R
     Raises:
         InvalidArgumentError: It is wrong; the parameter is named.
     """
+    for name in _LISTS & given.keys():  # before each of them is looked at
+        count = len(given[name]) if isinstance(given[name], list) else 1
+        if count > MOST_EMBEDDED:
+            raise InvalidArgumentError(f"at most {MOST_EMBEDDED} texts, got {count}", field=name)
     request = convert(given, cls, NEUTRAL, IGNORED)
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
@@ -158,6 +164,4 @@ def _named(texts: str | Sequence[str], name: str) -> list[tuple[str, str]]:
         return [(name, texts)]
     if not texts:
         raise InvalidArgumentError(f"there is no text in {name}", field=name)
-    if len(texts) > MOST_EMBEDDED:
-        raise InvalidArgumentError(f"at most {MOST_EMBEDDED} texts, got {len(texts)}", field=name)
     return [(f"{name}[{index}]", text) for index, text in enumerate(texts)]

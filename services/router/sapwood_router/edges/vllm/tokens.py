@@ -10,7 +10,7 @@ import msgspec
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object, pause_after
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.logprobs import text_of
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message, Tool
@@ -115,7 +115,9 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    request = convert(decode_object(body), DetokenizeRequest, {})
+    given = decode_object(body)
+    await pause_after(len(body))
+    request = convert(given, DetokenizeRequest, {})
     exchange.accept_body_id(request)
     deadline = exchange.sooner(deadline)
     exchange.on_disconnect(lambda: None)

@@ -13,7 +13,7 @@ WORTH_WAITING = 32
 """Tokens of a prefix from which on a request waits for another one to compute it (SGLang's threshold)."""
 _SCORED = 8
 """Tokens of the budget that one counts as whose log probabilities are wanted: they are of the whole vocabulary. Without this a
-step of 400 such tokens took 19 s on two busy cores, in which no other request went on.
+step of 400 such tokens took 20 s on two busy cores, in which no other request went on.
 """
 
 

@@ -21,10 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 64
-"""Programs of a call, at most: fewer than a GPU has multiprocessors, so that all run at once."""
-WAIT_FOREVER = (1 << 31) - 1
-"""Looks for signals that are never over: 32 bits, so that no other kernel is compiled for it."""
+from sapwood_kernels.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, signal_bytes
+
 _BLOCK = 2048
 _LEAST_BYTES = 8192
 """Bytes of a program's piece below which there are fewer programs."""
@@ -39,25 +37,6 @@ def _piece(
     """Where a program's piece is in a slot of a rank."""
     place = SIGNAL_BYTES + (slot * PROGRAMS + program).to(tl.int64) * PIECE_BYTES
     return tl.multiple_of((tl.load(peers + rank) + place).to(tl.pointer_type(KIND)), 16)
-
-
-@triton.jit
-def _meet(peers, broken, rank, program, count, most, SIZE: tl.constexpr, FOREVER: tl.constexpr):
-    """Returns when this program has come to ``count`` on all ranks; what they wrote before is there."""
-    tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        signals = tl.load(peers + peer).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(signals + program * SIZE + rank, count, sem="release", scope="sys")
-    signals = tl.load(peers + rank).to(tl.pointer_type(tl.int64)) + program * SIZE
-    for peer in tl.static_range(SIZE):
-        seen = tl.atomic_add(signals + peer, 0, sem="acquire", scope="sys")
-        tries = 0
-        while (seen < count) & ((tries < most) | (most == FOREVER)):
-            seen = tl.atomic_add(signals + peer, 0, sem="acquire", scope="sys")
-            tries += 1
-        if seen < count:
-            tl.store(broken, 1)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -93,7 +72,7 @@ def _sum_kernel(
     for start in range(0, length, BLOCK):
         at = start + places
         tl.store(own + at, tl.load(x + first + at, mask=at < length), mask=at < length)
-    _meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+    meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
     if TWO:
         share = each // SIZE
         last = tl.minimum((rank + 1) * share, vectors) * VECTOR
@@ -101,7 +80,7 @@ def _sum_kernel(
             at = start + places
             total = _added(peers, program, slot, at, at < last, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
             tl.store(own + at, total.to(KIND), mask=at < last)  # nobody else has read this share here
-        _meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
+        meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
         for peer in tl.static_range(SIZE):
             part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
             last = tl.minimum((peer + 1) * share, vectors) * VECTOR
@@ -138,7 +117,7 @@ def _rows_kernel(
         for start in range(0, length, BLOCK):
             at = start + places
             tl.store(own + part * each * VECTOR + at, tl.load(taken + at, mask=at < length), mask=at < length)
-    _meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+    meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
     if SUMS:
         for start in range(0, length, BLOCK):
             at = start + places
@@ -173,14 +152,14 @@ def _normed_kernel(
     for row in range(program, rows, programs):
         at = row // programs * N + columns
         tl.store(own + at, tl.load(x + row * N + columns, mask=inside), mask=inside)
-    _meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+    meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
     if TWO:
         for row in range(program, rows, programs):
             if (row + row // programs) % SIZE == rank:
                 at = row // programs * N + columns
                 total = _added(peers, program, slot, at, inside, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
                 tl.store(own + at, total.to(KIND), mask=inside)  # nobody else has read this row here
-        _meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
+        meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
     factors = tl.load(weight + columns, mask=inside, other=0.0)
     for row in range(program, rows, programs):
         at = row // programs * N + columns
@@ -227,7 +206,7 @@ class PeerSums:
     @staticmethod
     def region_bytes(most_bytes: int, size: int) -> int:
         """Bytes of a rank's region."""
-        return _signal_bytes(size) + 2 * most_bytes
+        return signal_bytes(PROGRAMS, size) + 2 * most_bytes
 
     def sum(self, x: Tensor, *, two_shot: bool, tries: int = WAIT_FOREVER) -> None:
         """Sums a contiguous tensor over the ranks, in place; asynchronous on the current stream.
@@ -247,7 +226,7 @@ class PeerSums:
         each = -(-x.numel() // (programs * step)) * step
         _sum_kernel[(programs,)](
             x, self._peers, self._calls, self._done[int(two_shot):], self._broken, x.numel() // vector, each // vector,
-            self._rank, tries, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=_signal_bytes(self._size), PIECE_BYTES=piece,
+            self._rank, tries, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size), PIECE_BYTES=piece,
             PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER, num_warps=8,
         )  # fmt: skip
 
@@ -277,7 +256,7 @@ class PeerSums:
         each = -(-count // (programs * vector))
         _rows_kernel[(programs,)](
             x, found, self._peers, self._calls, self._done, self._broken, count // vector, each,
-            self._rank, tries, SIZE=self._size, SUMS=sums, SIGNAL_BYTES=_signal_bytes(self._size),
+            self._rank, tries, SIZE=self._size, SUMS=sums, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size),
             PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER,
             num_warps=8,
         )  # fmt: skip
@@ -310,7 +289,7 @@ class PeerSums:
         block = triton.next_power_of_2(width)
         _normed_kernel[(min(PROGRAMS, rows),)](
             x, residual, weight, out, self._peers, self._calls, self._done[2 + two_shot:], self._broken, rows, self._rank, tries,
-            eps, N=width, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=_signal_bytes(self._size),
+            eps, N=width, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size),
             PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,
             num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
@@ -323,7 +302,3 @@ class PeerSums:
     def broken(self) -> bool:
         """Whether a sum was given up; waits for the device."""
         return bool(self._broken.item())
-
-
-def _signal_bytes(size: int) -> int:
-    return -(-PROGRAMS * size * 8 // 256) * 256

@@ -186,7 +186,10 @@ def make_tiny(name: str, folder: Path, **others: Any) -> Tiny:
     import transformers
 
     config_class, changes = TINY.get(name) or DENSE.get(name) or SPARSE.get(name) or OTHERS[name]
-    config = getattr(transformers, config_class)(**{**COMMON, **changes, **others})
+    made, settings = getattr(transformers, config_class), {**COMMON, **changes, **others}
+    if "swiglu_limit" in settings and not hasattr(made, "swiglu_limit"):
+        settings["swiglu_limit"] = 7.0  # older versions of transformers heed no other
+    config = made(**settings)
     config._attn_implementation = "eager"
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(config).eval().float()

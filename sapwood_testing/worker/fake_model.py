@@ -106,6 +106,7 @@ class StallingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.exchanged_bytes = runner.exchanged_bytes
         self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool
@@ -138,6 +139,7 @@ class DivergingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.exchanged_bytes = runner.exchanged_bytes
         self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool

@@ -180,6 +180,9 @@ class FakeRunner:
         pools = [self._pool, *self._windows]
         self._transfer = None if host_pool is None else FakeTransfer(pools, host_pool, chance, copy_failures)
 
+    def exchanged_bytes(self, tokens: int) -> int:
+        return 0
+
     def cache_identity(self) -> str:
         return "fake"
 

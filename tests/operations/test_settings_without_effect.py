@@ -97,6 +97,8 @@ REFUSED = [
     ),
     (WORKER, "--data-parallel-attention", "--data-parallel-attention", "--tensor-parallel 2"),
     (WORKER, f"{SPLIT} --pipeline-parallel 2", "--data-parallel-attention", None),
+    (WORKER, f"{SPLIT} --expert-dispatch direct", "--expert-dispatch", f"{SPLIT} --expert-parallel"),
+    (WORKER, "--tensor-parallel 2 --expert-parallel --expert-dispatch direct", "--expert-dispatch", None),
     (WORKER, f"{SPLIT} --all-reduce two-shot", "--all-reduce", f"{SPLIT} --all-reduce one-shot"),
     (WORKER, f"{SPLIT} --speculate draft:demo", "--speculate", f"{SPLIT} --speculate prefix"),
     (WORKER, "--node-rank 1", "--node-rank", "--nnodes 2"),
@@ -132,6 +134,7 @@ OF_BERT = [
     *(
         "--tensor-parallel 2 --expert-parallel --redundant-experts 2 --all-reduce backend",
         "--tensor-parallel 2 --data-parallel-attention",
+        "--tensor-parallel 2 --data-parallel-attention --expert-parallel --expert-dispatch direct",
         "--pipeline-parallel 2",
         "--stored-weights widen",
         "--role prefill",

@@ -159,9 +159,16 @@ def near(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "sums"), [("deepseek-v3", 2, "one-shot"), ("qwen3-moe", 4, "backend")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "sums", "dispatch"),
+    [
+        ("deepseek-v3", 2, "one-shot", "gather"),
+        ("qwen3-moe", 4, "backend", "gather"),
+        ("deepseek-v3", 4, "backend", "direct"),
+    ],
+)
 def test_processes_with_requests_of_their_own_answer_as_one(
-    tiny_model: Any, tmp_path: Path, name: str, ranks: int, sums: str
+    tiny_model: Any, tmp_path: Path, name: str, ranks: int, sums: str, dispatch: str
 ) -> None:
     path = tiny_model(name, **SHAPE).path
     shared = [3 + 7 * place % 90 for place in range(48)]
@@ -172,7 +179,7 @@ def test_processes_with_requests_of_their_own_answer_as_one(
     flags += ("--no-structured-output",)
     with started(path, tmp_path / "log", *flags) as one:
         expected = one.answers(prompts)
-    flags += ("--all-reduce", sums)
+    flags += ("--all-reduce", sums, "--expert-dispatch", dispatch)
     with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=True)) as worker:
         info = worker.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
         assert (info.attention_ranks, info.num_pages, info.max_running) == (ranks, ranks * 16, ranks * 5)
@@ -182,6 +189,9 @@ def test_processes_with_requests_of_their_own_answer_as_one(
         # A single request leaves all ranks but one idle.
         near(worker.answers(prompts[:1]), expected[:1])
         assert [method for method, count in worker.by("method", "all_reduces_total").items() if count] == [sums]
+        load = worker.stub.GetExpertLoad(worker_pb2.GetExpertLoadRequest())
+        everywhere = sum(load.tokens) / 3 * 2 * (ranks - 1) * 48 * 4  # three experts a token; rows of 48 float32
+        assert load.exchanged_bytes == everywhere if dispatch == "gather" else 0 < load.exchanged_bytes < everywhere
 
 
 @pytest.mark.slow
@@ -203,14 +213,16 @@ def test_prompts_are_handed_off_from_ranks_to_ranks(tiny_model: Any, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_move_between_ranks_with_requests_of_their_own(tiny_model: Any, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "dispatch"), [(2, "gather"), (4, "gather"), (2, "direct")])
+def test_experts_move_between_ranks_with_requests_of_their_own(
+    tiny_model: Any, tmp_path: Path, ranks: int, dispatch: str
+) -> None:
     path = tiny_model("qwen3-moe", **SHAPE).path
     prompts = [[3 + (7 + each) * place % 90 for place in range(40 + each)] for each in range(12)]
     flags = ("--num-pages", "64", "--max-running", "5", "--threads", "1", "--no-structured-output")
     with started(path, tmp_path / "log", *flags) as one:
         expected = one.answers(prompts)
-    flags += ("--redundant-experts", "4", "--no-prefix-cache")
+    flags += ("--redundant-experts", "4", "--no-prefix-cache", "--expert-dispatch", dispatch)
     with started(path, tmp_path / "log-ranks", *flags, *split(ranks, experts=True)) as worker:
         until = time.monotonic() + 120
         while not (moves := worker.expert_moves()) and time.monotonic() < until:

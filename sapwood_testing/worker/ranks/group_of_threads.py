@@ -19,6 +19,7 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.settings.names import DispatchName
 
 ResultT = TypeVar("ResultT")
 
@@ -31,6 +32,7 @@ def run_group(
     stages: int = 1,
     own_requests: bool = False,
     whole_experts: bool = False,
+    dispatch: DispatchName = "gather",
     prepare: Callable[[ModelRunner], object] = lambda runner: None,
     **options: Any,
 ) -> ResultT:
@@ -43,6 +45,7 @@ def run_group(
         stages: Stages of a pipeline.
         own_requests: Whether each rank has requests of its own.
         whole_experts: Whether ranks have some of the experts each, whole.
+        dispatch: How rows go to the experts of other ranks.
         prepare: Called with each rank's runner, in its thread.
         **options: As :class:`RunnerOptions` takes them.
     """
@@ -52,7 +55,7 @@ def run_group(
         if own_requests:
             parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device("cpu")))
         if whole_experts:
-            parallel = replace(parallel, ep=parallel.tp)
+            parallel = replace(parallel, ep=parallel.tp, dispatch=dispatch)
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))
         prepare(runner)
         if rank:

@@ -12,7 +12,14 @@ from pydantic_settings import SettingsConfigDict
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.config import ServiceConfig
-from sapwood_worker.settings.names import AllReduceName, HandoffMover, QuantizationName, Role, SpeculateChoice
+from sapwood_worker.settings.names import (
+    AllReduceName,
+    DispatchName,
+    HandoffMover,
+    QuantizationName,
+    Role,
+    SpeculateChoice,
+)
 from sapwood_worker.settings.needs import NEEDS
 
 
@@ -115,6 +122,12 @@ class WorkerConfig(ServiceConfig):
         description="Slots of a layer beyond one for each expert, over all ranks of --expert-parallel, which share them equally: "
         "a few at a time, experts that get many tokens are copied there and moved, so that ranks have equally much to compute. "
         "0: experts stay where they are.",
+    )
+    expert_dispatch: DispatchName = Field(
+        "gather",
+        description="How rows go to experts with --data-parallel-attention and --expert-parallel: gather (all rows go to all "
+        "ranks), direct (each goes to the ranks that have its experts, which write their sums back) or direct-float8 (likewise, "
+        "there in 8 bits). Both are tried at the start, and left out where they are not exact. For ranks of one host.",
     )
     all_reduce: AllReduceName = Field(
         "auto",

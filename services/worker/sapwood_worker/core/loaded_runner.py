@@ -37,6 +37,14 @@ class LoadedRunner(TieredRunner, Protocol):
     experts: Callable[[], Callable[[], list[list[int]]]] | None
     sums: Callable[[], dict[str, int]] | None
 
+    def exchanged_bytes(self, tokens: int) -> int:
+        """Bytes of rows and of their experts' sums that ranks with whole experts have given each other since the start.
+
+        Args:
+            tokens: What all experts of all layers have got by then.
+        """
+        ...
+
     @property
     def draft(self) -> DraftRunner | None:
         """Runs a model that drafts for this one, over as many pages; None: there is none."""

@@ -187,7 +187,7 @@ def main() -> int:
         experts = (
             None
             if runner.experts is None
-            else ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.info.expert_exchange)
+            else ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.exchanged_bytes)
         )
         loop = EventLoop(
             scheduler,

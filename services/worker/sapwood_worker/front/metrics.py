@@ -197,7 +197,8 @@ class WorkerMetrics:
             "counter",
             "sapwood_worker_expert_exchanged_bytes_total",
             "Where ranks have whole experts, bytes of tokens' vectors and of their experts' sums that the ranks have given each "
-            "other, as sums in shares do; a sum that each rank makes of all parts takes half as many times as there are ranks.",
+            "other, as sums in shares do; a sum that each rank makes of all parts takes half as many times as there are ranks. "
+            "Of rows that go to the ranks of their experts only, what went, as the device counted it.",
             lambda: [((), 0.0 if (places := load().places) is None else float(places.exchanged_bytes))],
         )
 

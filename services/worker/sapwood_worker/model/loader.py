@@ -12,6 +12,7 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
+from sapwood_kernels.experts.payload import RowShape
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
 from sapwood_worker.model.checkpoint.gguf_source import GgufSource, read_tensor
@@ -19,6 +20,7 @@ from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eo
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.distributed.dispatch.choice import choose_exchange
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
@@ -121,7 +123,9 @@ def load_model(
         linear = LinearMethods(
             quantization, dtype, ops, stored, widen=stored_weights == "widen", made_up=blocks_of if made_up else None
         )
-        model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
+        model = DecoderModel(
+            config, family.layer, LayerContext(dtype, ops, linear, _exchanging(config, parallel, dtype, ops))
+        )
         kept = {name.removesuffix(AS_STORED) for name in linear.used - {"none"}}
         if quantization not in {"none"} | kept and kept:
             raise ConfigError(
@@ -135,6 +139,16 @@ def load_model(
     with torch.inference_mode():
         model.prepare()
     return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family, kv_scales)
+
+
+def _exchanging(config: ModelConfig, parallel: Parallel | None, dtype: torch.dtype, ops: DeviceOps) -> Parallel:
+    """The groups, with what takes rows to the ranks of their experts if that is asked for."""
+    parallel = parallel or Parallel()
+    if config.sparse is None or parallel.rows is None or parallel.dispatch == "gather":
+        return parallel
+    routing, float8 = config.sparse.routing, parallel.dispatch == "direct-float8"
+    shape = RowShape(config.hidden_size, routing.chosen, routing.experts, dtype, float8)
+    return replace(parallel, expert_exchange=choose_exchange(parallel.ep, parallel.rows, shape, ops))
 
 
 def _limited(config: ModelConfig, context_length: int | None) -> ModelConfig:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator
 from sapwood_common.plugins import part_names
 
 Role = Literal["both", "prefill", "decode"]
+DispatchName = Literal["gather", "direct", "direct-float8"]
 AllReduceName = Literal["auto", "backend", "one-shot", "two-shot"]
 HandoffMover = Literal["auto", "tcp", "shm", "nixl", "mooncake", "cuda"]
 

@@ -64,6 +64,12 @@ NEEDS = (
     ),
     Needs(("redundant_experts",), lambda config: config.expert_parallel, "without {expert_parallel}"),
     Needs(
+        ("expert_dispatch",),
+        lambda config: config.expert_parallel and config.data_parallel_attention,
+        "without {expert_parallel} and {data_parallel_attention}: all ranks have all rows",
+    ),
+    Needs(("expert_dispatch",), lambda config: config.nnodes == 1, "with {nnodes}: ranks write to each other's memory"),
+    Needs(
         ("redundant_experts",),
         lambda config: config.pipeline_parallel == 1,
         "with {pipeline_parallel}: only the first stage's load is known",

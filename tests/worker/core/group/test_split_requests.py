@@ -25,6 +25,7 @@ from sapwood_worker.core.scheduler_process import build_scheduler, build_tiers
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import LaunchedStep, RankLostError
+from sapwood_worker.settings.names import DispatchName
 
 OPTIONS: dict[str, Any] = {"num_pages": 40, "max_running": 9, "page_size": 16}
 
@@ -40,6 +41,7 @@ class Asking:
         steps: How many steps so many of the ranks have computed something in.
         requests: How many requests each rank got; empty: there is one rank.
         retractions: How often a request was sent back for want of pages.
+        exchanged: Bytes that ranks gave each other for experts, of those that it takes where all rows go to all ranks.
     """
 
     def __init__(self, most: int = 16, **flags: Any) -> None:
@@ -47,7 +49,7 @@ class Asking:
         self._flags = {"max_running": 9, "max_step_tokens": 64, **flags}
         self.steps: Counter[int] = Counter()
         self.requests: list[int] = []
-        self.retractions = 0
+        self.retractions, self.exchanged = 0, 1.0
 
     def __call__(self, runner: Any) -> list[Answer]:
         scheduler: Any = build_scheduler(WorkerConfig(**self._flags), runner.info, masks=partial(TokenMasks, VOCAB))
@@ -81,6 +83,9 @@ class Asking:
                 scheduler.pause(retract=True)
                 scheduler.resume()
             scheduler.check()
+        if runner.experts is not None:
+            tokens = sum(map(sum, runner.experts()()))
+            self.exchanged = runner.exchanged_bytes(tokens) / (tokens * runner.info.expert_exchange or 1)
         load = scheduler.load()
         self.requests = [each.requests for each in load.ranks]
         assert load.num_pages == runner.info.attention_ranks * runner.info.num_pages
@@ -90,27 +95,31 @@ class Asking:
 
 
 @pytest.mark.parametrize(
-    ("size", "name", "whole_experts"),
+    ("size", "name", "whole_experts", "dispatch"),
     [
-        (2, "deepseek-v3", True),
+        (2, "deepseek-v3", True, "gather"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in [
-                *((2, "llama", False), (2, "gemma3", False), (4, "qwen3-moe", True), (4, "deepseek-v3", False)),
-                *((2, "gpt-oss", True), (3, "llama-biased-tied", False)),
+                *((2, "llama", False, "gather"), (2, "gemma3", False, "gather"), (4, "qwen3-moe", True, "gather")),
+                *((4, "deepseek-v3", False, "gather"), (2, "gpt-oss", True, "gather")),
+                *((3, "llama-biased-tied", False, "gather"), (2, "deepseek-v3", True, "direct")),
+                *((4, "qwen3-moe", True, "direct"), (2, "gpt-oss", True, "direct"), (2, "llama4", True, "direct")),
             ]
         ),
     ],
 )
 def test_ranks_with_requests_of_their_own_answer_as_one_process_does(
-    tiny_model: Any, make_runner: Any, size: int, name: str, whole_experts: bool
+    tiny_model: Any, make_runner: Any, size: int, name: str, whole_experts: bool, dispatch: DispatchName
 ) -> None:
     path = tiny_model(name, **SHAPE).path
     one, group = Asking(), Asking()
     alone = one(make_runner(path, **OPTIONS))
-    theirs = run_group(size, path, group, own_requests=True, whole_experts=whole_experts, **OPTIONS)
+    split: dict[str, Any] = {"own_requests": True, "whole_experts": whole_experts, "dispatch": dispatch}
+    theirs = run_group(size, path, group, **split, **OPTIONS)
     for mine, other in zip(theirs, alone, strict=True):
         mine.assert_is(other)
+    assert 0 < group.exchanged < 1 if dispatch == "direct" else group.exchanged in (0, 1)
     assert len(group.requests) == size and min(group.requests) > 0, "every rank has had some"
     assert group.steps[size] > 0, "all had something to compute at once"
     assert sum(group.steps[each] for each in range(1, size)) > 0, "some were idle while others computed"

@@ -24,7 +24,7 @@ class ExpertWatch:
         ask: Asks for the tokens that each expert of each layer has got; what it returns waits for them.
         clock: Gives seconds.
         balancer: Moves experts between ranks by what is seen; None: ranks have no whole experts.
-        exchanged: Bytes that ranks give each other for each token that an expert gets.
+        exchanged: Gives the bytes that ranks have given each other for so many tokens that experts got.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ExpertWatch:
         ask: Callable[[], Callable[[], list[list[int]]]],
         clock: Callable[[], float] = time.monotonic,
         balancer: ExpertBalancer | None = None,
-        exchanged: float = 0.0,
+        exchanged: Callable[[int], int] = lambda tokens: 0,
     ) -> None:
         self._ask, self._clock, self._balancer, self._exchanged = ask, clock, balancer, exchanged
         self._looked = clock() - _EVERY
@@ -58,7 +58,7 @@ class ExpertWatch:
         if (balancer := self._balancer) is not None:
             balancer.see(totals)
             slots = tuple(map(tuple, balancer.slots))
-            exchanged = round(sum(load.tokens) * self._exchanged)
+            exchanged = self._exchanged(sum(load.tokens))
             places = ExpertPlaces(balancer.ranks, balancer.rank_balance, balancer.moves, exchanged, slots)
             load = msgspec.structs.replace(load, places=places)
         if load == self._told:

@@ -42,6 +42,7 @@ class GroupRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.exchanged_bytes = runner.exchanged_bytes
         self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool

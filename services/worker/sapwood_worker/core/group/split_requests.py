@@ -40,6 +40,7 @@ class SplitRequestsRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
+        self.exchanged_bytes = runner.exchanged_bytes
         self.sums = runner.sums
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous

@@ -42,6 +42,10 @@ class OwnRows:
             places = [rank * self._most + row for rank, count in enumerate(counts) for row in range(count)]
             self._filled = torch.tensor(places, device=self.seen.device)
 
+    def sizes(self, rows: int) -> tuple[int, int]:
+        """How many of so many rows are this rank's own, and how many the rank has that has most."""
+        return (self._own, self._most) if self._told else (rows, rows)
+
     def gather(self, x: Tensor) -> Tensor:
         """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here."""
         if not self._told:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.distributed.expert_exchange import ExpertExchange
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.own_rows import OwnRows, PartialSums
 from sapwood_worker.model.distributed.stages import split_layers
 from sapwood_worker.model.weight_slot import Span, whole
+from sapwood_worker.settings.names import DispatchName
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Parallel:
         redundant_experts: Slots of a layer beyond one for each expert, over the ranks of ``ep``.
         rows: With data-parallel attention, how the ranks of ``tp``, each of which has requests of its own, compute MLPs together;
             None: all ranks have all rows.
+        dispatch: How such rows go to the experts of ``ep``.
+        expert_exchange: Takes them to the ranks of their experts only; None: they go to all ranks.
     """
 
     tp: Group = field(default_factory=Group)
@@ -32,11 +36,20 @@ class Parallel:
     ep: Group = field(default_factory=Group)
     redundant_experts: int = 0
     rows: OwnRows | None = None
+    dispatch: DispatchName = "gather"
+    expert_exchange: ExpertExchange | None = None
 
     @property
     def attending(self) -> Parallel:
         """The groups of what is not split where ranks have requests of their own: attention and vocabulary."""
         return self if self.rows is None else Parallel(pp=self.pp)
+
+    @property
+    def dispatched(self) -> Parallel:
+        """The groups of a mixture of experts to which each rank sends its own rows: only the experts are split."""
+        return Parallel(
+            pp=self.pp, ep=self.ep, redundant_experts=self.redundant_experts, expert_exchange=self.expert_exchange
+        )
 
     @property
     def joined(self) -> Parallel:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Norm
-from sapwood_kernels.triton_all_reduce import PROGRAMS, WAIT_FOREVER, PeerSums
+from sapwood_kernels.triton_all_reduce import PeerSums
+from sapwood_kernels.triton_meeting import PROGRAMS, WAIT_FOREVER
 from sapwood_worker.model.distributed.peer_memory import PeerMemory
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 

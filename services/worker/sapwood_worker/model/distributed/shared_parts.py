@@ -26,43 +26,30 @@ _PAGE = 4096
 _LOOK_SECONDS = 1.0
 
 
-class SharedParts:
-    """A place for each rank's part of what they exchange; made by all ranks together.
-
-    Each rank has two slots, which take turns: one that writes into a slot for the second time knows that all have read what
-    it wrote first, since they have all come to the exchange between.
+class SharedMeeting:
+    """Memory that ranks share, zero at first, and where they meet; made by all of them together.
 
     Args:
         group: The ranks; exchanges where the memory is.
         library: The compiled library.
+        num_bytes: Bytes of the memory, which is claimed as it is used.
         seconds: Seconds after which a rank that does not come is an error.
+
+    Attributes:
+        content: The memory, uint8.
     """
 
-    def __init__(self, group: Group, library: NativeLibrary, seconds: float) -> None:
-        self.rank, self.size = group.rank, group.size
-        own = SharedMemory.create(_PAGE + 2 * self.size * _SLOT_BYTES) if self.rank == 0 else None
+    def __init__(self, group: Group, library: NativeLibrary, num_bytes: int, seconds: float) -> None:
+        self._size, self._seconds = group.size, seconds
+        own = SharedMemory.create(_PAGE + num_bytes) if group.rank == 0 else None
         memory = own or None
         path = group.exchange("" if own is None else own.path)[0]
         memory = memory or SharedMemory.open(path)
-        self._bytes = torch.from_numpy(memory.array())
+        everything = torch.from_numpy(memory.array())
         group.exchange("")  # all have opened it
-        assert self.size * SIGNAL_BYTES <= _PAGE, "more ranks on a host than there is room for"
-        self._signals = Signals(library, self._bytes.data_ptr(), self.rank, self.size)
-        self._slots = self._bytes[_PAGE:].view(2, self.size, _SLOT_BYTES)
-        self._seconds = seconds
-        self._turn = 0
-
-    def pieces(self, x: Tensor) -> Iterator[Tensor]:
-        """A contiguous tensor, in pieces that fit in a slot."""
-        yield from torch.split(x.view(-1), _SLOT_BYTES // x.element_size())
-
-    def meet(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, [size, len(x)], until the next meeting but one; ``x`` is a piece."""
-        self._turn ^= 1
-        parts = self._slots[self._turn, :, : x.nbytes].view(x.dtype)
-        parts[self.rank].copy_(x)
-        self.wait()
-        return parts
+        assert group.size * SIGNAL_BYTES <= _PAGE, "more ranks on a host than there is room for"
+        self._signals = Signals(library, everything.data_ptr(), group.rank, group.size)
+        self.content = everything[_PAGE:]
 
     def wait(self) -> None:
         """Returns when all ranks have come here.
@@ -77,7 +64,39 @@ class SharedParts:
         deadline = time.monotonic() + self._seconds
         while (late := self._signals.wait(_LOOK_SECONDS)) is not None:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {late} of {self.size} has not come to a sum")
+                raise RuntimeError(f"rank {late} of {self._size} has not come")
+
+
+class SharedParts:
+    """A place for each rank's part of what they exchange; made by all ranks together.
+
+    Each rank has two slots, which take turns: one that writes into a slot for the second time knows that all have read what
+    it wrote first, since they have all come to the exchange between.
+
+    Args:
+        group: The ranks; exchanges where the memory is.
+        library: The compiled library.
+        seconds: Seconds after which a rank that does not come is an error.
+    """
+
+    def __init__(self, group: Group, library: NativeLibrary, seconds: float) -> None:
+        self.rank, self.size = group.rank, group.size
+        meeting = SharedMeeting(group, library, 2 * self.size * _SLOT_BYTES, seconds)
+        self.wait = meeting.wait
+        self._slots = meeting.content.view(2, self.size, _SLOT_BYTES)
+        self._turn = 0
+
+    def pieces(self, x: Tensor) -> Iterator[Tensor]:
+        """A contiguous tensor, in pieces that fit in a slot."""
+        yield from torch.split(x.view(-1), _SLOT_BYTES // x.element_size())
+
+    def meet(self, x: Tensor) -> Tensor:
+        """The ranks' tensors, [size, len(x)], until the next meeting but one; ``x`` is a piece."""
+        self._turn ^= 1
+        parts = self._slots[self._turn, :, : x.nbytes].view(x.dtype)
+        parts[self.rank].copy_(x)
+        self.wait()
+        return parts
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, [size, ...]."""

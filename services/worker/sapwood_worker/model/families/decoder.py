@@ -86,6 +86,12 @@ def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> Gate
         context: Where and how the layer is built.
     """
     rows = context.parallel.rows
+    if (
+        context.parallel.expert_exchange is not None
+        and config.sparse is not None
+        and index not in config.sparse.dense_layers
+    ):
+        return _feed_forward(config, index, context.dispatched)
     mlp = _feed_forward(config, index, context.joined)
     return mlp if rows is None else JoinedMLP(mlp, rows, context.ops)
 
@@ -156,12 +162,13 @@ class DecoderModel(Layer):
     Attributes:
         config: The argument.
         own: The layers that this rank's stage has.
+        exchange: Takes rows to the ranks of their experts; None: they go to all ranks, or there is one.
         taps: Keep hidden states for a head that drafts; None: there is none.
     """
 
     def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer], context: LayerContext) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.exchange = config, context.parallel.expert_exchange
         vocab, width = config.vocab_size, config.hidden_size
         inside, vocabulary = context.inside("model"), context.attending
         self._stages = context.parallel.pp
@@ -228,6 +235,8 @@ class DecoderModel(Layer):
         for each in self.modules():
             if isinstance(each, Router):
                 each.counts.zero_()
+        if self.exchange is not None:
+            self.exchange.forget()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]: what the first layer gets; only the first stage has it."""

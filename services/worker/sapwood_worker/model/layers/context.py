@@ -50,6 +50,11 @@ class LayerContext:
         return replace(self, parallel=self.parallel.joined)
 
     @property
+    def dispatched(self) -> LayerContext:
+        """The same for a mixture of experts to which each rank sends its own rows."""
+        return replace(self, parallel=self.parallel.dispatched)
+
+    @property
     def device(self) -> torch.device:
         """Where the weights lie."""
         return self.ops.device

@@ -68,6 +68,10 @@ class EncoderRunner:
             max_step_tokens=options.max_step_tokens or CPU_STEP_TOKENS,
         )
 
+    def exchanged_bytes(self, tokens: int) -> int:
+        """None: it has no experts."""
+        return 0
+
     def cache_identity(self) -> str:
         """Returns an empty text: nothing is cached."""
         return ""

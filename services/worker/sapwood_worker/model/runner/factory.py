@@ -36,7 +36,7 @@ OF_ENCODERS = (
     Needs(
         (
             *("tensor_parallel", "pipeline_parallel", "data_parallel_attention"),
-            *("expert_parallel", "redundant_experts", "all_reduce"),
+            *("expert_parallel", "redundant_experts", "expert_dispatch", "all_reduce"),
             *("quantization", "stored_weights"),
             *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
@@ -218,7 +218,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         listener=place.listener,
     )
     rows = OwnRows(parallel.tp, torch.device(device)) if config.data_parallel_attention else None
-    parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows)
+    parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows, dispatch=config.expert_dispatch)
     if (
         config.redundant_experts
     ):  # NCCL makes a connection when it is first used: the first move would take far longer than the others

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -220,6 +220,15 @@ class ModelRunner:
                 prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
         return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, spared, self._seen(step))
 
+    def exchanged_bytes(self, tokens: int) -> int:
+        """Bytes of rows and of their experts' sums that ranks with whole experts have given each other since the start.
+
+        Args:
+            tokens: What all experts of all layers have got by then, as :attr:`experts` told last.
+        """
+        exchange = None if isinstance(self._model, Head) else self._model.exchange
+        return round(tokens * self.info.expert_exchange) if exchange is None else exchange.exchanged_bytes(tokens)
+
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.
 
@@ -245,11 +254,14 @@ class ModelRunner:
     def _ask_experts(self) -> Callable[[], list[list[int]]]:
         """How many tokens each expert of each layer has got with the steps launched so far; what it returns waits for them."""
         assert not isinstance(self._model, Head)
-        copies = self._ops.to_host([self._model.expert_tokens()])
+        tensors, exchange = [self._model.expert_tokens()], self._model.exchange
+        copies = self._ops.to_host(tensors if exchange is None else [*tensors, exchange.moved])
 
         def wait() -> list[list[int]]:
-            found: list[list[int]] = copies.wait()[0].tolist()
-            return found
+            counts, *moved = (each.tolist() for each in copies.wait())
+            if exchange is not None:
+                exchange.told = moved[0]
+            return cast("list[list[int]]", counts)
 
         return wait
 

@@ -78,6 +78,10 @@ class Experts(Layer):
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
         return self._sum(x, ids, weights)
 
+    def holders(self, ids: Tensor, first: int) -> Tensor:
+        """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""
+        return self._places.holders(ids, first)
+
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""
         self._sum.move(moves)

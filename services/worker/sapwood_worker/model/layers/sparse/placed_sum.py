@@ -21,7 +21,7 @@ class PlacedSum:
 
     On a CPU, where experts move, the ranks first hand each other what every expert made of a token, so that it is summed in the
     same order wherever the experts are. On a GPU each sums what its own made, as where they do not move: the other way would
-    exchange as many times more as a token has experts.
+    exchange as many times more as a token has experts; likewise where rows are sent to the ranks of their experts only.
 
     Args:
         places: Where the experts are.
@@ -53,7 +53,7 @@ class PlacedSum:
             )
         self._sum = context.ops.expert_sum(gate_up, down, activation, chosen)
         self._group = context.parallel.ep
-        self._exact = places.movable and not context.ops.groups_experts
+        self._exact = places.movable and not context.ops.groups_experts and context.parallel.expert_exchange is None
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], to be summed over the ranks."""

@@ -39,6 +39,7 @@ class ExpertPlaces:
         # By expert, and one that stands for none: its slots here, where `size` stands for one elsewhere, and their number.
         self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=ops.device)
         self._copies = torch.ones(experts + 1, dtype=torch.int64, device=ops.device)
+        self._ranks = torch.full_like(self._local, parallel.ep.size)
         if self.movable:
             self._fill()
 
@@ -50,13 +51,26 @@ class ExpertPlaces:
     def local(self, ids: Tensor) -> Tensor:
         """Integers [T, k], experts, or their number for none -> slots of this rank, or their number for one elsewhere."""
         if self.movable:
-            ids = ids.long()
-            turns = torch.arange(len(ids), device=ids.device)[:, None] % self._copies[ids]
-            return self._local[ids, turns]
+            return self._of_turns(self._local, ids, 0)
         if self.own.size == self.own.total:
             return ids
         ids = ids - self.own.start
         return ids.masked_fill_((ids < 0) | (ids >= self.size), self.size)
+
+    def holders(self, ids: Tensor, first: int) -> Tensor:
+        """Integers [T, k], as for :meth:`local` -> the ranks that have the slots; the number of ranks for none.
+
+        Args:
+            ids: Of rows that are ``first`` and after among those that all ranks see.
+            first: Rows before them.
+        """
+        return self._of_turns(self._ranks, ids, first) if self.movable else ids // self.own.size
+
+    def _of_turns(self, table: Tensor, ids: Tensor, first: int) -> Tensor:
+        """What a table has of each pair, where the rows' number chooses among an expert's copies."""
+        ids = ids.long()
+        turns = torch.arange(first, first + len(ids), device=ids.device)[:, None] % self._copies[ids]
+        return table[ids, turns]
 
     def move(self, moves: Sequence[ExpertMove], tensors: Sequence[Tensor]) -> None:
         """Copies experts between slots; all ranks make the same call.
@@ -90,12 +104,15 @@ class ExpertPlaces:
     def _fill(self) -> None:
         """Writes the tables anew, in place: graphs read them. The host does not wait for what is queued."""
         local = np.full(self._local.shape, self.size, np.int64)
+        ranks = np.full(self._local.shape, self._group.size, np.int64)
         copies = np.zeros(self._experts + 1, np.int64)
         copies[-1] = 1
         for slot, expert in enumerate(self.slots):
             if expert >= 0:
                 if slot // self.size == self._group.rank:
                     local[expert, copies[expert]] = slot % self.size
+                ranks[expert, copies[expert]] = slot // self.size
                 copies[expert] += 1
         self._ops.fill(self._local, local)
+        self._ops.fill(self._ranks, ranks)
         self._ops.fill(self._copies, copies)

@@ -47,7 +47,9 @@ class Router(Layer):
         self._weight = empty(routing.experts, hidden_size)
         self._bias = empty(routing.experts) if bias else None
         self._correction = empty(routing.experts) if correction else None
-        self._route = context.ops.router(routing, self._correction, self.counts)
+        # Of rows that are sent to experts of other ranks, what experts get from all ranks is counted there.
+        counted = self.counts if context.parallel.expert_exchange is None else torch.zeros_like(self.counts)
+        self._route = context.ops.router(routing, self._correction, counted)
 
     def slots(self) -> WeightSlots:
         named = {

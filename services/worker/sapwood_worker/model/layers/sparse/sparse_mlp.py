@@ -110,6 +110,7 @@ class SparseMLP(Layer):
         )
         self._scales_inputs = config.scales_inputs
         self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
+        self._exchange = context.parallel.expert_exchange
         group = context.split_over
         self.ranks = None if group is None else RankSum(group)
         self.shared: GatedMLP | None = None
@@ -131,7 +132,11 @@ class SparseMLP(Layer):
         taken, (ids, weights) = x, self.router(x)
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-        result: Tensor = self.experts(taken, ids, weights)
+        result: Tensor
+        if self._exchange is None:
+            result = self.experts(taken, ids, weights)
+        else:
+            result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
         if self.shared is not None:
             shared = self.shared(hidden, norm)
             for gate in self._gate.values():

@@ -1,0 +1,1 @@
+"""Rows that go from rank to rank by their experts. Knows no layers."""

@@ -1,0 +1,151 @@
+"""The registry of rows' ways, by the kind of device, and the trial that says whether they are used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.experts.payload import RowShape, from_float8, to_float8
+from sapwood_kernels.native.library import load_library
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.all_reduce import add_up
+from sapwood_worker.model.distributed.calibration import Replay, as_it_is
+from sapwood_worker.model.distributed.dispatch.shared_rows import SharedRows
+from sapwood_worker.model.distributed.expert_exchange import ExpertExchange, RowWays, count
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.own_rows import OwnRows
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 128 << 20
+"""Bytes of a rank's region, about: 512 rows of DeepSeek-V3's width for each of 8 ranks."""
+_MOST_ROWS = 1024
+_SECONDS = 1800.0
+"""Seconds after which a CPU rank that does not come is an error: another may yet read its weights."""
+_TURNS = 3
+
+
+def choose_exchange(group: Group, rows: OwnRows, shape: RowShape, ops: DeviceOps) -> ExpertExchange | None:
+    """What sends rows to the ranks of their experts, if it is right on this machine; called by all ranks together.
+
+    Args:
+        group: The ranks, each of which has some of the experts.
+        rows: What each rank has.
+        shape: The rows.
+        ops: The device's operations.
+    """
+    bytes_each = group.size * (shape.row_bytes + shape.sum_bytes + 8 * shape.chosen + 16)
+    most_rows = max(1, min(_MOST_ROWS, _MOST_BYTES // bytes_each))
+    make = _WAYS.get(ops.device.type)
+    found = None if make is None else make(group, shape, most_rows, ops.device)
+    if found is None:
+        logger.warning("--expert-dispatch: ranks do not share memory here: rows go to all ranks")
+        return None
+    ways, replay, end_trial = found
+    if fault := _fault(group, ways, ops, replay):
+        logger.warning("--expert-dispatch: it is not used, rows go to all ranks: %s", fault)
+        return None
+    end_trial()
+    kept = "float8" if shape.float8 else shape.dtype
+    logger.info("experts: up to %d rows of a rank go to the ranks of their experts only, in %s", most_rows, kept)
+    exchange = ExpertExchange(group, rows, ways, ops)
+    exchange.forget()
+    return exchange
+
+
+def _fault(group: Group, ways: RowWays, ops: DeviceOps, replay: Replay) -> str:
+    """What is wrong with them, on any rank; empty: nothing."""
+    for rows in dict.fromkeys((1, min(5, ways.most_rows), min(70, ways.most_rows))):
+        said = group.exchange(_try(group, ways, rows, ops, replay))
+        faults = [(rank, each) for rank, each in enumerate(said) if each]
+        if faults:  # all ranks stop here
+            return "rank {}: {}".format(*faults[0])
+    return ""
+
+
+@torch.inference_mode()
+def _try(group: Group, ways: RowWays, rows: int, ops: DeviceOps, replay: Replay) -> str:
+    """What is wrong with them for so many rows, here: once as they come, then again and again as steps do."""
+    shape, device, experts = ways.shape, ops.device, ways.shape.experts
+    each = experts // group.size
+    x = torch.empty(rows, shape.width, dtype=shape.dtype, device=device)
+    ids = torch.empty(rows, shape.chosen, dtype=torch.int64, device=device)
+    weights = torch.empty(rows, shape.chosen, dtype=torch.float32, device=device)
+    holders, counts = torch.empty_like(ids), torch.zeros(experts, dtype=torch.int64, device=device)
+    out = torch.empty_like(x)
+    here = range(group.rank * each, (group.rank + 1) * each)
+
+    def run() -> None:
+        found = ways.dispatch(x, ids, weights, holders, rows, counts)
+        out.copy_(ways.combine(_made(*found, here), holders, rows))
+
+    said, call = "", run
+    for turn in range(_TURNS):
+        draw = torch.Generator(device).manual_seed(1000 * turn + group.rank)
+        x.copy_(torch.randn(x.shape, generator=draw, device=device))
+        ids.copy_(torch.rand(rows, experts, generator=draw, device=device).topk(shape.chosen).indices)
+        ids[0, 0] = experts  # none
+        weights.copy_(torch.rand(weights.shape, generator=draw, device=device))
+        holders.copy_(ids // each)
+        every = [group.gather_rows(tensor) for tensor in (x, ids, weights)]
+        try:
+            if turn == 1:
+                call = replay(run)
+            counts.zero_()
+            call()
+            if wrong := _wrong(group, shape, every, out, counts):
+                said = f"{wrong} of {rows} rows of {shape.width} numbers"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+    return said
+
+
+def _made(x: Tensor, ids: Tensor, weights: Tensor, here: range) -> Tensor:
+    """What made-up experts make of rows: the rows times the sum of the weights of those that are here."""
+    mine = (ids >= here.start) & (ids < here.stop)
+    return x * torch.where(mine, weights, 0.0).sum(1, keepdim=True).to(x.dtype)
+
+
+def _wrong(group: Group, shape: RowShape, every: Sequence[Tensor], out: Tensor, counts: Tensor) -> str:
+    """What came out wrong, given all ranks' rows, experts and weights; empty: nothing."""
+    x, ids, weights = every
+    if shape.float8:
+        x = from_float8(*to_float8(x), x.dtype)
+    each = shape.experts // group.size
+    parts = [_made(x, ids, weights, range(rank * each, (rank + 1) * each)) for rank in range(group.size)]
+    whole, counted = torch.empty_like(x), torch.zeros_like(counts)
+    add_up(parts, whole)
+    count(ids, counted)
+    own = whole.chunk(group.size)[group.rank]
+    found = {"the sums": torch.equal(out, own), "the counts": torch.equal(counts, counted)}
+    return next((name for name, right in found.items() if not right), "")
+
+
+_Found = tuple[RowWays, Replay, Callable[[], None]]
+
+
+def _on_cpus(group: Group, shape: RowShape, most_rows: int, device: torch.device) -> _Found | None:
+    library = load_library()
+    if not all(group.exchange(library is not None and hasattr(os, "memfd_create"))):
+        return None
+    assert library is not None
+    return SharedRows(group, shape, most_rows, library, _SECONDS), as_it_is, lambda: None
+
+
+def _on_gpus(group: Group, shape: RowShape, most_rows: int, device: torch.device) -> _Found | None:
+    from sapwood_worker.model.distributed.dispatch.peer_rows import PeerWays  # only CUDA builds of torch have triton
+    from sapwood_worker.model.distributed.peer_sums import captured
+
+    try:
+        ways = PeerWays(group, shape, most_rows, device)
+    except RuntimeError as error:
+        logger.warning("experts: %s", error)
+        return None
+    return ways, captured, ways.wait_forever
+
+
+_WAYS: Mapping[str, Callable[[Group, RowShape, int, torch.device], _Found | None]] = {"cpu": _on_cpus, "cuda": _on_gpus}

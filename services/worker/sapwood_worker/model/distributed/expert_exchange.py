@@ -1,0 +1,128 @@
+"""The sum of rows' experts where each rank has rows and experts of its own: rows go to the ranks of their experts only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sapwood_kernels.experts.payload import RowShape
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.own_rows import OwnRows
+
+
+class RowWays(Protocol):
+    """Takes rows to ranks and their sums back; all ranks make the same calls in the same order.
+
+    Attributes:
+        shape: The rows.
+        most_rows: Rows of a rank at a time, at most.
+        moved: int64 [2]: rows that all ranks have sent to others, each rank counted that got one, and their rows.
+    """
+
+    shape: RowShape
+    most_rows: int
+    moved: Tensor
+
+    def dispatch(
+        self, x: Tensor, ids: Tensor, weights: Tensor, holders: Tensor, rows: int, counts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sends rows to the ranks that have their experts.
+
+        Args:
+            x: [T, N].
+            ids: Integers [T, k]: their experts, E for none.
+            weights: float32 [T, k].
+            holders: Integers [T, k]: the ranks that have them; the number of ranks for none.
+            rows: Rows of the rank that has most, the same on all; at most :attr:`most_rows`.
+            counts: int64 [E]: what each expert gets from all ranks is added.
+
+        Returns:
+            For ``rows`` of each rank, rank after rank: the row, undefined where none of its experts is here; its experts, E for
+            none; their weights, float32.
+        """
+        ...
+
+    def combine(self, part: Tensor, holders: Tensor, rows: int) -> Tensor:
+        """Sends what experts made of rows back: the rank's part of each row that it got, [ranks * rows, N] -> the sums for this
+        rank's own rows, [T, N], in the order of the ranks in float32, rounded once; ``holders`` and ``rows`` as for
+        :meth:`dispatch`."""
+        ...
+
+
+class ExpertExchange:
+    """Has the experts of all ranks compute this rank's rows. Many rows, most of which all ranks would get, go to all ranks.
+
+    Args:
+        group: The ranks.
+        rows: What each rank has.
+        ways: Take few rows.
+        ops: The device's operations.
+
+    Attributes:
+        moved: As the ways have it.
+        told: The same on the host, when it was read last.
+    """
+
+    def __init__(self, group: Group, rows: OwnRows, ways: RowWays, ops: DeviceOps) -> None:
+        self._group, self._rows, self._ways, self._ops = group, rows, ways, ops
+        self.moved, self.told = ways.moved, [0, 0]
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+        holders: Callable[[Tensor, int], Tensor],
+        counts: Tensor,
+    ) -> Tensor:
+        """The sums of rows' experts.
+
+        Args:
+            x: [T, N]: this rank's rows; those beyond its own pad a step, and what becomes of them is undefined.
+            ids: Integers [T, k]: what the router chose.
+            weights: float32 [T, k].
+            experts: This rank's: of rows, their experts and weights, as many rows with the part of their sums that is made here.
+            holders: Gives, for rows' experts and the number of the first row among all ranks', the ranks that have them.
+            counts: int64 [E]: what each expert gets from all ranks is added.
+
+        Returns:
+            [T, N].
+        """
+        own, most = self._rows.sizes(len(x))
+        if most > self._ways.most_rows:
+            every, chosen = self._rows.gather(x), self._rows.gather(ids)
+            self._ops.add_digest(every, self._rows.seen)
+            count(chosen, counts)
+            return self._rows.scatter_sum(experts(every, chosen, self._rows.gather(weights)), len(x))
+        where = holders(ids[:own], self._group.rank * most)
+        sent = self._ways.dispatch(x[:own].contiguous(), ids[:own], weights[:own], where, most, counts)
+        # The weights are what all ranks have of all rows; whole words of 8 bytes, however many there are.
+        self._ops.add_digest(sent[2].double(), self._rows.seen)
+        return F.pad(self._ways.combine(experts(*sent), where, most), (0, 0, 0, len(x) - own))
+
+    def exchanged_bytes(self, tokens: int) -> int:
+        """Bytes of rows and sums that all ranks have given each other by :attr:`told`.
+
+        Args:
+            tokens: What all experts of all layers had got by then.
+        """
+        shape = self._ways.shape
+        sent, rows = self.told
+        gathered = tokens // shape.chosen - rows
+        return int(sent * (shape.row_bytes + shape.sum_bytes) + 2 * gathered * (self._group.size - 1) * shape.sum_bytes)
+
+    def forget(self) -> None:
+        """Begins anew to count."""
+        self.moved.zero_()
+
+
+def count(ids: Tensor, counts: Tensor) -> None:
+    """Adds to int64 [E] how often each expert is there; ids may be E, for none."""
+    flat = ids.flatten().long()
+    here = flat < len(counts)
+    counts.scatter_add_(0, flat.where(here, 0), here.long())

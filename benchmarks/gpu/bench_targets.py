@@ -93,7 +93,8 @@ def main() -> None:
 def measure(model: Path, flags: str, *, cold: bool, divide: int) -> Iterator[Row]:
     """All figures of one model."""
     from bench_engine import GREEDY, prompts_of
-    from bench_prefixes import shared_prompts, warm, whole
+    from bench_prefixes import shared_prompts, warm
+    from bench_prefixes import whole as all_of
 
     engine = worker_engine(model, flags)
     engine.generate([[5] * 100], [1])
@@ -111,8 +112,8 @@ def measure(model: Path, flags: str, *, cold: bool, divide: int) -> Iterator[Row
 
     def decode(count: int) -> float:
         prompts = prompts_of(count, 1024 // divide, seed=count)
-        first = min(engine.generate(prompts, [1] * count) for _ in range(1 if count > 64 else 2))
-        return (engine.generate(prompts, [129] * count) - first) / 128 * 1000
+        first, whole = (min(engine.generate(prompts, [length] * count) for _ in range(2)) for length in (1, 129))
+        return (whole - first) / 128 * 1000  # of two, as the first of their size are slow even where nothing compiles
 
     for count in (32, 256):
         yield Row(f"decode {count}", decode(max(1, count // divide)), "ms")
@@ -121,7 +122,7 @@ def measure(model: Path, flags: str, *, cold: bool, divide: int) -> Iterator[Row
     seconds: dict[str, float] = {}
     for length in (4, 64):  # the first compiles what steps of this kind need
         warm(engine, 8192 // divide)
-        seconds = whole(engine, shared_prompts(64 // divide, 8192 // divide, 128), length)
+        seconds = all_of(engine, shared_prompts(64 // divide, 8192 // divide, 128), length)
     yield Row(SHARED, seconds["last"], "s")
     yield Row(f"{SHARED}: first tokens", seconds["first"], "s")
     load = engine.scheduler.load()

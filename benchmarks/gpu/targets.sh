@@ -24,8 +24,8 @@ measure() { # SECONDS AT_MOST MODEL FLAGS...: what it takes about, and its limit
   timeout -k 5 "$2" "$python" benchmarks/gpu/bench_targets.py --model "$configs/$3" "${@:4}" 2>>"$out.err" | tee -a "$out"
 }
 measure 110 170 llama-3.1-8b --cold
-measure 55 90 llama-3.1-8b
-measure 35 60 qwen3-0.6b
-measure 55 90 llama-3.1-8b --flags "$best"
+measure 60 90 llama-3.1-8b
+measure 40 60 qwen3-0.6b
+measure 60 90 llama-3.1-8b --flags "$best"
 measure 30 60 qwen3-0.6b --flags "$best"
 "$python" benchmarks/gpu/bench_targets.py --table "$out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +188,28 @@ def test_a_batch_that_shrinks_tries_no_size_anew_that_cannot_pay() -> None:
         before, steps = bool(taken), steps + 1
     assert tried > 50
     assert lost < 0.003 * steps
+
+
+@pytest.mark.parametrize("cold", [0.0, 20.0])
+def test_a_first_draft_of_its_length_that_compiles_ends_no_drafting(cold: float) -> None:
+    planner, draw, rate = Planner(32, 31), random.Random(1), 0.7
+    seen: set[int] = set()
+    plain, brought, passed = 4.2, 0, 0.0  # milliseconds of an 8B on an H200, with a head
+    for _ in range(400):
+        drafted = 0
+        if planner.looks(1):
+            taken, _, longest = planner.choose(1, [(rate**place, place) for place in range(1, 32)], computes=True)
+            drafted = min(taken, longest)
+        if not drafted:
+            planner.took(1, 1, 0, plain)
+            brought, passed = brought + 1, passed + plain
+            continue
+        made = 0.75 + 0.36 * drafted + cold * (drafted not in seen)
+        seen.add(drafted)
+        planner.filled(1, drafted, made, 0)
+        planner.drafted(sum(rate**place for place in range(1, drafted + 1)))
+        right = next((place for place in range(drafted) if draw.random() > 0.8), drafted)
+        rate = (1 - (1 - rate) * 0.95**right) * (0.95 if right < drafted else 1.0)
+        planner.took(1, 1 + drafted, right, made + 5.4)
+        brought, passed = brought + 1 + right, passed + made + 5.4
+    assert brought / passed > 1.6 / plain

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sapwood_worker.core.scheduler.speculation.draft_costs import DraftCosts
 from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 
 SHARE = 0.005
@@ -70,7 +71,7 @@ class Planner:
         self._resting = 0
         self._caught_up = _CATCH_UP
         self._filling = self._usual_filling = 0.0
-        self._deep: dict[int, float] = {}  # seconds for each place of the longest draft, by requests
+        self._drafts = DraftCosts()
 
     def looks(self, rows: int) -> bool:
         """Whether drafts of so many requests are to be looked at: if all were right it would pay, and the accounts can pay."""
@@ -87,7 +88,7 @@ class Planner:
         least, least_real = (0.0, 0.0) if self._drafting else (_LEAST, _LEAST_REAL)
         if self.credit < least or self.real < least_real:
             return False
-        most, deep = min(self._most_positions, rows * (1 + self._longest)), self._deep.get(rows, 0.0)
+        most, deep = min(self._most_positions, rows * (1 + self._longest)), self._drafts.of(rows, 1) or 0.0
         pays = (rung * plain > _CLEARLY * rows * (seconds + deep) for rung, seconds, _ in costs.curve(rows, most))
         return any(pays)
 
@@ -103,7 +104,7 @@ class Planner:
         Returns:
             How many tokens to take, the chance of the last of them, and the most tokens of a draft.
         """
-        plain, deep = self.costs.plain(rows), self._deep.get(rows)
+        plain, deep = self.costs.plain(rows), self._drafts.of(rows, 1)
         assert plain is not None
         room = self._most_positions - rows
         curve = self.costs.curve(rows, rows + min(room, len(offers)))
@@ -113,7 +114,7 @@ class Planner:
         depth, longest = 0, max(place for _, place in offers) if deep is not None else 1
         for most in _DEPTHS:
             chances = [chance for chance, place in offers if place <= most][:room]
-            found = self._best(rows, plain, curve, chances, most * (deep or 0.0))
+            found = self._best(rows, plain, curve, chances, self._drafts.of(rows, most) or 0.0)
             if found[2] > best[2]:
                 best, depth = found, most
             if most >= longest:
@@ -147,14 +148,13 @@ class Planner:
     def filled(self, rows: int, longest: int, seconds: float, caught_up: int) -> None:
         """Notes how long it took to compute drafts, the longest of so many tokens, and so many tokens of the past before."""
         self._filling = self._usual_filling = seconds
-        deep, plain = self._deep.get(rows), self.costs.plain(rows)
+        usual, plain = self._drafts.of(rows, longest), self.costs.plain(rows)
         if caught_up <= _MUCH:
-            each = seconds / longest
             if plain is not None:  # the first one may compile
-                self._usual_filling = min(seconds, longest * (plain if deep is None else _OUTLIER * deep))
-            self._deep[rows] = each if deep is None else deep + 0.2 * (min(each, _OUTLIER * deep) - deep)
+                self._usual_filling = min(seconds, longest * plain if usual is None else _OUTLIER * usual)
+            self._drafts.note(rows, longest, seconds)
         elif plain is not None:
-            each = max(0.0, seconds - longest * (deep or 0.0)) / plain / caught_up
+            each = max(0.0, seconds - (usual or 0.0)) / plain / caught_up
             self._caught_up += 0.5 * (each - self._caught_up)
 
     @property

@@ -14,12 +14,12 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.process_memory import ProcessMemory
-from sapwood_worker.core.cache.handoff.cuda_ipc import CudaIpcMover, ExportedPages
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
+from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
+from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.server import PageServer
-from sapwood_worker.core.cache.handoff.shm import SharedMemoryMover
-from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.storage.record import namespace_of, verify

@@ -12,16 +12,16 @@ import msgspec
 from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.cache.handoff.cuda_ipc import CudaIpcMover, ExportedPages
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource
 from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.handoff.nixl import NixlMover, NixlSource
+from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.handoff.movers.mooncake import MooncakeMover, MooncakeSource
+from sapwood_worker.core.cache.handoff.movers.nixl import NixlMover, NixlSource
+from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
+from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
-from sapwood_worker.core.cache.handoff.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.server import PageServer
-from sapwood_worker.core.cache.handoff.shm import SharedMemoryMover
-from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Way
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache

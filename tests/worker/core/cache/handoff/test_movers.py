@@ -24,16 +24,17 @@ from sapwood_common.errors import ConfigError
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.process_memory import ProcessMemory
 from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
-from sapwood_worker.core.cache.handoff import server, shm, source, wire
-from sapwood_worker.core.cache.handoff.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.handoff import server, source, wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mooncake import MooncakeMover, MooncakeSource
 from sapwood_worker.core.cache.handoff.mover import MoverError, PageMover
-from sapwood_worker.core.cache.handoff.nixl import NixlMover, NixlSource
-from sapwood_worker.core.cache.handoff.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.movers import shm
+from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.handoff.movers.mooncake import MooncakeMover, MooncakeSource
+from sapwood_worker.core.cache.handoff.movers.nixl import NixlMover, NixlSource
+from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.movers.shm import NotSharedError, SharedMemoryMover
+from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.server import PageServer
-from sapwood_worker.core.cache.handoff.shm import NotSharedError, SharedMemoryMover
-from sapwood_worker.core.cache.handoff.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain

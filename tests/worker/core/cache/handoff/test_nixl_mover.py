@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
-from sapwood_worker.core.cache.handoff import in_place
 from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.nixl import NixlMover
+from sapwood_worker.core.cache.handoff.movers import in_place
+from sapwood_worker.core.cache.handoff.movers.nixl import NixlMover
 from sapwood_worker.model.pools.host_pool import HostPool
 
 

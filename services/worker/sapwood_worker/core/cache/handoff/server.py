@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.handoff import cuda_ipc, in_place, shm, tcp, wire
+from sapwood_worker.core.cache.handoff import wire
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.movers import cuda_ipc, in_place, shm, tcp
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.model.pools.host_pool import HostPool

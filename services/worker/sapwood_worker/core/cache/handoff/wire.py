@@ -1,8 +1,8 @@
 """What a reader and a source of pages say to each other, whichever way the pages themselves go.
 
 A connection carries one read. The reader sends an :class:`Ask` and what the source answers depends on its ``way``: see
-``tcp.py``, ``shm.py``, ``cuda_ipc.py`` and ``in_place.py``, each of which has both sides. Nothing else is understood: a
-connection that says anything else, or nothing for ``SILENCE_SECONDS``, is closed.
+``movers``, each module of which has both sides. Nothing else is understood: a connection that says anything else, or nothing for
+``SILENCE_SECONDS``, is closed.
 """
 
 from __future__ import annotations

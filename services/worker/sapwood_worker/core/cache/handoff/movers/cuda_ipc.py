@@ -20,8 +20,8 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, receive_parts, send_headers
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.quickest import QuickestMover
-from sapwood_worker.core.cache.handoff.shm import boot_name
+from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.movers.shm import boot_name
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import YES, Wire, dialled

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sapwood_worker.core.cache.handoff.shm import NotSharedError, SharedMemoryMover
-from sapwood_worker.core.cache.handoff.tcp import TcpMover
+from sapwood_worker.core.cache.handoff.movers.shm import NotSharedError, SharedMemoryMover
+from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.records.handoff import HandoffTicket
 

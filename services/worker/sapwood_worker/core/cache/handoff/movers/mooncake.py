@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.handoff.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
 from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
+from sapwood_worker.core.cache.handoff.movers.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Wire, dialled
 from sapwood_worker.model.pools.host_pool import HostPool

@@ -1,0 +1,1 @@
+"""Ways in which pages go from one worker to another."""

@@ -186,8 +186,13 @@ class FakeRunner:
     def cache_identity(self) -> str:
         return "fake"
 
-    def export_pages(self) -> bytes:
-        return b""
+    def own_pool(self) -> None:
+        return None
+
+    @property
+    def pages(self) -> npt.NDArray[np.int64]:
+        """What the device's pages hold: [num_pages, page_size]."""
+        return self._pool
 
     def execute(self, step: Step) -> ModelOutput:
         """Computes a step as a real runner would.

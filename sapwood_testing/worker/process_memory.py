@@ -28,7 +28,7 @@ class ProcessMemory:
     def close(self, address: int) -> None:
         pass
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
         if self.broken:
             raise RuntimeError("cuMemcpyAsync: CUDA error 719")
         for target, source in zip(targets.tolist(), sources.tolist(), strict=True):

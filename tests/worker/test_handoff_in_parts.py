@@ -27,7 +27,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
-from sapwood_worker.model.pools.peer_pages import export_pages
+from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
 
 PAGE, PAGES, CHUNK = 4, 64, 40
@@ -42,14 +42,15 @@ class Source:
         self.runner = runner
         self.into = HostPool(PAGES, runner.host_pool.page_bytes)
         self.memory = ProcessMemory()
-        movers = {"tcp": TcpMover, "shm": SharedMemoryMover, "cuda": lambda: CudaIpcMover(None, self.into, self.memory)}
+        own = OwnPool(runner._pool.layers_in_records(), self.memory, lambda: lambda: None)
+        movers = {"tcp": TcpMover, "shm": SharedMemoryMover, "cuda": lambda: CudaIpcMover(None, own)}
         self.mover: PageMover = movers[mover]()
         self.server = PageServer("127.0.0.1", 0)
         self.host = HostPages(runner.host_pool.num_pages)
         source = f"127.0.0.1:{self.server.port}"
         self.leases = HandoffLeases(self.host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
         tiers = HierarchicalCache(self.host, PAGES, PAGE, leases=self.leases)
-        exported = export_pages(runner._pool.layers_in_records(), self.memory) if mover == "cuda" else b""
+        exported = own.export() if mover == "cuda" else b""
         device = ExportedPages(exported, lambda page: tiers.device_epoch(page))  # noqa: PLW0108 - the scheduler sets it
         self.server.serve(self.leases, runner.host_pool, FINGERPRINT, device=device)
         config = SchedulerConfig(

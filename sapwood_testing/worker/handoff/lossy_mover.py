@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import FINGERPRINT, World
+from sapwood_worker.core.cache.handoff.landing import DeviceMover
+from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
+from sapwood_worker.core.cache.handoff.movers.cuda_ipc import ExportedPages
 from sapwood_worker.core.cache.storage.record import header_of
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
@@ -43,18 +49,62 @@ class LossyMover:
             answers[place] = self._read_page(ticket, index, buffer)
         return answers
 
-    def _read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:
+    def into(self, runner: FakeRunner) -> DeviceMover:
+        """The same for the pages of a runner."""
+        return _LossyDevice(self, runner)
+
+    def read_to_device(
+        self, runner: FakeRunner, ticket: HandoffTicket, index: int, page: int, proof: bytes
+    ) -> bool | None:
+        """Copies a page of the source's device to a runner's; None: it is not there."""
         source, chance, faults = self._source(), self._world.chance, self._world.faults
+        if chance.random() < faults / 3:
+            raise MoverError("the way is cut")
+        lease = self._ready(ticket, index)
+        if lease is None:
+            return False if self._source() is source else None
+        device = ExportedPages(b"", source.tiers.device_epoch)
+        place = device.place(lease, index)
+        if place < 0:
+            self._world.counts["left the device"] += 1
+            return None
+        if chance.random() < faults:
+            self._meanwhile(ticket)
+        half = chance.randint(0, self._world.page_size)
+        runner.pages[page, :half] = source.runner.pages[place, :half]
+        if chance.random() < faults:
+            self._meanwhile(ticket)
+        runner.pages[page, half:] = source.runner.pages[place, half:]
+        leases = source.leases
+        assert leases is not None
+        if self._source() is not source or device.place(lease, index) != place or not leases.readable(lease, index):
+            self._world.counts["stale"] += 1
+            return False
+        self.read_late |= leases.find(ticket.transfer_id, ticket.epoch) is not lease
+        leases.was_read(lease, index)
+        self._world.counts["landed"] += 1
+        return proof == lease.keys[index].proof
+
+    def _ready(self, ticket: HandoffTicket, index: int) -> Lease | None:
+        """The lease of a page that is there, perhaps after a while."""
+        source, chance = self._source(), self._world.chance
         leases = source.leases
         assert leases is not None
         lease = leases.find(ticket.transfer_id, ticket.epoch)
         if lease is None or not leases.readable(lease, index):
-            return False
+            return None
         for _ in range(chance.randint(0, 3)):
             if not lease.entries[index].ready:  # it is coming
                 self._world.counts["waited for"] += 1
                 self._meanwhile(ticket)
         if self._source() is not source or not leases.readable(lease, index) or not lease.entries[index].ready:
+            return None
+        return lease
+
+    def _read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:
+        source, chance, faults = self._source(), self._world.chance, self._world.faults
+        leases, lease = source.leases, self._ready(ticket, index)
+        if lease is None or leases is None:
             return False
         record = source.pool.record(lease.ticket.places[index][0])
         if chance.random() < faults:
@@ -73,3 +123,25 @@ class LossyMover:
         self.read_late |= leases.find(ticket.transfer_id, ticket.epoch) is not lease
         leases.was_read(lease, index)
         return True
+
+
+class _LossyDevice:
+    """Implements :class:`~sapwood_worker.core.cache.handoff.landing.DeviceMover` on a bad day."""
+
+    def __init__(self, mover: LossyMover, runner: FakeRunner) -> None:
+        self.parts, self.read = mover.parts, mover.read
+        self._mover, self._runner = mover, runner
+
+    def read_to_device(
+        self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
+    ) -> list[bool | None]:
+        asked = zip(indices, pages, proofs, strict=True)
+        return [self._mover.read_to_device(self._runner, ticket, *each) for each in asked]
+
+    def fill(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
+        for page, content in zip(pages, contents, strict=True):
+            self._runner.pages[page] = np.frombuffer(content, np.int64)
+
+    def barrier(self) -> Callable[[], None]:
+        """Nothing to wait for: the scheduler's own count of steps must do."""
+        return lambda: None

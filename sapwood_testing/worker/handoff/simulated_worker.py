@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable
+from typing import Protocol
 
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep
 from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
+from sapwood_worker.core.cache.handoff.host_ground import HostGround
+from sapwood_worker.core.cache.handoff.landing import DeviceMover, Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
+from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
@@ -37,6 +41,14 @@ class _StuckExecutor(FakeExecutor):
             super().poll()
 
 
+class SimulatedMover(PageMover, Protocol):
+    """Reads pages, if need be into a device's."""
+
+    def into(self, runner: FakeRunner) -> DeviceMover:
+        """The same for the pages of a runner."""
+        ...
+
+
 class SimulatedLeases(HandoffLeases):
     """Remembers which leases ended because their pages did not come."""
 
@@ -58,33 +70,18 @@ class SimulatedWorker:
 
     Attributes:
         scheduler: The scheduler.
+        runner: Its runner.
         host, pool: Its host pages and their memory.
-        leases, pulls: What its role needs; the other is None.
+        tiers: Its tiers.
+        leases, pulls, landing: What its role needs; the others are None.
     """
 
-    def __init__(self, world: World, mover: PageMover | None, sweep: int) -> None:
+    def __init__(self, world: World, mover: SimulatedMover | None, sweep: int) -> None:
         chance, size, clock, share = world.chance, world.page_size, world.clock, world.share
         self._world, self._sweep = world, sweep
         self.host = HostPages(world.host_pages)
         self.pool = HostPool(world.host_pages, size * 8)
-        self.leases = self.pulls = None
-        if mover is None:
-            self.leases = SimulatedLeases(
-                self.host, size, FINGERPRINT, world.epoch, "there:1", share, clock, in_parts=chance.choice([0, 1, 2])
-            )
-        else:
-            executor = _StuckExecutor(random.Random(chance.random()), clock, chance.choice([0.0, 0.01]))
-            self.pulls = Pulls(self.host, self.pool, FINGERPRINT, mover, executor, share, clock)
-        tiers = HierarchicalCache(self.host, world.pages, size, "write_through", None, self.leases, self.pulls)
-        config = SchedulerConfig(
-            page_size=size,
-            num_pages=world.pages,
-            context_length=world.limit,
-            max_running=chance.choice([2, 6]),
-            max_step_tokens=chance.choice([3, 8, 64]),
-            conservativeness=0.0,
-        )
-        self.scheduler = Scheduler(config, tiers, clock)
+        self.leases = self.pulls = self.landing = None
         info = ModelInfo(
             architecture="fake",
             dtype="none",
@@ -94,9 +91,33 @@ class SimulatedWorker:
             page_size=size,
             num_pages=world.pages,
         )
-        self._overlap = chance.random() < 0.5
         late = random.Random(chance.random())
-        self._runner = FakeRunner(info, host_pool=self.pool, chance=late, copy_failures=chance.choice([0.0, 0.1]))
+        self.runner = FakeRunner(info, host_pool=self.pool, chance=late, copy_failures=chance.choice([0.0, 0.1]))
+        if mover is None:
+            self.leases = SimulatedLeases(
+                self.host, size, FINGERPRINT, world.epoch, "there:1", share, clock, in_parts=chance.choice([0, 1, 2])
+            )
+        tiers = self.tiers = HierarchicalCache(self.host, world.pages, size, "write_through", None, self.leases)
+        if mover is not None:
+            executor = _StuckExecutor(random.Random(chance.random()), clock, chance.choice([0.0, 0.01]))
+            self.pulls = Pulls(
+                HostGround(self.host, self.pool, FINGERPRINT, mover), FINGERPRINT, executor, share, clock
+            )
+            tiers.pulls = Takeover(self.pulls)
+            if world.lands:
+                landing = Landing(tiers, world.pages, size * 8, FINGERPRINT, mover.into(self.runner))
+                self.landing = Pulls(landing, FINGERPRINT, executor, share, clock, self.pulls.counters)
+                tiers.pulls = Takeover(self.pulls, landing, self.landing)
+        config = SchedulerConfig(
+            page_size=size,
+            num_pages=world.pages,
+            context_length=world.limit,
+            max_running=chance.choice([2, 6]),
+            max_step_tokens=chance.choice([3, 8, 64]),
+            conservativeness=0.0,
+        )
+        self.scheduler = Scheduler(config, tiers, clock)
+        self._overlap = chance.random() < 0.5
         self._launched: deque[FakeStep] = deque()
         self._computing = 0
         self._looked_at: set[tuple[int, int]] = set()
@@ -106,8 +127,9 @@ class SimulatedWorker:
         """One round of the scheduler's loop; now and then a look at everything afterwards."""
         scheduler = self.scheduler
         outputs = scheduler.expire() + scheduler.handed_off()
-        if self.pulls is not None:
-            self._check_lapsed(self.pulls)
+        for pulls in (self.pulls, self.landing):
+            if pulls is not None:
+                self._check_lapsed(pulls)
         if self._computing:  # others look at what its step has filled so far
             self._computing -= 1
             return outputs
@@ -120,7 +142,7 @@ class SimulatedWorker:
                     outputs += scheduler.handed_off()
                     self._world.counts["in parts"] += 1
                     self._computing = self._world.chance.choice([0, 0, 1, 3])
-                self._launched.append(self._runner.launch(planned))
+                self._launched.append(self.runner.launch(planned))
             if not self._computing:
                 outputs += self._take_results(1 if planned and self._overlap else 0)
             self._world.counts["busy turns"] += 1

@@ -38,6 +38,7 @@ class World:
         counts: What has happened so far.
         contents: What each page was first seen to hold, by the proof of its tokens.
         steps: Turns of either scheduler so far.
+        lands: Whether pages go to the decode worker's device.
     """
 
     def __init__(self, seed: int) -> None:
@@ -59,6 +60,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, bytes] = {}
         self.steps = 0
+        self.lands = chance.random() < 0.5
         self._strangers = count(STRANGERS)
         self._documents = [self.tokens(chance.randint(4, self.limit - 6)) for _ in range(chance.randint(2, 4))]
 

@@ -12,6 +12,8 @@ import msgspec
 from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.cache.handoff.host_ground import HostGround
+from sapwood_worker.core.cache.handoff.landing import Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
@@ -22,6 +24,7 @@ from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
 from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
 from sapwood_worker.core.cache.handoff.server import PageServer
+from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Way
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
@@ -33,6 +36,7 @@ from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
@@ -43,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 _MOVERS: dict[HandoffMover, Callable[[PageTls | None, HostPool], PageMover]] = {
     "auto": lambda tls, _: QuickestMover(tls),
+    "cuda": lambda tls, _: QuickestMover(tls),  # of what is not in one piece on a GPU
     "tcp": lambda tls, _: TcpMover(tls),
     "shm": lambda tls, _: SharedMemoryMover(tls),
     "nixl": NixlMover,
     "mooncake": MooncakeMover,
-    "cuda": CudaIpcMover,
 }
 _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str], bytes]]] = {
     "nixl": NixlSource,
@@ -75,11 +79,11 @@ class TieredRunner(Runner, Protocol):
         """What a page's content depends on besides its tokens, other than the page size."""
         ...
 
-    def export_pages(self) -> bytes:
-        """What another process needs to read the device's pages; empty: it cannot.
+    def own_pool(self) -> OwnPool | None:
+        """The device's pages as other processes read them and copies fill them; None: that cannot be.
 
         Raises:
-            RuntimeError: The driver does not export them.
+            OSError, RuntimeError: There is no GPU.
         """
         ...
 
@@ -166,7 +170,7 @@ class Tiering:
                 raise ConfigError(f"--host-write-policy {config.host_write_policy}: pages must go to the host at once")
             cache.leases = _build_leases(config, self._runner, cache, self._pool)
         if role == "decode" and cache.pulls is None:
-            cache.pulls = _build_pulls(config, self._runner, cache.host, self._pool)
+            cache.pulls = _build_takeover(config, self._runner, cache, self._pool)
 
     def report(self, load: Load) -> list[TierReport]:
         """The tiers as they are now."""
@@ -226,11 +230,11 @@ def _build_leases(
     if mover == "nixl" or mover == "mooncake":
         engines[mover] = _ENGINES[mover](tls, pool)
     device = None
-    if mover == "cuda":
+    if (own := _own_pool(config, runner)) is not None:
         try:
             # The scheduler, which knows, is made afterwards.
-            device = ExportedPages(runner.export_pages(), lambda page: cache.device_epoch(page))  # noqa: PLW0108
-        except (OSError, RuntimeError) as error:
+            device = ExportedPages(own.export(), lambda page: cache.device_epoch(page))  # noqa: PLW0108
+        except RuntimeError as error:
             raise ConfigError(f"--handoff-mover cuda: {error}") from error
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
     fingerprint = page_fingerprint(runner, pool)
@@ -250,17 +254,31 @@ def _build_leases(
     return leases
 
 
-def _build_pulls(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> Pulls:
-    fingerprint = page_fingerprint(runner, pool)
-    return Pulls(
-        host,
-        pool,
-        fingerprint,
-        _MOVERS[config.handoff_mover](_page_tls(config), pool),
-        ThreadExecutor(READS),
-        config.handoff_share,
-        time.monotonic,
-    )
+def _build_takeover(config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool) -> Takeover:
+    """What takes prompts over; into the device's pages too, where the mover can fill them."""
+    fingerprint, tls, share = page_fingerprint(runner, pool), _page_tls(config), config.handoff_share
+    executor, own = ThreadExecutor(READS), _own_pool(config, runner)
+    mover = _MOVERS[config.handoff_mover](tls, pool) if own is None else CudaIpcMover(tls, own)
+    ground = HostGround(cache.host, pool, fingerprint, mover)
+    host = Pulls(ground, fingerprint, executor, share, time.monotonic)
+    if not isinstance(mover, CudaIpcMover):
+        return Takeover(host)
+    landing = Landing(cache, runner.info.num_pages, pool.object_bytes, fingerprint, mover)
+    return Takeover(host, landing, Pulls(landing, fingerprint, executor, share, time.monotonic, host.counters))
+
+
+def _own_pool(config: WorkerConfig, runner: TieredRunner) -> OwnPool | None:
+    """The device's pages, if they are read and filled among processes.
+
+    Raises:
+        ConfigError: There is no GPU.
+    """
+    if config.handoff_mover != "cuda":
+        return None
+    try:
+        return runner.own_pool()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"--handoff-mover cuda: {error}") from error
 
 
 def _page_tls(config: WorkerConfig) -> PageTls | None:

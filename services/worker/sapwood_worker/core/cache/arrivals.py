@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host_pages import HostPage
 from sapwood_worker.core.cache.page_key import PageName
 
 
@@ -41,11 +41,40 @@ class Arrival:
 A = TypeVar("A", bound=Arrival)
 
 
+class ArrivalPages(Protocol):
+    """Pages that are read into, as :class:`~sapwood_worker.core.cache.host_pages.HostPages` has them."""
+
+    @property
+    def num_pages(self) -> int:
+        """How many there are."""
+        ...
+
+    def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:
+        """Entries to be written."""
+        ...
+
+    def written(self, entries: Sequence[HostPage]) -> None:
+        """Makes reserved entries ready."""
+        ...
+
+    def abandon(self, entries: Sequence[HostPage]) -> None:
+        """Frees reserved entries whose content did not come."""
+        ...
+
+    def pin(self, entries: Sequence[HostPage]) -> None:
+        """Keeps entries that are ready; pins count."""
+        ...
+
+    def unpin(self, entries: Sequence[HostPage]) -> None:
+        """Takes one pin back from each."""
+        ...
+
+
 class Arrivals(Generic[A]):
     """The ledger of such pages. Single-threaded.
 
     Args:
-        host: The second tier's pages.
+        host: The pages.
         share: The most of them that arrivals hold at once.
         clock: Seconds, monotonic.
 
@@ -53,7 +82,7 @@ class Arrivals(Generic[A]):
         held: The requests that wait.
     """
 
-    def __init__(self, host: HostPages, share: float, clock: Callable[[], float]) -> None:
+    def __init__(self, host: ArrivalPages, share: float, clock: Callable[[], float]) -> None:
         self.held: set[int] = set()
         self._host = host
         self._limit = int(share * host.num_pages)
@@ -97,11 +126,12 @@ class Arrivals(Generic[A]):
         self._reading.difference_update(entry.key.hash for entry in batch)
         self._host.written(arrived)
         self._host.abandon([entry for entry, fine in zip(batch, good, strict=True) if not fine])
+        self._host.pin(arrived)
         if arrival.cancelled:
             self._occupied -= len(batch)
+            self._host.unpin(arrived)
         else:
             self._occupied -= len(batch) - len(arrived)
-            self._host.pin(arrived)
             arrival.pinned += arrived
             arrival.ended = self._clock()
         return len(arrived)

@@ -21,17 +21,19 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.pulls import Pulls
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.handoff.takeover import Takeover
+from sapwood_worker.core.cache.host_pages import HostPage, HostPages, PagesToStore
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.lower_tiers import TierCounters
 from sapwood_worker.core.cache.page_key import PageChain, PageName
+from sapwood_worker.core.cache.prefix_checks import check_host
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.records.handoff import HandoffTicket
@@ -51,22 +53,6 @@ class _Row:
     found: list[HostPage]
 
 
-@dataclass(slots=True)
-class _Store:
-    """Pages to copy to the second tier; ``unwanted``: to be forgotten once they are there."""
-
-    device: list[int] = field(default_factory=list)
-    windows: list[list[int]] = field(default_factory=list)
-    host: list[HostPage] = field(default_factory=list)
-    unwanted: bool = False
-
-    def add(self, page: int, windows: list[int], entry: HostPage) -> None:
-        """One more page: on the device, beside it in each window, on the host."""
-        self.device.append(page)
-        self.windows.append(windows)
-        self.host.append(entry)
-
-
 class HierarchicalCache:
     """Implements :class:`~sapwood_worker.core.cache.lower_tiers.LowerTiers`. Lives in the scheduler; single-threaded.
 
@@ -80,12 +66,18 @@ class HierarchicalCache:
         pulls: Brings pages from other workers; None: this one takes nothing over.
 
     Attributes:
+
         host: The second tier.
         storage: The third tier.
         leases, pulls: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
         device_epoch: How often a device page has been allocated. May be called from any thread.
+        room: What the device's pages are taken from that are filled from elsewhere.
+        steps: Returns how many steps were launched, and how many of them have ended.
     """
+
+    room: DeviceRoom
+    steps: Callable[[], tuple[int, int]]
 
     def __init__(
         self,
@@ -95,7 +87,7 @@ class HierarchicalCache:
         policy: WritePolicy = "write_through",
         storage: StorageTier | None = None,
         leases: HandoffLeases | None = None,
-        pulls: Pulls | None = None,
+        pulls: Takeover | None = None,
     ) -> None:
         self.host = host
         self.storage = storage
@@ -109,13 +101,13 @@ class HierarchicalCache:
         self._names: list[PageName | None] = [None] * num_device_pages
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
-        self._next = _Store()
-        self._during = _Store()
+        self._next = PagesToStore()
+        self._during = PagesToStore()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
         self._given = 0
         self._fence = False
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, PagesToStore] = {}
         self._storing: dict[int, int] = {}
         self._numbers = 0
         self._windows: Sequence[WindowPages] = ()
@@ -160,10 +152,9 @@ class HierarchicalCache:
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[cached:])
         self.host.touch(found)
-        first = cached + len(found)
         if ticket is not None and pulls is not None:
-            return pulls.pull(serial, chain.pages[first:], first, ticket)
-        return storage is not None and storage.prefetch(serial, chain.pages[first:])
+            return pulls.pull(serial, Prompt(token_ids, namespace, chain.pages), cached, len(found), ticket)
+        return storage is not None and storage.prefetch(serial, chain.pages[cached + len(found) :])
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes, cached: int) -> None:
         """Has pages read that another worker keeps for a request which is likely to come.
@@ -177,11 +168,12 @@ class HierarchicalCache:
         if self.pulls is not None:
             chain = PageChain(namespace, self._page_size)
             chain.extend(prompt, len(prompt))
-            self.pulls.announced(ticket, chain.pages, cached)
+            found = len(self.host.match(chain.keys[cached : cached + 1]))
+            self.pulls.announced(ticket, chain.pages, cached, found)
 
     def settle(self, serial: int) -> None:
         """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
-        fetched = None if self.pulls is None else self.pulls.arrivals.settle(serial)
+        fetched = None if self.pulls is None else self.pulls.settle(serial)
         if fetched is None and self.storage is not None:
             fetched = self.storage.arrivals.settle(serial)
         if self._given:
@@ -218,8 +210,12 @@ class HierarchicalCache:
         self.counters.device_hits += len(known)
         self.counters.host_hits += len(found)
 
-    def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int]) -> None:
-        self._windows, self.device_epoch = windows, epoch_of
+    def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int], room: DeviceRoom) -> None:
+        self._windows, self.device_epoch, self.room = windows, epoch_of, room
+
+    def is_storing(self, page: int) -> bool:
+        """Whether what a page of the device holds, or held, is being copied."""
+        return page in self._storing
 
     def kept(self, slot: int) -> int:
         self._given = len(self._rows[slot].found)
@@ -236,8 +232,16 @@ class HierarchicalCache:
     def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
         chain = self._rows[slot].chain
         chain.extend(token_ids, (start + len(pages)) * self._page_size)
-        for index, page in enumerate(pages.tolist(), start):
-            self._names[page] = chain.pages[index]
+        self._cached(chain.pages[start:], pages, new)
+
+    def adopted(self, token_ids: array[int], namespace: bytes, start: int, pages: PageIds) -> None:
+        chain = PageChain(namespace, self._page_size)
+        chain.extend(token_ids, (start + len(pages)) * self._page_size)
+        self._cached(chain.pages[start:], pages, pages)
+
+    def _cached(self, names: list[PageName], pages: PageIds, new: PageIds) -> None:
+        for page, name in zip(pages.tolist(), names, strict=False):
+            self._names[page] = name
         self._wanted[new] = 1
         if self._threshold == 1:
             self._store(new)
@@ -277,7 +281,7 @@ class HierarchicalCache:
 
     def clear_host(self) -> None:
         """Forgets what the second tier has, and what is on its way there from the device."""
-        store, self._next = self._next, _Store()
+        store, self._next = self._next, PagesToStore()
         self._stop_storing(store)
         self.host.abandon(store.host)
         self.host.clear()
@@ -288,13 +292,13 @@ class HierarchicalCache:
         """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
         if not self._copying:
             return None
-        store, self._next = self._next, _Store()
+        store, self._next = self._next, PagesToStore()
         loads, self._loads = self._loads, []
         started, self._started = self._started, []
         fence, self._fence = self._fence, False
         self.counters.fences += fence
         stored = self._begin(store)
-        during, self._during = self._begin(self._during), _Store()
+        during, self._during = self._begin(self._during), PagesToStore()
         loaded = None
         if loads:
             loaded = self._copy(
@@ -302,7 +306,7 @@ class HierarchicalCache:
             )
         return Copies(stored, loaded, fence, tuple(started), during)
 
-    def _begin(self, store: _Store) -> PageCopy | None:
+    def _begin(self, store: PagesToStore) -> PageCopy | None:
         if not store.device:
             return None
         device = np.array([[page, *beside] for page, beside in zip(store.device, store.windows, strict=True)])
@@ -344,22 +348,17 @@ class HierarchicalCache:
         Raises:
             AssertionError: They do not.
         """
-        self.host.check()
         stores = [*self._stores.values(), self._next, self._during]
         pins = Counter({} if self.storage is None else self.storage.check())
         fetching = (0 if self.storage is None else self.storage.arrivals.reading) + (
-            0 if self.pulls is None else self.pulls.arrivals.reading
+            0 if self.pulls is None else self.pulls.host.arrivals.reading
         )
-        for passing in (self.leases, None if self.pulls is None else self.pulls.arrivals):
+        for passing in (self.leases, self.pulls):
             pins.update({} if passing is None else passing.pins())
         putting = 0 if self.storage is None else self.storage.writing
-        writing = {entry.page for store in stores for entry in store.host}
-        unready = {entry.page for entry in self.host.entries() if not entry.ready}
-        assert writing <= unready and len(unready) == len(writing) + fetching, "a host page waits for nobody"
         assert Counter(page for store in stores for page in store.device) == Counter(self._storing)
         pins.update(entry.page for row in self._rows.values() for entry in row.found)
-        extra = [entry.pins - pins[entry.page] for entry in self.host.entries()]
-        assert min(extra, default=0) >= 0 and sum(extra) == putting, "pins are not balanced"
+        check_host(self.host, {entry.page for store in stores for entry in store.host}, fetching, pins, putting)
 
     def _name(self, page: int) -> PageName:
         known = self._names[page]
@@ -385,7 +384,7 @@ class HierarchicalCache:
         self._stop_storing(store)
         return store.host
 
-    def _stop_storing(self, store: _Store) -> None:
+    def _stop_storing(self, store: PagesToStore) -> None:
         for page in store.device:
             left = self._storing[page] - 1
             if left:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sapwood_worker.core.cache.handoff.landing import DeviceRoom
 from sapwood_worker.core.cache.page_allocator import PageIds
 from sapwood_worker.core.cache.window_pages import WindowPages
 
@@ -64,8 +65,13 @@ class LowerTiers(Protocol):
         """Frees what is kept for a row that ends."""
         ...
 
-    def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int]) -> None:
-        """Called once: what else belongs to a cached page, and is stored and loaded with it; how often a page was allocated."""
+    def adopted(self, token_ids: array[int], namespace: bytes, start: int, pages: PageIds) -> None:
+        """Notes that the pages of a prompt from page ``start`` on are cached now, as ``pages``, filled from elsewhere."""
+        ...
+
+    def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int], room: DeviceRoom) -> None:
+        """Called once: what else belongs to a cached page, and is stored and loaded with it; how often a page was allocated;
+        what pages are taken from that are filled from elsewhere."""
         ...
 
     def evicted(self, pages: PageIds) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class PrefixCache:
         windows: The pages of layers that see a window only.
         scarce: Those of them that have fewer pages than the page table.
         pins: The prefixes that are pinned.
+        taken: Pages that :meth:`take` gave.
 
     Args:
         allocator: The ledger.
@@ -75,6 +76,7 @@ class PrefixCache:
         self.enabled = enabled
         self._below = below if enabled else None
         self._rows: dict[int, Row] = {}
+        self.taken: set[int] = set()
         rows, width = page_table.rows.shape
         self.windows = [
             WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
@@ -85,7 +87,7 @@ class PrefixCache:
         self._tables = page_table.rows, *(each.table for each in self.windows)
         self._ledgers = allocator, *(each.ledger for each in self.windows)
         if self._below is not None:
-            self._below.beside(self.windows, allocator.epoch_of)
+            self._below.beside(self.windows, allocator.epoch_of, self)
 
     @property
     def num_evictable(self) -> int:
@@ -139,16 +141,56 @@ class PrefixCache:
 
     def allocate(self, slot: int, count: int) -> bool:
         """Adds ``count`` pages to a row, evicting if need be; returns False and changes nothing if there are not as many."""
-        missing = count - self._allocator.num_free
-        if missing > self._tree.num_evictable:
+        if count > self.num_available:
             return False
+        self._table.append(slot, self._allocate(count, slot))
+        return True
+
+    @property
+    def num_takable(self) -> int:
+        """How many pages :meth:`take` could give now: the longest request finds room beside them, when nothing else runs."""
+        pinned = sum(len(node.pages) for node in self.pins.nodes())
+        most = self._allocator.num_pages - self._table.rows.shape[1] - pinned - len(self.taken)
+        return max(0, min(most, self.num_available)) if self.enabled else 0
+
+    def take(self, count: int) -> PageIds:
+        """Takes pages, as many of ``count`` as there is room for, that are filled from elsewhere: a transfer's, until
+        :meth:`adopt` or :meth:`give_back`."""
+        pages = self._allocate(min(count, self.num_takable), TRANSFER)
+        self.taken.update(pages.tolist())
+        return pages
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Frees pages that were taken; nobody writes to them any more."""
+        self._allocator.free(pages, TRANSFER)
+        self.taken.difference_update(pages)
+
+    def adopt(self, token_ids: array[int], namespace: bytes, filled: Callable[[int], int | None]) -> int:
+        """Shares pages that were taken and filled; as :class:`~sapwood_worker.core.cache.handoff.landing.DeviceRoom`."""
+        match = self._tree.match(self._key(token_ids, 0, len(token_ids)), namespace)
+        start = end = len(match.pages)
+        pages: list[int] = []
+        while (page := filled(end)) is not None:
+            pages.append(page)
+            end += 1
+        if pages:
+            new, size = np.array(pages, np.int32), self._page_size
+            self._tree.insert(match.node, self._key(token_ids, start * size, end * size), new)
+            self._allocator.move(new, TRANSFER, CACHE)
+            self.taken.difference_update(pages)
+            if self._below is not None:
+                self._below.adopted(token_ids, namespace, start, new)
+        return end
+
+    def _allocate(self, count: int, owner: int) -> PageIds:
+        """Takes pages, of which there are as many, for an owner; evicts if need be."""
+        missing = count - self._allocator.num_free
         if missing > 0:
             pages = self._tree.evict(missing)
             if self._below is not None:
                 self._below.evicted(pages)
             self._drop(pages)
-        self._table.append(slot, self._allocator.allocate(count, slot))
-        return True
+        return self._allocator.allocate(count, owner)
 
     def load(self, slot: int) -> int:
         """Has the first pages of a row's own filled from the tiers below, before the coming step computes.
@@ -269,7 +311,7 @@ class PrefixCache:
             ResourceExhaustedError: As :meth:`Pins.add`.
         """
         match, _ = self._match(self._key(token_ids, 0, len(token_ids)), namespace)
-        self.pins.add(name, match, most, until)
+        self.pins.add(name, match, most - len(self.taken), until)
         return len(match.pages) * self._page_size
 
     def flush(self, *, keep: bool = False) -> int:
@@ -290,7 +332,7 @@ class PrefixCache:
         Raises:
             AssertionError: A page leaked or a lock was left behind; the message names the requests.
         """
-        check_idle(self._allocator, self._tree, self.pins, self._rows, self.windows)
+        check_idle(self._allocator, self._tree, self.pins, self._rows, self.windows, len(self.taken))
 
     def check(self) -> None:
         """Compares tree, ledger and rows page by page; for tests.
@@ -298,7 +340,7 @@ class PrefixCache:
         Raises:
             AssertionError: They disagree.
         """
-        check_pages(self._allocator, self._table, self._tree, self.pins, self._rows, self.windows)
+        check_pages(self._allocator, self._table, self._tree, self.pins, self._rows, self.windows, list(self.taken))
 
     def _balance(self, slot: int) -> None:
         """Compares, after a change of a row, how much is locked and cached with what should be. O(1).

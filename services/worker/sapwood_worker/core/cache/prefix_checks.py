@@ -1,4 +1,4 @@
-"""Checks that the prefix cache's rows, tree, ledger and windows agree."""
+"""Checks that the prefix cache's rows, tree, ledger and windows agree, and the second tier's pages with what uses them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.page_allocator import (
     CACHE,
     FREE,
@@ -46,8 +47,9 @@ def check_idle(
     pins: Pins,
     rows: Mapping[int, Row],
     windows: Sequence[WindowPages],
+    taken: int,
 ) -> None:
-    """Checks that nothing is held while no row is open; vectorised, O(pages).
+    """Checks that nothing but ``taken`` pages is held while no row is open; vectorised, O(pages).
 
     Raises:
         AssertionError: A page leaked or a lock was left behind; the message names the requests.
@@ -59,7 +61,7 @@ def check_idle(
     if tree.num_evictable + pinned != tree.num_pages:
         locked = [node.pages for node in tree.nodes() if node.locks and node not in nodes]
         raise LedgerError(f"a lock was left behind on pages {allocator.describe(np.concatenate(locked))}")
-    if allocator.num_used != tree.num_pages:
+    if allocator.num_used != tree.num_pages + taken:
         cached = np.concatenate([np.empty(0, np.int32), *(node.pages for node in tree.nodes())])
         leaked = np.setdiff1d(allocator.used(), cached)
         raise LedgerError(f"nothing runs, yet there are pages {allocator.describe(leaked)}")
@@ -74,8 +76,9 @@ def check_pages(
     pins: Pins,
     rows: Mapping[int, Row],
     windows: Sequence[WindowPages],
+    taken: Sequence[int],
 ) -> None:
-    """Compares tree, ledger and rows page by page; for tests.
+    """Compares tree, ledger, rows and the pages that are taken, page by page; for tests.
 
     Raises:
         AssertionError: They disagree.
@@ -103,9 +106,24 @@ def check_pages(
         ends[node] = ends.get(node, 0) + 1
     cached = tree.check(ends)
     owners[cached] = CACHE
+    owners[taken] = TRANSFER
     # The counts agree too, so that no page stands in two places.
-    allocator.check_owners(owners, held + len(cached))
+    allocator.check_owners(owners, held + len(cached) + len(taken))
     begun = {slot: table.pages(slot)[: row.shared] for slot, row in rows.items()}
     for nth, window in enumerate(windows):
         moving = {slot: each[each >= 0] for slot, row in rows.items() for each in row.windows[nth : nth + 1]}
         window.check(begun, moving, pins.held(nth), cached)
+
+
+def check_host(host: HostPages, writing: set[int], fetching: int, pins: Mapping[int, int], putting: int) -> None:
+    """Compares the second tier's pages with those that are written from the device, how many are fetched, how often each is
+    pinned, and how many pins are of pages on their way to the third tier; for tests.
+
+    Raises:
+        AssertionError: They disagree.
+    """
+    host.check()
+    unready = {entry.page for entry in host.entries() if not entry.ready}
+    assert writing <= unready and len(unready) == len(writing) + fetching, "a host page waits for nobody"
+    extra = [entry.pins - pins.get(entry.page, 0) for entry in host.entries()]
+    assert min(extra, default=0) >= 0 and sum(extra) == putting, "pins are not balanced"

@@ -54,9 +54,8 @@ class GroupRunner:
     def cache_identity(self) -> str:
         return self._runner.cache_identity()
 
-    def export_pages(self) -> bytes:
-        """Nothing: a rank has but a part of a page."""
-        return b""
+    def own_pool(self) -> None:
+        """None: a rank has but a part of a page."""
 
     def execute(self, step: Step) -> ModelOutput:
         return self.launch(step).result()

@@ -55,9 +55,8 @@ class SplitRequestsRunner:
         with self._asking:
             return self._identity()
 
-    def export_pages(self) -> bytes:
-        """Nothing: a rank has but a part of a page."""
-        return b""
+    def own_pool(self) -> None:
+        """None: a rank has but a part of a page."""
 
     def execute(self, step: Step) -> ModelOutput:
         return self.launch(step).result()

@@ -118,6 +118,8 @@ class Scheduler:
         self._requests = self._lifecycle.requests
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
+        if tiers is not None:
+            tiers.steps = lambda: (self._steps, self._steps - len(self._in_flight))
         self._results = StepResults(self._running, self._lifecycle, self._fairness)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False

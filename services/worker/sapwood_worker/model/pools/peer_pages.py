@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +19,9 @@ from sapwood_kernels.memcpy_batch import Addresses, MemcpyBatch
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+Targets = Callable[[int], Addresses]
+"""Where the part of each page's content goes that begins at a place of it."""
 
 
 class LayerPages(msgspec.Struct, frozen=True, array_like=True):
@@ -52,8 +55,9 @@ class DeviceMemory(Protocol):
         """Undoes :meth:`open`."""
         ...
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int) -> None:
-        """Copies ``size`` bytes from each source to its target, pinned host memory; all are there when it returns.
+    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
+        """Copies ``size`` bytes from each source to its target, of the device or in the host's memory; all are there when it
+        returns. In batches host memory must be pinned.
 
         Raises:
             RuntimeError: They are not.
@@ -98,10 +102,10 @@ class CudaMemory:
         self._enter()
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
         self._enter()
         stream = self._stream()
-        if self._batch is not None:
+        if batched and self._batch is not None:
             self._batch.copy(targets, sources, size, stream.value or 0)
         else:
             for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
@@ -131,25 +135,68 @@ class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-def export_pages(layers: Iterable[tuple[int, int, int]], memory: DeviceMemory) -> bytes:
-    """What another process needs to read a device pool's pages; empty if there are no layers.
+class OwnPool:
+    """This process's device pool.
 
     Args:
         layers: For each its address, the bytes of a page, and where in the content of a page's record they go.
         memory: The device's.
+        mark: Notes what was launched on the device before now; what it returns returns once that is over.
 
-    Raises:
-        RuntimeError: The driver does not export this memory.
+    Attributes:
+        memory, mark: The arguments.
+        page_bytes: Bytes of a page's content, all layers together.
     """
-    exported = [LayerPages(*memory.export(address), size, at) for address, size, at in layers]
-    return msgspec.msgpack.encode(exported) if exported else b""
+
+    def __init__(
+        self, layers: Sequence[tuple[int, int, int]], memory: DeviceMemory, mark: Callable[[], Callable[[], None]]
+    ) -> None:
+        self.memory = memory
+        self.mark = mark
+        self._layers = {at: (address, size) for address, size, at in layers}
+        self.page_bytes = sum(size for _, size, _ in layers)
+
+    def export(self) -> bytes:
+        """What another process needs to read its pages.
+
+        Raises:
+            RuntimeError: The driver does not export this memory.
+        """
+        layers = [LayerPages(*self.memory.export(address), size, at) for at, (address, size) in self._layers.items()]
+        return msgspec.msgpack.encode(layers)
+
+    def targets(self, pages: Sequence[int]) -> Targets:
+        """Where the content of pages goes."""
+        ids = np.array(pages, np.uint64)
+
+        def addresses(at: int) -> Addresses:
+            address, size = self._layers[at]
+            return np.uint64(address) + ids * np.uint64(size)
+
+        return addresses
+
+    def fill(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
+        """Fills pages from the host's memory.
+
+        Raises:
+            RuntimeError: The copies failed.
+        """
+        sources, targets = host_targets(contents), self.targets(pages)
+        for at, (_, size) in self._layers.items():
+            self.memory.copy(targets(at), sources(at), size, batched=False)
+
+
+def host_targets(contents: Sequence[memoryview]) -> Targets:
+    """Where the parts of pages' contents lie in the host's memory."""
+    starts = np.array([np.frombuffer(content, np.uint8).ctypes.data for content in contents], np.uint64)
+    return lambda at: starts + np.uint64(at)
 
 
 class PeerPool:
     """Another process's device pool.
 
     Args:
-        exported: What :func:`export_pages` gave it.
+        exported: What :meth:`OwnPool.export` gave it.
         memory: Opens it.
 
     Raises:
@@ -164,23 +211,23 @@ class PeerPool:
             if layer.handle not in self._opened:
                 self._opened[layer.handle] = memory.open(layer.handle)
 
-    def read(self, pages: list[int], contents: list[int], start: int, end: int) -> None:
+    def read(self, pages: Sequence[int], targets: Targets, start: int, end: int) -> None:
         """Reads the layers that lie between two places of a page's content.
 
         Args:
             pages: Which pages.
-            contents: The address at which each one's content begins here, in pinned host memory.
+            targets: Where their content goes here.
             start, end: The places.
 
         Raises:
             RuntimeError: The copies failed.
         """
-        ids, targets = np.array(pages, np.uint64), np.array(contents, np.uint64)
+        ids = np.array(pages, np.uint64)
         sizes: dict[int, list[tuple[Addresses, Addresses]]] = {}
         for layer in self._layers:
             if start <= layer.at and layer.at + layer.size <= end:
                 first = np.uint64(self._opened[layer.handle] + layer.first)
-                pair = targets + np.uint64(layer.at), first + ids * np.uint64(layer.size)
+                pair = targets(layer.at), first + ids * np.uint64(layer.size)
                 sizes.setdefault(layer.size, []).append(pair)
         for size, pairs in sizes.items():
             self._memory.copy(

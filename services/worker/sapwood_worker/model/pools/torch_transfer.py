@@ -268,6 +268,13 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return milliseconds / 1000
 
 
+def marked(device: torch.device) -> Callable[[], None]:
+    """Notes what was launched on a device before now; what it returns returns once that is over."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
 def pin(host: HostPool) -> None:
     """Registers the pool with CUDA, in place: torch's own pinned allocator would round its size up to a power of two.
 

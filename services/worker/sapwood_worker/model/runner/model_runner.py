@@ -21,7 +21,8 @@ from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
-from sapwood_worker.model.pools.peer_pages import CudaMemory, export_pages
+from sapwood_worker.model.pools.peer_pages import CudaMemory, OwnPool
+from sapwood_worker.model.pools.torch_transfer import marked
 from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -236,15 +237,15 @@ class ModelRunner:
         """
         return self._identity()
 
-    def export_pages(self) -> bytes:
-        """What another process of the host needs to read the device's pages; empty: it cannot, or there is no GPU.
+    def own_pool(self) -> OwnPool | None:
+        """The device's pages as other processes of the host read them and copies fill them; None: a page has several parts.
 
         Raises:
-            OSError, RuntimeError: The driver does not export them.
+            OSError, RuntimeError: There is no GPU.
         """
-        if not self.asynchronous:
-            return b""
-        return export_pages(self._pool.layers_in_records(), CudaMemory(self._pool.device.index or 0))
+        layers, device = self._pool.layers_in_records(), self._pool.device
+        memory = CudaMemory(device.index or 0)
+        return OwnPool(layers, memory, lambda: marked(device)) if layers else None
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
+from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.handoff.pulls import NEWS_SECONDS, PATIENCE_SECONDS, Pulls
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
@@ -75,7 +76,10 @@ class Handoffs(RuleBasedStateMachine):
         self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
         self.chance = random.Random(5)
         self.faults = 0.0
-        self.pulls = Pulls(self.host, self.pool, FINGERPRINT, self, FakeExecutor(self.chance), 0.7, self.clock)
+        self.parts = PartCount()
+        self.pulls = Pulls(
+            HostGround(self.host, self.pool, FINGERPRINT, self), FINGERPRINT, FakeExecutor(self.chance), 0.7, self.clock
+        )
         self.serials = 0
         self.offered: dict[int, list[int]] = {}
         self.computing: dict[int, PageChain] = {}

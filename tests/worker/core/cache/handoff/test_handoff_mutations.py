@@ -11,6 +11,7 @@ from sapwood_testing.mutations import Mutation, check_noticed
 SIMULATION = Path(__file__).with_name("test_two_schedulers.py")
 MOST_STEPS = 200_000
 """As many as the default run makes, of the same seeds; each mutation is noticed within it."""
+LANDING = "core/cache/handoff/landing.py"
 LEASES, PULLS = "core/cache/handoff/leases.py", "core/cache/handoff/pulls.py"
 RECORD = "core/cache/storage/record.py"
 ARRIVALS, HOST, TIERS = "core/cache/arrivals.py", "core/cache/host_pages.py", "core/cache/hierarchical.py"
@@ -70,7 +71,7 @@ MUTATIONS = [
         "request.planned // size, -(-end // size)",
     ),
     # What was kept for a request is given back when it starts.
-    Mutation(TIERS, "None if self.pulls is None else self.pulls.arrivals.settle(serial)", "None"),
+    Mutation(TIERS, "None if self.pulls is None else self.pulls.settle(serial)", "None"),
     # A request that is aborted while its pages are on their way to the host gets no ticket.
     Mutation("core/scheduler/lifecycle.py", "return leases is not None and leases.cancel(serial)", "return False"),
     # A prompt that is handed off ends with its first token.
@@ -79,6 +80,23 @@ MUTATIONS = [
         "leases.computed(request.serial)\n        self.end(request)\n",
         "leases.computed(request.serial)\n",
     ),
+    # A page of the device is not filled while a step that was launched before uses it, nor while what it held is being copied.
+    Mutation(LANDING, "self._entry(each).after <= ended and ", ""),
+    Mutation(LANDING, " and not self._device.is_storing(each.page)", ""),
+    # What came for nobody is given back, but for what is shared.
+    Mutation(LANDING, "        self._drop(entry for", "        list(entry for"),
+    Mutation(LANDING, " and self._entries.get(entry.key.hash) is entry)", ")"),
+    Mutation(ARRIVALS, "            self._host.unpin(arrived)\n", ""),
+    # A page of the source's device that was given to another is not used.
+    Mutation(
+        "core/cache/handoff/movers/cuda_ipc.py", "if self.epoch_of(page) == epoch else -1", "if page >= 0 else -1"
+    ),
+    # What comes through the host's memory is checked.
+    Mutation(LANDING, "if there and verify(record, entries[place].key, namespace)", "if there"),
+    # Pages that came are shared in their order.
+    Mutation(LANDING, "entry is not None and entry.ready and", "entry is not None and"),
+    # The longest request finds room.
+    Mutation("core/cache/prefix_cache.py", " - self._table.rows.shape[1] - pinned", " - pinned"),
     # Requests whose pages are there go on.
     Mutation("core/scheduler/scheduler.py", "            self._requests[serial].held = False\n", "            pass\n"),
 ]

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 import trustme
 from msgspec.structs import replace
 
@@ -40,7 +39,7 @@ from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, pool_bytes
-from sapwood_worker.model.pools.peer_pages import LayerPages, PeerPool
+from sapwood_worker.model.pools.peer_pages import OwnPool, PeerPool
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.records.handoff import HandoffTicket
 
@@ -56,9 +55,16 @@ if importlib.util.find_spec("nixl_cu12"):
     ENGINES["nixl"] = NixlMover, NixlSource
 if mooncake_is_installed():
     ENGINES["mooncake"] = MooncakeMover, MooncakeSource
+
+
+def own_pool(pages: npt.NDArray[np.uint8]) -> OwnPool:
+    """Memory in place of a GPU's pages, in one layer."""
+    return OwnPool([(pages.ctypes.data, BYTES, 0)], ProcessMemory(), lambda: lambda: None)
+
+
 ALL = (
     MOVERS
-    | {"cuda": lambda tls, pool: CudaIpcMover(tls, pool, ProcessMemory())}
+    | {"cuda": lambda tls, _: CudaIpcMover(tls, own_pool(np.zeros((PAGES, BYTES), np.uint8)))}
     | {name: mover for name, (mover, _) in ENGINES.items()}
 )
 
@@ -68,7 +74,9 @@ class Kept:
 
     def __init__(self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True) -> None:
         self.into = HostPool(PAGES, BYTES)
-        self.mover = ALL[mover](tls, self.into)
+        self.own = np.zeros((PAGES, BYTES), np.uint8)
+        """The reader's pages of a GPU."""
+        self.mover = CudaIpcMover(tls, own_pool(self.own)) if mover == "cuda" else ALL[mover](tls, self.into)
         """Whoever reads."""
         self.clock = Clock()
         memory = SharedMemory.create(pool_bytes(PAGES, BYTES)) if shared else None
@@ -97,8 +105,15 @@ class Kept:
             place = PAGES - 1 - entry.page
             entry.device = place, 3
             self.device[place] = self.pool.record(entry.page)[HEADER_BYTES:]
-        handle, first = ProcessMemory().export(self.device.ctypes.data)
-        return msgspec.msgpack.encode([LayerPages(handle, first, BYTES, 0)])
+        return own_pool(self.device).export()
+
+    def to_device(
+        self, indices: list[int], pages: list[int], proofs: Sequence[bytes] | None = None
+    ) -> list[bool | None]:
+        """Which pages came, into the reader's GPU."""
+        assert isinstance(self.mover, CudaIpcMover)
+        known = [self.chain.pages[index].key.proof if index < PAGES - 2 else b"" for index in indices]
+        return self.mover.read_to_device(self.ticket, indices, pages, proofs or known)
 
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
@@ -343,9 +358,13 @@ def on_a_gpu() -> Iterator[Kept]:
     made.server.close()
 
 
+def memory_of(kept: Kept) -> ProcessMemory:
+    assert isinstance(kept.mover, CudaIpcMover) and isinstance(kept.mover._pool.memory, ProcessMemory)
+    return kept.mover._pool.memory
+
+
 def copied(kept: Kept) -> int:
-    assert isinstance(kept.mover, CudaIpcMover) and isinstance(kept.mover._memory, ProcessMemory)
-    return kept.mover._memory.copied
+    return memory_of(kept).copied
 
 
 def test_pages_that_left_the_gpu_are_read_from_host_memory_and_the_others_from_the_gpu(on_a_gpu: Kept) -> None:
@@ -369,13 +388,30 @@ def test_a_page_of_the_gpu_that_is_given_to_another_while_it_is_read_is_not_had(
 
     monkeypatch.setattr(PeerPool, "read", while_others_get_it)
     assert [record is not None for record in on_a_gpu.read([3, 4])] == [False, True]
+    assert on_a_gpu.to_device([4, 5], [0, 1]) == [False, True]
 
 
-def test_copies_that_fail_are_an_error_and_a_worker_without_a_gpu_is_refused(on_a_gpu: Kept) -> None:
-    assert isinstance(on_a_gpu.mover, CudaIpcMover) and isinstance(on_a_gpu.mover._memory, ProcessMemory)
-    on_a_gpu.mover._memory.broken = True
+def test_pages_go_from_gpu_to_gpu_if_they_are_of_the_same_tokens_and_tenant(on_a_gpu: Kept) -> None:
+    page, _ = on_a_gpu.leases._leases[on_a_gpu.ticket.transfer_id].entries[1].device or (0, 0)
+    on_a_gpu.device_epochs[page] += 1  # is not there any more
+    assert on_a_gpu.to_device([4, 1, 2, 99], [5, 0, 3, 6]) == [True, None, True, None]
+    assert on_a_gpu.own[5].tolist() == [4] * BYTES and on_a_gpu.own[3].tolist() == [2] * BYTES
+    assert not on_a_gpu.own[[0, 6]].any()
+    assert on_a_gpu.to_device([4], [1], [bytes(32)]) == [False]
+    on_a_gpu.leases.release([on_a_gpu.ticket.transfer_id])
+    assert on_a_gpu.to_device([4], [1]) == [None]
+
+
+def test_a_page_of_the_gpu_is_filled_from_the_hosts_memory(on_a_gpu: Kept) -> None:
+    assert isinstance(on_a_gpu.mover, CudaIpcMover)
+    on_a_gpu.mover.fill([2, 4], [memoryview(bytes([value]) * BYTES) for value in (7, 9)])
+    assert on_a_gpu.own[2].tolist() == [7] * BYTES and on_a_gpu.own[4].tolist() == [9] * BYTES
+    assert not on_a_gpu.own[3].any()
+
+
+def test_copies_that_fail_are_an_error(on_a_gpu: Kept) -> None:
+    memory_of(on_a_gpu).broken = True
     with pytest.raises(MoverError, match="719"):
         on_a_gpu.read([0])
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="--handoff-mover cuda"):
-            CudaIpcMover(None, on_a_gpu.into)
+    with pytest.raises(MoverError, match="719"):
+        on_a_gpu.to_device([0], [0])

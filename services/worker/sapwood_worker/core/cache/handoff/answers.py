@@ -4,6 +4,9 @@ Where pages are coming, the source answers ``LATER`` for each, and once it has s
 bytes of those that come are there, again and again until that is all; none says that it goes on. Then follows for each of them,
 in order, whether the source has it after all, with the header over all of its content: not before the step that computed it is
 known to have gone well. The bytes follow whenever some are named (TCP), or the reader takes them out of the source's memory.
+
+Where the bytes never pass through a host's memory there is no checksum, and in place of the header stands the proof of the page's
+tokens and tenant alone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ _NAP_SECONDS = 1e-3
 _MOST_RANGES = 1 << 16
 COMING = b""
 """In place of the header of a page that is coming."""
+_PROOF_BYTES = 32
 
 
 def send_headers(
@@ -33,11 +37,12 @@ def send_headers(
     indices: Sequence[int],
     *,
     in_parts: bool = False,
+    sealed: bool = True,
     still: Callable[[int], bool] = lambda index: True,
 ) -> None:
-    """Of pages that the reader takes out of the source's memory itself: says which there are, with their sealed headers, waits
-    until they are read (a yes; a no now and then until then), and says which of them still are what the ticket says, and what
-    else was said (``still``): those that were there at first, then those that came."""
+    """Of pages that the reader takes out of the source's memory itself: says which there are, with their sealed headers (or
+    proofs), waits until they are read (a yes; a no now and then until then), and says which of them still are what the ticket
+    says, and what else was said (``still``): those that were there at first, then those that came."""
     had: list[int] = []
     coming: list[int] = []
     for index in indices:
@@ -47,26 +52,31 @@ def send_headers(
         elif lease is None or not _comes(wire, source, lease, index):
             wire.send(NO)
         else:
-            wire.send(YES + source.header(source.record(lease, index), lease, index))
+            wire.send(
+                YES + (source.header(source.record(lease, index), lease, index) if sealed else lease.keys[index].proof)
+            )
             had.append(index)
     if lease is not None and coming:
-        had += send_parts(wire, source, lease, coming, content=False)
+        had += send_parts(wire, source, lease, coming, content=False, sealed=sealed)
     while not wire.says_yes():
         pass  # it is still reading
     if lease is not None:
         wire.send(b"".join(YES if still(index) and source.ends(lease, index) else NO for index in had))
 
 
-def receive_headers(wire: Wire, indices: Sequence[int]) -> list[bytes | None]:
-    """The reader's side: for each page its header, ``COMING``, or None."""
+def receive_headers(wire: Wire, count: int, *, sealed: bool = True) -> list[bytes | None]:
+    """The reader's side: for each of so many pages its header (or proof), ``COMING``, or None."""
     headers: list[bytes | None] = []
-    for _ in indices:
+    size = HEADER_BYTES if sealed else _PROOF_BYTES
+    for _ in range(count):
         answer = wire.answer()
-        headers.append(COMING if answer == LATER else wire.receive(HEADER_BYTES) if answer == YES else None)
+        headers.append(COMING if answer == LATER else wire.receive(size) if answer == YES else None)
     return headers
 
 
-def send_parts(wire: Wire, source: PageSource, lease: Lease, coming: Sequence[int], *, content: bool) -> list[int]:
+def send_parts(
+    wire: Wire, source: PageSource, lease: Lease, coming: Sequence[int], *, content: bool, sealed: bool = True
+) -> list[int]:
     """The source's side, once it has answered ``LATER`` for some pages of a read.
 
     Args:
@@ -75,11 +85,14 @@ def send_parts(wire: Wire, source: PageSource, lease: Lease, coming: Sequence[in
         lease: The lease.
         coming: Which of its pages are coming.
         content: Whether the bytes go over the connection.
+        sealed: Whether there is a checksum over them.
 
     Returns:
         Those that it turned out to have, whose headers it has sent.
     """
-    sealers = [Sealer(source.record(lease, index), lease.keys[index], source.namespace) for index in coming]
+    sealers = [
+        Sealer(source.record(lease, index), lease.keys[index], source.namespace) for index in (coming if sealed else ())
+    ]
     groups, known = source.pool.parts.groups, 0
     while known < len(groups):
         reached = _reach(source, lease, coming, known)
@@ -93,9 +106,9 @@ def send_parts(wire: Wire, source: PageSource, lease: Lease, coming: Sequence[in
         known = reached
         wire.goes_on()
     had = []
-    for index, sealer in zip(coming, sealers, strict=True):
+    for place, index in enumerate(coming):
         if _comes(wire, source, lease, index):
-            wire.send(YES + sealer.header())
+            wire.send(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
             had.append(index)
         else:
             wire.send(NO)
@@ -103,20 +116,28 @@ def send_parts(wire: Wire, source: PageSource, lease: Lease, coming: Sequence[in
 
 
 def receive_parts(
-    wire: Wire, buffers: Sequence[memoryview], count: PartCount, take: Callable[[int, int, int], object]
+    wire: Wire,
+    pages: int,
+    content: int,
+    count: PartCount,
+    take: Callable[[int, int, int], object],
+    *,
+    sealed: bool = True,
 ) -> list[bytes | None]:
     """The reader's side.
 
     Args:
         wire: The connection.
-        buffers: The records of the pages that are ``LATER``. Mutated: content and headers.
+        pages: How many pages are ``LATER``.
+        content: Bytes of a page's content.
         count: Is told of what comes before all layers are computed.
-        take: Has a part of a page's content filled: its number among ``buffers``, where in the content it begins and ends.
+        take: Has a part of a page's content filled: the page's number among them, where in the content it begins and ends.
+        sealed: As the source has it.
 
     Returns:
-        For each page its header, or None.
+        For each page its header (or proof), or None.
     """
-    left = len(buffers[0]) - HEADER_BYTES
+    left = content
     while left:
         (ranges,) = _COUNT.unpack(wire.receive(_COUNT.size))
         if ranges > _MOST_RANGES:
@@ -125,17 +146,13 @@ def receive_parts(
         size = sum(end - start for start, end in parts)
         if size > left or any(start > end for start, end in parts):
             raise MoverError("the other side says what cannot be")
-        for number in range(len(buffers)):
+        for number in range(pages):
             for part in parts:
                 take(number, *part)
         left -= size
-        count.add(len(buffers) * size if left else 0)
+        count.add(pages * size if left else 0)
         wire.goes_on()
-    headers = receive_headers(wire, range(len(buffers)))
-    for header, buffer in zip(headers, buffers, strict=True):
-        if header:
-            buffer[:HEADER_BYTES] = header
-    return headers
+    return receive_headers(wire, pages, sealed=sealed)
 
 
 def _comes(wire: Wire, source: PageSource, lease: Lease, index: int) -> bool:

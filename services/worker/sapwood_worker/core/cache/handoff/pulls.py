@@ -1,5 +1,5 @@
-"""The other side of hand-offs: the pages of a ticket that this worker lacks are read into host pages while their request waits,
-and those that are announced before, while the source computes the rest.
+"""The other side of hand-offs: the pages of a ticket that this worker lacks are read into pages of its own while their request
+waits (where to: ``host_ground.py``, ``landing.py``), and those that are announced before, while the source computes the rest.
 
 States of a request with a ticket::
 
@@ -8,26 +8,25 @@ States of a request with a ticket::
        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 
 Announced pages are pinned until the request comes, which goes on with what was read for it, or until nothing was heard of them
-for ``NEWS_SECONDS``; they are cached then as any others.
-
-What a read brought is checked byte by byte (``storage/record.py``): it becomes a page of the second tier (``arrivals.py``), or is
-thrown away. Nothing here blocks: reads run in other threads.
+for ``NEWS_SECONDS``. What a read brought is checked, and becomes a page of a tier, or is thrown away. Nothing here blocks: reads
+run in other threads, and begin when nothing uses any more what was in the pages that they fill.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from sapwood_worker.core.cache.arrivals import Arrival, Arrivals
-from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
-from sapwood_worker.core.cache.page_key import PageName
+from sapwood_worker.core.cache.arrivals import Arrival, ArrivalPages, Arrivals
+from sapwood_worker.core.cache.handoff.mover import PartCount
+from sapwood_worker.core.cache.host_pages import HostPage
+from sapwood_worker.core.cache.page_key import PageKey, PageName
 from sapwood_worker.core.cache.storage.executor import Executor
-from sapwood_worker.core.cache.storage.record import take_good
-from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HostPool
+from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES
 from sapwood_worker.records.handoff import HandoffTicket
 
 BATCH = 16
@@ -88,17 +87,40 @@ class _Read:
     seconds: float
 
 
+class Ground(ArrivalPages, Protocol):
+    """Where pulled pages go.
+
+    Attributes:
+        page_bytes: Bytes of a page's content.
+        parts: Counts what came of pages before all of their layers were computed.
+    """
+
+    page_bytes: int
+    parts: PartCount
+
+    def writable(self, entries: Sequence[HostPage]) -> bool:
+        """Whether nothing uses what these pages held before."""
+        ...
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
+        """Reads pages of a ticket; returns which are what it says. Called from several threads; raises as a mover's."""
+        ...
+
+    def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
+        """A request waits no longer; returns whether all that it wanted is there."""
+        ...
+
+
 class Pulls:
     """Pulls under way. Single-threaded but for the reads that its executor runs.
 
     Args:
-        host: The second tier's pages.
-        pool: Their memory.
+        ground: Where pages go.
         fingerprint: What this worker's pages hold besides tokens.
-        mover: Reads.
         executor: Where reads run.
-        share: The most of the host pages that pulls hold at once.
+        share: The most of the ground's pages that pulls hold at once.
         clock: Seconds, monotonic.
+        counters: Others', to be counted in; None: new ones.
 
     Attributes:
         counters: What has happened so far.
@@ -108,35 +130,37 @@ class Pulls:
 
     def __init__(
         self,
-        host: HostPages,
-        pool: HostPool,
+        ground: Ground,
         fingerprint: bytes,
-        mover: PageMover,
         executor: Executor,
         share: float,
         clock: Callable[[], float],
+        counters: PullCounters | None = None,
     ) -> None:
-        self.counters = PullCounters()
-        self.arrivals: Arrivals[_Pull] = Arrivals(host, share, clock)
+        self.counters = counters or PullCounters()
+        self.arrivals: Arrivals[_Pull] = Arrivals(ground, share, clock)
         self._announced: dict[bytes, _Prompt] = {}
         self._serials = itertools.count(-1, -1)  # below those of requests
-        self.page_bytes = pool.object_bytes
-        self._host = host
-        self._pool = pool
+        self.page_bytes = ground.page_bytes
+        self._ground = ground
         self._fingerprint = fingerprint
-        self._mover = mover
         self._executor = executor
         self._clock = clock
+        self._due: deque[tuple[_Pull, HandoffTicket, list[int], list[HostPage]]] = deque()
 
     @property
     def part_bytes(self) -> int:
         """Bytes that came before all layers of their pages were computed."""
-        return self._mover.parts.bytes
+        return self._ground.parts.bytes
 
     @property
     def busy(self) -> bool:
         """Whether reads are under way."""
         return self.arrivals.reading > 0
+
+    def knows(self, ticket: HandoffTicket) -> bool:
+        """Whether pages of this transfer were announced."""
+        return ticket.transfer_id in self._announced
 
     def pull(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
         """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
@@ -205,19 +229,25 @@ class Pulls:
         each = min(max(BATCH, -(-len(entries) // EARLY_READS)), ARRIVING_PAGES) if pull.early else BATCH
         for start in range(0, len(entries), each):
             batch = entries[start : start + each]
-            indices = [index_of[entry.key.hash] for entry in batch]
+            self._due.append((pull, ticket, [index_of[entry.key.hash] for entry in batch], batch))
+        self._submit()
+        return count
+
+    def _submit(self) -> None:
+        while self._due and self._ground.writable(self._due[0][3]):
+            pull, ticket, indices, batch = self._due.popleft()
             done = partial(self._took, pull, batch)
             self._executor.submit(partial(self._read, pull, ticket, indices, batch), done, urgent=True)
-        return count
 
     def poll(self) -> list[int]:
         """Takes the ends of reads; returns the requests that need not wait any longer."""
+        self._submit()
         self._executor.poll()
         now = self._clock()
         released = self.arrivals.release(lambda pull: now >= pull.deadline or not self.arrivals.is_reading(pull))
         for serial in released:
             wanted = [name.key for name in self.arrivals[serial].wanted]
-            self.counters.fallbacks += len(self._host.match(wanted)) < len(wanted)
+            self.counters.fallbacks += not self._ground.released(serial, wanted)
         return released
 
     def wait(self, seconds: float) -> None:
@@ -229,9 +259,7 @@ class Pulls:
         if pull.cancelled:
             return None
         began = self._clock()
-        with self._pool.arriving([entry.page for entry in batch]) as records:
-            read = self._mover.read(ticket, indices, records)
-            good = take_good(self._pool, batch, read, records, self._fingerprint.hex())
+        good = self._ground.read(ticket, indices, batch)
         return _Read(good, self._clock() - began)
 
     def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:

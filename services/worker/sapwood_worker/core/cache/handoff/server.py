@@ -120,8 +120,9 @@ class PageServer:
             tcp.send_pages(at, self._source, lease, asked.indices)
         elif asked.way == "shm":
             shm.send_where(at, self._source, lease, asked.indices)
-        elif asked.way == "cuda":
-            cuda_ipc.send_where(at, self._source, self._device, lease, asked.indices)
+        elif asked.way == "cuda" or asked.way == "device":
+            sealed = asked.way == "cuda"
+            cuda_ipc.send_where(at, self._source, self._device, lease, asked.indices, sealed=sealed)
         else:
             engine = self._engines.get(asked.way)
             known = None if engine is None else partial(engine, connection.getsockname()[0])

@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.records.handoff import HandoffTicket
 
-Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda"]
+Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda", "device"]
 
 YES, NO, LATER, WAIT = b"\1", b"\0", b"\2", b"\3"
 SILENCE_SECONDS = 1.0
@@ -33,6 +33,7 @@ _MAGIC: dict[Way, bytes] = {
     "nixl": b"SAPWHX02",
     "mooncake": b"SAPWHK02",
     "cuda": b"SAPWHC02",
+    "device": b"SAPWHD02",
 }
 _MOST_PAGES = 4096
 

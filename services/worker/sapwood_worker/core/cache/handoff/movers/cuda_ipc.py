@@ -1,4 +1,5 @@
-"""Pages out of the source's GPU, within a host: the reader's copy engines take them from there into its host pages.
+"""Pages out of the source's GPU, within a host: the reader's copy engines take them from there, into its own GPU's pages or into
+its host pages.
 
 The source answers with what its device pool is among processes, and for each page where it lies there: those that were copied
 to host memory from a page of the device which still is theirs (its epoch tells). Of them it says the rest as it does of shared
@@ -12,11 +13,8 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
-
-from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, receive_parts, send_headers
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
@@ -25,8 +23,8 @@ from sapwood_worker.core.cache.handoff.movers.shm import boot_name
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import YES, Wire, dialled
-from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
-from sapwood_worker.model.pools.peer_pages import CudaMemory, DeviceMemory, PeerPool
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+from sapwood_worker.model.pools.peer_pages import OwnPool, PeerPool, Targets, host_targets
 from sapwood_worker.records.handoff import HandoffTicket
 
 _WHERE = struct.Struct("<16sI")
@@ -55,30 +53,32 @@ class ExportedPages(NamedTuple):
 
 
 class CudaIpcMover:
-    """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover`.
+    """Implements :class:`~sapwood_worker.core.cache.handoff.landing.DeviceMover`.
 
     Args:
         tls: Its files; None: plain text. Pages themselves stay within the host.
-        pool: Where the records lie that are read into, pinned.
-        memory: The device's; None: the driver's first device.
-
-    Raises:
-        ConfigError: There is no GPU.
+        pool: This worker's pages on its GPU.
     """
 
-    def __init__(self, tls: PageTls | None, pool: HostPool, memory: DeviceMemory | None = None) -> None:
-        try:
-            self._memory = CudaMemory(0) if memory is None else memory
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"--handoff-mover cuda: {error}") from error
+    def __init__(self, tls: PageTls | None, pool: OwnPool) -> None:
         self._tls = tls
+        self._pool = pool
         self._otherwise = QuickestMover(tls)
         self.parts = self._otherwise.parts
+        self.barrier = pool.mark
+        self.fill = pool.fill
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[int, PeerPool]] = {}
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
-        answers = self._read(ticket, indices, buffers)
+        def take(number: int, header: bytes) -> bool:
+            buffers[number][:HEADER_BYTES] = header
+            return True
+
+        def targets(numbers: list[int]) -> Targets:
+            return host_targets([buffers[number][HEADER_BYTES:] for number in numbers])
+
+        answers = self._read(ticket, "cuda", indices, targets, take)
         left = [number for number, answer in enumerate(answers) if answer is None]
         if left:
             others = [buffers[number] for number in left]
@@ -87,9 +87,26 @@ class CudaIpcMover:
                 answers[number] = there
         return list(map(bool, answers))
 
-    def _read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool | None]:
-        """Whether each page was had; None: it is not in the source's GPU."""
-        with dialled(ticket, "cuda", indices, self._tls) as wire:
+    def read_to_device(
+        self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
+    ) -> list[bool | None]:
+        def targets(numbers: list[int]) -> Targets:
+            return self._pool.targets([pages[number] for number in numbers])
+
+        return self._read(ticket, "device", indices, targets, lambda number, proof: proof == proofs[number])
+
+    def _read(
+        self,
+        ticket: HandoffTicket,
+        way: Literal["cuda", "device"],
+        indices: Sequence[int],
+        targets: Callable[[list[int]], Targets],
+        take: Callable[[int, bytes], bool],
+    ) -> list[bool | None]:
+        """Reads to ``targets`` of the pages with some numbers; ``take`` looks at a page's header or proof and says whether it is
+        good. Returns whether each page was had; None: it is not in the source's GPU."""
+        sealed = way == "cuda"
+        with dialled(ticket, way, indices, self._tls) as wire:
             name, length = _WHERE.unpack(wire.receive(_WHERE.size))
             if name != boot_name() or not 0 < length <= _MOST_BYTES:
                 return [None] * len(indices)
@@ -99,35 +116,32 @@ class CudaIpcMover:
                 return [None] * len(indices)
             places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * len(indices)))]
             there = [number for number, place in enumerate(places) if place >= 0]
-            headers = receive_headers(wire, there)
-            contents = [np.frombuffer(buffer, np.uint8)[HEADER_BYTES:] for buffer in buffers]
+            headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))
 
             def read(numbers: list[int], start: int, end: int) -> None:
-                addresses = [contents[number].ctypes.data for number in numbers]
                 try:
-                    peer.read([places[number] for number in numbers], addresses, start, end)
-                except RuntimeError as error:
+                    peer.read([places[number] for number in numbers], targets(numbers), start, end)
+                except (RuntimeError, KeyError) as error:
                     raise MoverError(str(error)) from error
 
-            had = [number for number, header in zip(there, headers, strict=True) if header]
-            for number, header in zip(there, headers, strict=True):
-                buffers[number][:HEADER_BYTES] = header or bytes(HEADER_BYTES)
+            had = [number for number, header in headers.items() if header]
             if had:
-                read(had, 0, len(contents[had[0]]))
-            coming = [number for number, header in zip(there, headers, strict=True) if header == COMING]
+                read(had, 0, self._pool.page_bytes)
+            coming = [number for number, header in headers.items() if header == COMING]
             if coming:
-                later = [buffers[number] for number in coming]
 
-                def take(place: int, start: int, end: int) -> None:
+                def read_part(place: int, start: int, end: int) -> None:
                     if not place:  # all pages at once
                         read(coming, start, end)
 
-                came = receive_parts(wire, later, self.parts, take)
-                had += [number for number, header in zip(coming, came, strict=True) if header is not None]
+                size = self._pool.page_bytes
+                came = receive_parts(wire, len(coming), size, self.parts, read_part, sealed=sealed)
+                headers.update(zip(coming, came, strict=True))
+                had += [number for number in coming if headers[number]]
             wire.send(YES)
             answers: list[bool | None] = [None if place < 0 else False for place in places]
             for number in had:
-                answers[number] = wire.says_yes()
+                answers[number] = wire.says_yes() and take(number, headers[number] or b"")
             return answers
 
     def _peer(self, ticket: HandoffTicket, exported: bytes) -> PeerPool:
@@ -135,16 +149,22 @@ class CudaIpcMover:
         with self._lock:
             epoch, peer = self._peers.get(ticket.source, (0, None))
             if peer is None or epoch != ticket.epoch:
-                opened = PeerPool(exported, self._memory)
+                opened = PeerPool(exported, self._pool.memory)
                 self._peers[ticket.source] = ticket.epoch, opened
                 return opened
             return peer
 
 
 def send_where(
-    wire: Wire, source: PageSource, device: ExportedPages | None, lease: Lease | None, asked: Sequence[int]
+    wire: Wire,
+    source: PageSource,
+    device: ExportedPages | None,
+    lease: Lease | None,
+    asked: Sequence[int],
+    *,
+    sealed: bool,
 ) -> None:
-    """The source's side."""
+    """The source's side; ``sealed``: with checksums, for a reader whose host pages are read into."""
     if device is None or not device.exported or lease is None:
         wire.send(_WHERE.pack(bytes(16), 0))
         return
@@ -152,5 +172,11 @@ def send_where(
     wire.send(_WHERE.pack(boot_name(), len(device.exported)) + device.exported + b"".join(map(_PLACE.pack, places)))
     there = {index: place for index, place in zip(asked, places, strict=True) if place >= 0}
     send_headers(
-        wire, source, lease, list(there), in_parts=True, still=lambda index: device.place(lease, index) == there[index]
+        wire,
+        source,
+        lease,
+        list(there),
+        in_parts=True,
+        sealed=sealed,
+        still=lambda index: device.place(lease, index) == there[index],
     )

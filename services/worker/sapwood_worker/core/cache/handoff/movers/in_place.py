@@ -81,7 +81,7 @@ def read_in_place(
     if not 0 < length <= _MOST_BYTES:
         raise MoverError("the other worker has no such engine, or its pages are not in one piece")
     known = wire.receive(length)
-    headers = receive_headers(wire, indices)
+    headers = receive_headers(wire, len(indices))
     here: list[Piece] = []
     there: list[Piece] = []
     for header, index, buffer in zip(headers, indices, buffers, strict=True):

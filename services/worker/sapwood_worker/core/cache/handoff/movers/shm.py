@@ -46,7 +46,7 @@ class SharedMemoryMover:
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         with dialled(ticket, "shm", indices, self._tls) as wire, _opened(wire.receive(_WHERE.size)) as memory:
-            headers = receive_headers(wire, indices)
+            headers = receive_headers(wire, len(indices))
             copied = [True] * len(headers)
 
             def copy(number: int, start: int = 0, end: int | None = None) -> None:
@@ -61,13 +61,14 @@ class SharedMemoryMover:
                 copy(number)
             coming = [number for number, header in enumerate(headers) if header == COMING]
             if coming:
+                size = len(buffers[0]) - HEADER_BYTES
                 came = receive_parts(
-                    wire,
-                    [buffers[number] for number in coming],
-                    self.parts,
-                    lambda place, *part: copy(coming[place], *part),
+                    wire, len(coming), size, self.parts, lambda place, *part: copy(coming[place], *part)
                 )
-                had += [number for number, header in zip(coming, came, strict=True) if header is not None]
+                for number, header in zip(coming, came, strict=True):
+                    if header is not None:
+                        buffers[number][:HEADER_BYTES] = header
+                        had.append(number)
             wire.send(YES)
             good = {number for number in had if wire.says_yes() and copied[number]}
             return [number in good for number in range(len(headers))]

@@ -40,7 +40,9 @@ class TcpMover:
             def take(number: int, start: int, end: int) -> None:
                 wire.fill(later[number][HEADER_BYTES:][start:end])
 
-            headers = receive_parts(wire, later, self.parts, take)
+            headers = receive_parts(wire, len(later), len(later[0]) - HEADER_BYTES, self.parts, take)
+            for header, buffer in zip(headers, later, strict=True):
+                buffer[:HEADER_BYTES] = header or bytes(HEADER_BYTES)
             came = iter([header is not None and wire.says_yes() for header in headers])
             return [next(came) if answer is None else answer for answer in answers]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from sapwood_common.serving.server import Implementation, ServiceServer
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 
 
 class FakeServer:

@@ -18,8 +18,8 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.network.channel import open_channel
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.router.fake_tokenizer import FakeTokenizer
-from sapwood_testing.router.ports import port_of_its_own
 from sapwood_testing.router.worker_process import VOCAB, WorkerProcess
 from sapwood_testing.worker.fake_runner import continuation
 

@@ -16,7 +16,7 @@ from typing import Any
 from sapwood.v1 import router_pb2
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.namespace import Namespace
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.fake_runner import continuation
 
 VOCAB = 131

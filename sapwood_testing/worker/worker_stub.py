@@ -13,7 +13,7 @@ import grpc
 
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_testing.namespace import Namespace
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.worker_process import started_worker
 
 

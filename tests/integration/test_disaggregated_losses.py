@@ -28,7 +28,7 @@ from sapwood_common.network.channel import open_channel
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_testing.link import Link
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.router.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

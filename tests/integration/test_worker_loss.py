@@ -26,7 +26,7 @@ import httpx
 import pytest
 
 from sapwood.client import Client
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 
 PROMPTS = [
     "The capital of France is",

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.models.upcycled import upcycle
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.latent_twin import write_demo_twin
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.worker_process import started_worker

@@ -23,7 +23,7 @@ import pytest
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.worker_stub import two_hosts, worker
 

@@ -16,7 +16,7 @@ import pytest
 from sapwood.cli.local.child import Child
 from sapwood.cli.local.cluster import DiedError
 from sapwood.cli.main import main
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 
 
 @pytest.fixture

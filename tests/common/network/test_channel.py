@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood_common.network.channel import open_channel
 from sapwood_common.serving.server import ServiceServer
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 
 
 @contextlib.asynccontextmanager

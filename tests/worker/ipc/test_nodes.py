@@ -20,7 +20,7 @@ from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_common.settings.config import parse_config
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.fake_runner import continuation
 from sapwood_worker.config import WorkerConfig
 

@@ -240,6 +240,12 @@ def main() -> None:
         help="Ranks have requests of their own (default: all have all).",
     )
     parser.add_argument(
+        "--expert-dispatch",
+        choices=("gather", "direct", "direct-float8"),
+        default="gather",
+        help="How rows go to experts with --data-parallel-attention (default: gather).",
+    )
+    parser.add_argument(
         "--all-reduce", choices=("auto", *SUM_METHODS[:3]), default="auto", help="What sums over ranks (default: auto)."
     )
     parser.add_argument(
@@ -260,6 +266,7 @@ def main() -> None:
     split = Split(
         whole_experts=arguments.expert_parallel,
         own_requests=arguments.data_parallel_attention,
+        dispatch=arguments.expert_dispatch,
         all_reduce=arguments.all_reduce,
         uniform_tokens=most if arguments.routing == "uniform" else 0,
         diverging_rank=arguments.diverging_rank,
@@ -282,6 +289,8 @@ def main() -> None:
         variant += "+ep"
     if arguments.data_parallel_attention:
         variant += "+dp-attention"
+    if arguments.expert_dispatch != "gather":
+        variant += f"+{arguments.expert_dispatch}"
     if arguments.pipeline_parallel > 1:
         variant += f"+pp{arguments.pipeline_parallel}"
 

@@ -25,6 +25,7 @@ from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.place import Place
+from sapwood_worker.settings.names import DispatchName
 
 _EXCHANGE_SECONDS = 600.0
 
@@ -39,6 +40,7 @@ class Split:
     Attributes:
         whole_experts: Whether each has some of the experts, whole.
         own_requests: Whether each has requests of its own.
+        dispatch: How rows go to experts where ranks have requests of their own.
         all_reduce: What sums over them, as ``--all-reduce`` of the worker names it.
         uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
         diverging_rank: The rank that gets other numbers of all ranks than the others, to try whether that is found; -1: none.
@@ -46,6 +48,7 @@ class Split:
 
     whole_experts: bool = False
     own_requests: bool = False
+    dispatch: DispatchName = "gather"
     all_reduce: str = "auto"
     uniform_tokens: int = 0
     diverging_rank: int = -1
@@ -121,7 +124,7 @@ def _build(place: Place, stages: int, models: Sequence[Options], device: str, sp
         exchange_timeout=_EXCHANGE_SECONDS,
     )
     if split.own_requests and place.size > 1:
-        parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device(device)))
+        parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device(device)), dispatch=split.dispatch)
     choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
     if split.diverging_rank == place.rank:
         _diverge(parallel.tp)

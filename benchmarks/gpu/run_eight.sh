@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DeepSeek-V3's shape over all GPUs of this machine (1, 2, 4 or 8): tensor parallel alone (tp), with whole experts (ep), and with
-# data-parallel attention as well (dp). Weights are made up on the device in float8 with a scale for each 128 x 128, as many of
+# data-parallel attention as well (dp), and rows that go to the ranks of their experts only (direct). Weights are made up on the device in float8 with a scale for each 128 x 128, as many of
 # the 61 layers as fit; tokens are spread evenly over experts. First, tiny models over the same ranks answer as one GPU does
 # (not with one GPU). Each part is a process with a time limit of its own; JSON lines go to OUT (default:
 # benchmarks/results/gpu-eight-<date>.jsonl), the least times that such GPUs could take first. In each step of tp and ep all
@@ -8,7 +8,7 @@
 #
 #   benchmarks/gpu/run_eight.sh [OUT]
 #
-# GPUS, LAYERS, WAYS="tp ep dp" and LIMIT (seconds of a part) say what else is to be. DEVICE=cpu GPUS=2 tries it with a tiny shape;
+# GPUS, LAYERS, WAYS="tp ep dp direct" and LIMIT (seconds of a part) say what else is to be. DEVICE=cpu GPUS=2 tries it with a tiny shape;
 # DIVERGING=1 as well has rank 1 get other numbers than the others: every timed part must fail and name it.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -36,9 +36,11 @@ part() { # COMMAND...
 "$python" $gpu/eight_shape.py make "$shape" --gpus "$gpus" --memory "$memory" --layers "${LAYERS:-0}" || exit 1
 part "$python" $gpu/eight_shape.py floors "$shape" --gpus "$gpus"
 declare -A flags=([tp]="" [ep]="--expert-parallel" [dp]="--expert-parallel --data-parallel-attention")
-ways=${WAYS:-tp ep dp}
+flags[direct]="${flags[dp]} --expert-dispatch direct"
+ways=${WAYS:-tp ep dp direct}
 ((gpus > 1)) || ways=tp
-((gpus > 1)) && part "$python" $gpu/check_tensor_parallel.py --device "$device" --sizes "$gpus" --ways "${ways// /,}"
+checked=$(grep -oEw "tp|ep|dp" <<<"$ways" | paste -sd,)
+((gpus > 1)) && part "$python" $gpu/check_tensor_parallel.py --device "$device" --sizes "$gpus" --ways "${checked:-dp}"
 for way in $ways; do
   # shellcheck disable=SC2086
   part "$python" $gpu/bench_engine.py --model "$shape" --device "$device" --tensor-parallel "$gpus" ${flags[$way]} "${options[@]}" \

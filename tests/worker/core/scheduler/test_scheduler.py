@@ -167,15 +167,26 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_decode_beside_it() -> None:
 
 
 def test_a_prompt_whose_tokens_are_scored_takes_more_and_smaller_steps() -> None:
-    """Each such token costs as much as one that is sampled."""
-    driver = Driver(max_step_tokens=17)
+    """Each such token costs nearly as much as one that is sampled."""
+    driver = Driver(max_step_tokens=9)
     driver.add("running", [1], max_tokens=40)
     driver.step()
     driver.add("scored", list(range(30)), max_tokens=1, prompt_logprobs=0)
     driver.run()
     together = [batch for batch in driver.batches if set(batch) == {"running", "scored"}]
-    assert len(together) == 15  # two tokens a step
+    assert len(together) == 30  # a token a step
     assert driver.received["scored"] == driver.expected["scored"]
+
+
+def test_who_comes_behind_a_prompt_whose_tokens_are_scored_begins_beside_it() -> None:
+    driver = Driver(max_step_tokens=16)
+    driver.add("scored", list(range(30)), max_tokens=1, prompt_logprobs=0)
+    driver.step()
+    driver.add("other", list(range(7)), max_tokens=1)
+    driver.run()
+    assert driver.batches.index(["scored", "other"]) == 1
+    assert list(driver.finished) == ["other", "scored"]
+    assert driver.received == driver.expected
 
 
 def test_a_prompt_seen_before_is_not_computed_again() -> None:

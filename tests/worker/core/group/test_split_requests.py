@@ -119,7 +119,7 @@ def test_ranks_with_requests_of_their_own_answer_as_one_process_does(
     theirs = run_group(size, path, group, **split, **OPTIONS)
     for mine, other in zip(theirs, alone, strict=True):
         mine.assert_is(other)
-    assert 0 < group.exchanged < 1 if dispatch == "direct" else group.exchanged in (0, 1)
+    assert 0 < group.exchanged < 1 if dispatch == "direct" else group.exchanged in (0, pytest.approx(1))
     assert len(group.requests) == size and min(group.requests) > 0, "every rank has had some"
     assert group.steps[size] > 0, "all had something to compute at once"
     assert sum(group.steps[each] for each in range(1, size)) > 0, "some were idle while others computed"

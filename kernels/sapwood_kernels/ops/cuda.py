@@ -37,7 +37,7 @@ from sapwood_kernels.ops.device import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_one, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
@@ -137,7 +137,11 @@ class CudaOps(DeviceOps):
     def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
         if not triton_grouped.serves(weight):
             return super().grouped(weight)
-        return partial(triton_grouped.product, weight=weight, processors=self.processors)
+        product = partial(triton_grouped.product, weight=weight, processors=self.processors)
+        if not self._hopper or not triton_many.serves(weight):
+            return product
+        many = partial(triton_many.product, weight=weight, processors=self.processors)
+        return lambda x: (many if triton_many.takes(x) else product)(x)
 
     def grouped_few(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> FewRows | None:
         if self._hopper and triton_few.serves(weight, dtype):

@@ -24,7 +24,7 @@ from triton import knobs
 
 from sapwood_kernels.attention.triton_decode import decode_attention
 from sapwood_kernels.compiled.side_by_side import Compilers, Kernel, _Elsewhere, noted
-from sapwood_kernels.quantised import triton_few, triton_one
+from sapwood_kernels.quantised import triton_few, triton_many, triton_one
 from sapwood_kernels.quantised.grouped import round_to_groups
 
 class Driver(_Elsewhere):
@@ -35,7 +35,7 @@ triton.runtime.driver.set_active(Driver(90))
 compilers = Compilers(2, (9, 0))
 pages, query = torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16), torch.zeros(4, 8, 64, dtype=torch.bfloat16)
 indptr, ids, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2, 3, 4], [0, 1, 2, 3], [4] * 4))
-weight, row = round_to_groups(torch.ones(64, 512).bfloat16(), 128), torch.ones(1, 512).bfloat16()
+weight, row = round_to_groups(torch.ones(128, 512).bfloat16(), 128), torch.ones(1, 512).bfloat16()
 with noted() as kernels:
     for _ in range(3):
         out = torch.full_like(query, 7.0)
@@ -43,7 +43,9 @@ with noted() as kernels:
         assert (out == 7).all()
     triton_few.few_rows(row, weight)
     triton_one.one_row(row, weight)
-assert [kernel.name for kernel in kernels] == ["_split_kernel", "_merge_kernel", "_few_kernel", "_one_kernel"], kernels
+    triton_many.product(row.expand(20, -1), weight, 3)
+names = ["_split_kernel", "_merge_kernel", "_few_kernel", "_one_kernel", "_permute_kernel", "_many_kernel", "_sum_kernel"]
+assert [kernel.name for kernel in kernels] == names, kernels
 assert knobs.runtime.jit_cache_hook is None
 compilers.compile([*kernels, Kernel("sapwood_kernels.triton_norm", "no_such_kernel", "{}")], print)
 compilers.close()
@@ -51,7 +53,7 @@ found = []
 knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
 for kernel in kernels:
     getattr(importlib.import_module(kernel.module), kernel.name).preload(kernel.variant)
-assert found == [True] * 4, found
+assert found == [True] * 7, found
 other = Compilers(1, (9, 0))
 other.close()  # with nothing to do
 print("fine")

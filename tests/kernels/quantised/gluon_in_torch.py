@@ -45,7 +45,7 @@ class _Shared:
     """Shared memory; what nobody wrote is not a number."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
-        self.values = torch.full(shape, float("nan"), dtype=dtype)
+        self.values = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
     def _part(self, values: Tensor) -> _Shared:
         part = _Shared.__new__(_Shared)
@@ -54,6 +54,9 @@ class _Shared:
 
     def index(self, at: int) -> _Shared:
         return self._part(self.values[at])
+
+    def permute(self, order: tuple[int, ...]) -> _Shared:
+        return self._part(self.values.permute(order))
 
     def slice(self, start: int, length: int, dim: int) -> _Shared:
         return self._part(self.values.narrow(dim, start, length))
@@ -78,6 +81,31 @@ def _widen(codes: Tensor, zero: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...
     return tuple(((bits >> 4 * i & 15).to(dtype) - less) for i in range(4))
 
 
+def _widen_scaled(codes: Tensor, zero: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(each * scale for each in _widen(codes, zero, dtype))
+
+
+def _fetch(source: Any, at: list[int], barrier: _Shared, target: _Shared, pred: bool) -> None:
+    """The bulk copy, done at once; beyond the tensor there is 0."""
+    if pred:
+        found = source.base[at[0] :, at[1] :][: source.block_shape[0], : source.block_shape[1]]
+        target.values.zero_()[: found.shape[0], : found.shape[1]] = found
+        barrier.values += 1
+
+
+def _wait(barrier: _Shared, phase: int) -> None:
+    assert barrier.values.item() % 2 != phase, "waits for what does not come"
+
+
+_MBARRIER = SimpleNamespace(
+    wait=_wait, MBarrierLayout=lambda: None, **dict.fromkeys(("init", "expect", "invalidate"), lambda *_, **__: None)
+)
+
+
+def _minimum(one: Any, other: Any) -> Any:
+    return one.clamp(max=other) if isinstance(one, Tensor) else min(one, other)
+
+
 _GL = SimpleNamespace(
     allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
     int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
@@ -85,7 +113,7 @@ _GL = SimpleNamespace(
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
     convert_layout=lambda tensor, layout: tensor, exp=torch.exp, expand_dims=torch.unsqueeze,
     full=lambda shape, value, dtype, layout: _value(torch.full(shape, value, dtype=dtype)), load=_load,
-    minimum=lambda tensor, most: tensor.clamp(max=most), permute=lambda tensor, order: tensor.permute(order),
+    join=lambda one, other: torch.stack((one, other), -1), minimum=_minimum, permute=lambda tensor, order: tensor.permute(order),
     reshape=lambda tensor, shape: tensor.reshape(shape), rsqrt=torch.rsqrt, split=lambda tensor: tensor.unbind(-1),
     static_range=range, store=_store, sum=lambda tensor, axis: tensor.sum(axis),
     zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
@@ -94,6 +122,13 @@ _GL = SimpleNamespace(
         lambda *_, **__: None,
     ),
 )  # fmt: skip
+
+
+def _given(argument: Any) -> Any:
+    if hasattr(argument, "block_shape"):  # the descriptor of a bulk copy
+        base, shape = argument.base, argument.block_shape
+        return SimpleNamespace(base=base, block_shape=shape, dtype=base.dtype, layout=None)
+    return _Pointer(argument) if isinstance(argument, Tensor) else argument
 
 
 def in_torch(kernel: Any, **others: Any) -> Any:
@@ -114,6 +149,11 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "range": range,
         "mma_v2": lambda a, b, total: total + a.float() @ b.float(),
         "_widen": _widen,
+        "_widen_scaled": _widen_scaled,
+        "_fetch": _fetch,
+        "mbarrier": _MBARRIER,
+        "warpgroup_mma": lambda a, b, total, is_async: total + a.float() @ b.values.float(),
+        "warpgroup_mma_wait": lambda outstanding, deps: tuple(deps),
         **waits,
         **layouts,
     }
@@ -123,7 +163,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
     class Launcher:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
-                given = [_Pointer(each) if isinstance(each, Tensor) else each for each in arguments]
+                given = [_given(each) for each in arguments]
                 for program in itertools.product(*map(range, grid)):
                     _GL.program_id = program.__getitem__
                     run(*given, **constants)

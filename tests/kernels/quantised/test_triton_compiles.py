@@ -20,12 +20,13 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_one, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 
-def check(kernel, kinds, warps, stages=2, language=ASTSource, **constants):
-    kinds = dict(each.split(":") for each in kinds.split())
+def check(kernel, kinds, warps, stages=2, language=ASTSource, described={}, **constants):
+    kinds = dict(each.split(":") for each in kinds.split()) | described
     names = {name for name, kind in kinds.items() if kind.startswith("*") or "stride" in name}
     every = [each for each in kernel.arg_names]
     signature = {name: kinds.get(name, "constexpr") for name in every}
@@ -82,6 +83,15 @@ for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0))
         shares, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
         HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate, SHARES=shares, TALL=tall, DEPTH=depth,
     )
+for count, scales in ((64, "bf16"), (256, "fp16")):
+    block_m, block_n, warps, stages, depth, _ = triton_many.block_shape(count, N, K)
+    order = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
+    check(
+        triton_many._many_kernel,
+        f"codes:*u16 scales:*{scales} zeros:*u8 out:*bf16 partial:*fp32 M:i32 SHARE:i32", warps,
+        described={"x": f"tensordesc<bf16[{block_m}, 128],{order!r}>"}, language=GluonASTSource, N=N, K=K, GROUPS=K // 128,
+        HAS_ZEROS=True, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, DEPTH=depth, WARPS=warps,
+    )
 for gate in (0, 1):
     check(
         triton_int8._quantise_kernel, "x:*bf16 weight:*fp32 out:*i8 scales:*fp32 eps:fp32 x_stride:i32", 8, N=K,
@@ -101,6 +111,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 27
+    assert len(lines) == 29
     for line in lines:
         assert int(line.split()[1]) <= SHARED_KIB * 1024, line

@@ -1,0 +1,59 @@
+"""Products of many rows with 4-bit groups against their definition: on a Hopper, else with the kernel's body in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sapwood_kernels.quantised.grouped import dequantise
+from tests.kernels.quantised.gluon_in_torch import in_torch
+from tests.kernels.quantised.test_few import DEVICE, made, near
+
+triton_many = pytest.importorskip("sapwood_kernels.quantised.triton_many", reason="Triton is not installed")
+cuda = pytest.importorskip("sapwood_kernels.ops.cuda", reason="Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    if DEVICE == "cpu":
+        others = {name: getattr(triton_many, name) for name in ("_held", "_numbers", "_ordered")}
+        monkeypatch.setattr(triton_many, "_many_kernel", in_torch(triton_many._many_kernel, **others))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "columns", "group", "processors"),
+    [
+        (torch.bfloat16, 17, 640, 128, 2),
+        (torch.float16, 70, 768, 256, 5),
+        (torch.float16, 40, 640, 640, 3),
+        (torch.bfloat16, 130, 384, 128, 100),
+    ],
+)
+def test_products_are_those_of_the_numbers_whatever_share_a_program_has(dtype, count, columns, group, processors):
+    torch.manual_seed(count)
+    weight = made(256, columns, group, dtype)
+    assert triton_many.serves(weight)
+    x = torch.randn(count, 2 * columns, device=DEVICE).to(dtype)[:, columns:]  # rows that lie apart
+    near(triton_many.product(x, weight, processors), x.float() @ dequantise(weight).t())
+
+
+def test_scales_of_another_dtype_an_order_and_no_zeros_are_taken():
+    torch.manual_seed(1)
+    weight = made(128, 640, 128, torch.float16)
+    weight = replace(weight, scales=weight.scales.float(), zeros=None, order=torch.randperm(640, device=DEVICE))
+    x = torch.randn(20, 640, device=DEVICE).half()
+    near(triton_many.product(x, weight, 3), x.float() @ dequantise(weight).t())
+
+
+def test_a_hopper_takes_it_for_17_rows_and_more(monkeypatch):
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    monkeypatch.setattr(ops, "_hopper", True)
+    weight, calls = made(128, 640, 128, torch.bfloat16), []
+    monkeypatch.setattr(triton_many, "product", lambda x, **_: calls.append(len(x)) or x)
+    product = ops.grouped(weight)
+    for count in (16, 17, triton_many.MOST, triton_many.MOST + 1):
+        product(torch.randn(count, 640, device=DEVICE).bfloat16())
+    product(torch.randn(20, 640, device=DEVICE))
+    assert calls == [17, triton_many.MOST]

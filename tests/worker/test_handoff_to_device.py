@@ -146,11 +146,33 @@ def test_what_left_the_sources_device_comes_through_the_hosts_memory(pair: tuple
 def test_where_requests_need_the_devices_room_pages_go_to_the_second_tier(pair: tuple[Worker, Worker]) -> None:
     source, target = pair
     ticket = hand_off(source)
+    assert target.tiers.room.num_takable == PAGES - CONTEXT // PAGE  # the longest request finds room
     target.tiers.room.take(target.tiers.room.num_takable - WHOLE + 1)  # type: ignore[attr-defined]
     target.scheduler.check = lambda: None  # type: ignore[method-assign] - these pages are nobody's
     tokens = target.answer(Request(2, "r2", PROMPT, SAMPLING, ticket=ticket))
     assert target.tiers.counters.host_hits == WHOLE
     assert tokens == source.answer(Request(3, "r3", PROMPT, SAMPLING))
+
+
+def test_nothing_is_written_before_steps_and_copies_are_over_that_use_a_page(pair: tuple[Worker, Worker]) -> None:
+    source, target = pair
+    ticket = hand_off(source)
+    tiers, steps = target.tiers, target.tiers.steps
+    target.scheduler.add(Request(9, "r9", array("I", [4] * 8), SAMPLING))
+    target.turn()
+    for holds in ({"steps": lambda: (steps()[0] + 1, 0)}, {"is_storing": lambda page: True}):
+        for name, value in holds.items():
+            setattr(tiers, name, value)
+        if not target.scheduler._requests.get(2):
+            target.scheduler.add(Request(2, "r2", PROMPT, SAMPLING, ticket=ticket))
+        for _ in range(3):
+            target.turn()
+        time.sleep(0.05)
+        assert target.memory.copied == 0 and tiers.pulls is not None and tiers.pulls.busy
+        tiers.steps = steps
+    del tiers.is_storing
+    target.answer(Request(3, "r3", PROMPT, SAMPLING))
+    assert target.memory.copied > 0
 
 
 def test_an_aborted_request_gives_its_pages_back(pair: tuple[Worker, Worker]) -> None:

@@ -80,9 +80,6 @@ MUTATIONS = [
         "leases.computed(request.serial)\n        self.end(request)\n",
         "leases.computed(request.serial)\n",
     ),
-    # A page of the device is not filled while a step that was launched before uses it, nor while what it held is being copied.
-    Mutation(LANDING, "self._entry(each).after <= ended and ", ""),
-    Mutation(LANDING, " and not self._device.is_storing(each.page)", ""),
     # What came for nobody is given back, but for what is shared.
     Mutation(LANDING, "        self._drop(entry for", "        list(entry for"),
     Mutation(LANDING, " and self._entries.get(entry.key.hash) is entry)", ")"),
@@ -95,8 +92,6 @@ MUTATIONS = [
     Mutation(LANDING, "if there and verify(record, entries[place].key, namespace)", "if there"),
     # Pages that came are shared in their order.
     Mutation(LANDING, "entry is not None and entry.ready and", "entry is not None and"),
-    # The longest request finds room.
-    Mutation("core/cache/prefix_cache.py", " - self._table.rows.shape[1] - pinned", " - pinned"),
     # Requests whose pages are there go on.
     Mutation("core/scheduler/scheduler.py", "            self._requests[serial].held = False\n", "            pass\n"),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sapwood_kernels.ops.device import HostCopies
+from sapwood_kernels.ops.host_copies import HostCopies
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 from sapwood_worker.model.runner.launched_step import LaunchedStep

@@ -27,16 +27,15 @@ from sapwood_kernels.experts.tuning import tuned
 from sapwood_kernels.ops.device import (
     DeviceOps,
     ExpertSum,
-    Fence,
     FewRows,
     Float8,
     Gate,
-    HostCopies,
     OneRow,
     RouteTokens,
     StoreHeads,
     StoreLatent,
 )
+from sapwood_kernels.ops.host_copies import Fence, HostCopies
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs

@@ -20,6 +20,7 @@ from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.experts.tuning import Tuning
+from sapwood_kernels.ops.host_copies import Fence, HostCopies
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -133,34 +134,6 @@ class RouteTokens(Protocol):
     """Each token's experts, integers [T, k], and their weights, float32 [T, k], of a router's logits, float32 [T, E]."""
 
     def __call__(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...
-
-
-class HostCopies:
-    """Tensors on their way to the host.
-
-    Args:
-        tensors: In the host's memory, perhaps still being filled.
-        wait: Returns once they are filled.
-    """
-
-    def __init__(self, tensors: list[Tensor], wait: Callable[[], object]) -> None:
-        self._tensors = tensors
-        self._wait = wait
-
-    def wait(self) -> list[Tensor]:
-        """The copies, once they are there."""
-        self._wait()
-        return self._tensors
-
-
-class Fence:
-    """A mark in the work queued on a device. Here for one that queues nothing."""
-
-    def set(self) -> None:
-        """Sets the mark after all that is queued on the current stream."""
-
-    def wait(self) -> None:
-        """Waits until the device has reached the mark; at once if none was set."""
 
 
 class DeviceOps:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_kernels.ops.device import DeviceOps, HostCopies
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.host_copies import HostCopies
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.distributed.parallel import Parallel

@@ -1,0 +1,35 @@
+"""What a device still works on: tensors on their way to the host, and marks in its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class HostCopies:
+    """Tensors on their way to the host.
+
+    Args:
+        tensors: In the host's memory, perhaps still being filled.
+        wait: Returns once they are filled.
+    """
+
+    def __init__(self, tensors: list[Tensor], wait: Callable[[], object]) -> None:
+        self._tensors = tensors
+        self._wait = wait
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are there."""
+        self._wait()
+        return self._tensors
+
+
+class Fence:
+    """A mark in the work queued on a device. Here for one that queues nothing."""
+
+    def set(self) -> None:
+        """Sets the mark after all that is queued on the current stream."""
+
+    def wait(self) -> None:
+        """Waits until the device has reached the mark; at once if none was set."""

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.process_memory import ProcessMemory
+from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.landing import Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
@@ -26,6 +29,7 @@ from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.tiering import Tiering
 from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
@@ -186,3 +190,13 @@ def test_an_aborted_request_gives_its_pages_back(pair: tuple[Worker, Worker]) ->
         target.turn()
     target.scheduler.flush_cache()
     assert target.scheduler.load().used_pages == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_without_a_gpu_refuses_the_mover_by_name(tiny_model: Any, make_runner: Any, role: str) -> None:
+    path = tiny_model("llama").path
+    runner = make_runner(path, page_size=PAGE, num_pages=PAGES, max_running=2, host_cache_ratio=4.0)
+    config = WorkerConfig(model=str(path), role=role, handoff_mover="cuda", host_cache_ratio=4.0)
+    with pytest.raises(ConfigError, match="--handoff-mover cuda: "):
+        Tiering(config, runner, runner.host_pool, 0.001)

@@ -17,6 +17,7 @@ from sapwood_testing.worker.process_memory import ProcessMemory
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
 from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.server import PageServer
@@ -42,16 +43,17 @@ class Source:
         self.runner = runner
         self.into = HostPool(PAGES, runner.host_pool.page_bytes)
         self.memory = ProcessMemory()
-        own = OwnPool(runner._pool.layers_in_records(), self.memory, lambda: lambda: None)
-        movers = {"tcp": TcpMover, "shm": SharedMemoryMover, "cuda": lambda: CudaIpcMover(None, own)}
-        self.mover: PageMover = movers[mover]()
+        layers = runner._pool.layers_in_records() if mover == "cuda" else ()
+        own = OwnPool(layers, self.memory, lambda: lambda: None) if layers else None
+        cuda = QuickestMover() if own is None else CudaIpcMover(None, own)  # as tiering.py has it
+        movers: dict[str, PageMover] = {"tcp": TcpMover(), "shm": SharedMemoryMover(), "cuda": cuda}
+        self.mover = movers[mover]
         self.server = PageServer("127.0.0.1", 0)
         self.host = HostPages(runner.host_pool.num_pages)
         source = f"127.0.0.1:{self.server.port}"
         self.leases = HandoffLeases(self.host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
         tiers = HierarchicalCache(self.host, PAGES, PAGE, leases=self.leases)
-        exported = own.export() if mover == "cuda" else b""
-        device = ExportedPages(exported, lambda page: tiers.device_epoch(page))  # noqa: PLW0108 - the scheduler sets it
+        device = own and ExportedPages(own.export(), lambda page: tiers.device_epoch(page))  # noqa: PLW0108 - the scheduler sets it
         self.server.serve(self.leases, runner.host_pool, FINGERPRINT, device=device)
         config = SchedulerConfig(
             windows=runner.info.windows,

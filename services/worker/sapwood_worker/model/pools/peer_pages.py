@@ -139,7 +139,7 @@ class OwnPool:
     """This process's device pool.
 
     Args:
-        layers: For each its address, the bytes of a page, and where in the content of a page's record they go.
+        layers: For each its address, the bytes of a page, and where in the content of a page's record they go; at least one.
         memory: The device's.
         mark: Notes what was launched on the device before now; what it returns returns once that is over.
 
@@ -151,6 +151,7 @@ class OwnPool:
     def __init__(
         self, layers: Sequence[tuple[int, int, int]], memory: DeviceMemory, mark: Callable[[], Callable[[], None]]
     ) -> None:
+        assert layers
         self.memory = memory
         self.mark = mark
         self._layers = {at: (address, size) for address, size, at in layers}

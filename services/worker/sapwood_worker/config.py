@@ -14,7 +14,9 @@ from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_worker.settings.names import (
     AllReduceName,
+    AttentionSetting,
     DispatchName,
+    GrammarBackendName,
     HandoffMover,
     QuantizationName,
     Role,
@@ -77,7 +79,7 @@ class WorkerConfig(ServiceConfig):
         description="Weights that the checkpoint stores in a format that we multiply with on this device, such as GGUF's "
         "on a CPU: keep leaves them as they are stored; widen reads their numbers in the model's dtype, which takes more memory.",
     )
-    attention_backend: str = Field(
+    attention_backend: AttentionSetting = Field(
         "auto",
         description="What computes attention: flashinfer, triton, native (on a CPU decodes in float32), torch or a package's "
         "own; for prompts and decodes apart: prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model "
@@ -329,7 +331,7 @@ class WorkerConfig(ServiceConfig):
         True,
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",
     )
-    grammar_backend: str = Field(
+    grammar_backend: GrammarBackendName = Field(
         "llguidance",
         description="What enforces grammars: llguidance, xgrammar (of the extra [xgrammar]) or a package's own.",
     )

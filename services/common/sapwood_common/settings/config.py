@@ -214,8 +214,9 @@ def parse_config(cls: type[ConfigT], program: str, description: str, argv: list[
 
 def _explain(cls: type[ServiceConfig], item: dict[str, Any], prefix: str) -> str:
     name = str(item["loc"][0]) if item["loc"] else "configuration"
-    shown = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-    return f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {item['msg']}{shown}"
+    said, value = item["msg"].removeprefix("Value error, "), f"{item['input']!r}"
+    shown = "" if item["type"] == "missing" or value in said else f" (got {value})"
+    return f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {said}{shown}"
 
 
 def _read_yaml(path: Path, flag: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sapwood_common.settings.needs import Needs
+from sapwood_worker.settings.names import attention_of
 
 _STORE_OPTIONS = (
     "storage_prefetch",
@@ -98,7 +99,7 @@ NEEDS = (
     Needs(("stored_weights",), lambda config: config.load_format == "auto", "with {load_format} dummy"),
     Needs(
         ("cuda_graph_max_batch",),
-        lambda config: not {"torch", "decode=torch"} & set(config.attention_backend.split(",")),
+        lambda config: attention_of(config.attention_backend)["decode"] != "torch",
         "with {attention_backend} torch, whose decodes are never captured",
     ),
     Needs(

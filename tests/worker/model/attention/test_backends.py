@@ -17,7 +17,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionNeeds
-from sapwood_worker.model.attention.registry import choose_backend, parse_setting
+from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 
@@ -29,18 +29,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def needs(dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None, sinks=False) -> AttentionNeeds:
     shape = AttentionShape(4, 2, head_dim, 16, dtype)
     return AttentionNeeds(shape, cache or dtype, (Variant(1.0, window, softcap, sinks),), 100)
-
-
-def test_halves_are_named_apart():
-    assert parse_setting("triton") == {"prefill": "triton", "decode": "triton"}
-    assert parse_setting("decode=torch,prefill=triton") == {"prefill": "triton", "decode": "torch"}
-    assert parse_setting("decode=torch") == {"prefill": "auto", "decode": "torch"}
-
-
-@pytest.mark.parametrize("setting", ["prefil=torch", "prefill=", "prefill=torch,triton", "prefill=torch,prefill=torch"])
-def test_a_malformed_setting_is_refused(setting: str):
-    with pytest.raises(ConfigError, match="write NAME, or prefill=NAME,decode=NAME"):
-        choose_backend(setting, "prefill", needs(), CPU)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ from sapwood_kernels.attention.latent import LatentHeads
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, Variant
 from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.pools.device_pool import DevicePool
-
-Half = Literal["prefill", "decode"]
+from sapwood_worker.settings.names import Half
 
 WHOLE_CHUNKS = 1 << 30
 """Tokens of a tile as large as any chunk: each key is read once for each request."""

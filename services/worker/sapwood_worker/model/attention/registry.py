@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.plugins import find_part, part_names
+from sapwood_common.plugins import find_part
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds, Half
+from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds
 from sapwood_worker.model.attention.flashinfer import FLASHINFER
 from sapwood_worker.model.attention.native import NATIVE
 from sapwood_worker.model.attention.torch_native import TORCH
 from sapwood_worker.model.attention.triton import TRITON
-
-GROUP = "sapwood.attention_backends"
-"""Entry points of this group are each an ``AttentionBackend``."""
+from sapwood_worker.settings.names import ATTENTION_BACKENDS as GROUP
+from sapwood_worker.settings.names import Half, attention_of
 
 _BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "native": NATIVE, "torch": TORCH}
 _FLAG = "--attention-backend"
@@ -42,15 +40,15 @@ def choose_backend(setting: str, half: Half, needs: AttentionNeeds, ops: DeviceO
     """The backend of a half of attention.
 
     Args:
-        setting: ``auto``, a name, or names for halves: ``prefill=triton,decode=flashinfer``; a half left out is ``auto``.
+        setting: As :func:`~sapwood_worker.settings.names.attention_of` takes it.
         half: Which half.
         needs: What the model asks.
         ops: The device's operations.
 
     Raises:
-        ConfigError: The setting is malformed, there is no such backend, or it cannot do what the model asks.
+        ConfigError: There is no such backend, or it cannot do what the model asks.
     """
-    name = parse_setting(setting)[half]
+    name = attention_of(setting)[half]
     if name == "auto":
         return _first_able(half, needs, ops)
     try:
@@ -61,26 +59,6 @@ def choose_backend(setting: str, half: Half, needs: AttentionNeeds, ops: DeviceO
     if refused_for is not None:
         raise ConfigError(f"{_FLAG} {setting}: {name} cannot compute the {half} of this model here: {refused_for}")
     return ChosenBackend(name, backend, "as told")
-
-
-def parse_setting(setting: str) -> dict[Half, str]:
-    """The name for each half.
-
-    Raises:
-        ConfigError: It is malformed.
-    """
-    halves: tuple[Half, ...] = get_args(Half)
-    if "=" not in setting:
-        return dict.fromkeys(halves, setting)
-    given = {half: name for half, _, name in (each.partition("=") for each in setting.split(","))}
-    if not given.keys() <= set(halves) or not all(given.values()) or len(given) <= setting.count(","):
-        raise ConfigError(f"{_FLAG} {setting}: write NAME, or prefill=NAME,decode=NAME (of {names()} or auto)")
-    return {half: given.get(half, "auto") for half in halves}
-
-
-def names() -> str:
-    """The names of all backends, those of other packages included."""
-    return ", ".join(part_names(GROUP, _BACKENDS))
 
 
 def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBackend:

@@ -7,9 +7,7 @@ from sapwood_common.plugins import find_part
 from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds, MakeBackend
 from sapwood_worker.model.grammar.llguidance.store import make_llguidance
 from sapwood_worker.model.grammar.xgrammar.backend import make_xgrammar
-
-GROUP = "sapwood.grammar_backends"
-"""Entry points of this group are each a ``MakeBackend``."""
+from sapwood_worker.settings.names import GRAMMAR_BACKENDS as GROUP
 
 _BACKENDS: dict[str, MakeBackend] = {"llguidance": make_llguidance, "xgrammar": make_xgrammar}
 

@@ -43,6 +43,8 @@ class TimeShare:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, rest: float = 0.0) -> None:
         self.clock = clock
         self._rest = rest
+        self._share = 1 / (2 + 2 * rest)
+        """Of all time, that connections may work on what they have just read."""
         self._rests_until = 0.0
         self.measuring = False
         self._until = 0.0
@@ -66,9 +68,10 @@ class TimeShare:
         now = self.clock()
         if not self.measuring:
             self.measuring = True
-            self._fresh = max(0.0, self._fresh - (now - self._began) / (2 + 2 * self._rest))
+            fresh = self._fresh - (now - self._began) * self._share
+            self._fresh = fresh if fresh > 0.0 else 0.0
             self._began = now
-            self._until = now if self._fresh > _MOST_FRESH else now + SLICE
+            self._until = now if fresh > _MOST_FRESH else now + SLICE
         return now >= self._until
 
     def end(self) -> None:

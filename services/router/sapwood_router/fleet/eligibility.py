@@ -54,7 +54,8 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
         InvalidArgumentError: None of those that can makes embeddings, or labels, or has so long a context.
     """
     excluded: dict[Worker, str] = {}
-    fitting: list[Worker] = []
+    chosen: list[Worker] = []
+    busy: list[Worker] = []
     misfits: list[ServedModel] = []
     model, tokens, embeds = demand.model, demand.tokens, demand.embeds
     refused_by, relayed = demand.refused_by, demand.relayed
@@ -70,17 +71,18 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
         elif (embeds or served.context_length < tokens) and (lack := _lack(served, demand)):
             excluded[worker] = lack
             misfits.append(served)
+        elif worker.in_flight < worker.most_requests and worker.step_seconds < _OVERLONG_STEP:
+            chosen.append(worker)
         else:
-            fitting.append(worker)
-    if not fitting:
+            busy.append(worker)
+    if not (chosen or busy):
         if misfits:
             raise _misfit(misfits, demand)
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-    chosen = [each for each in fitting if each.in_flight < each.most_requests and each.step_seconds < _OVERLONG_STEP]
-    if len(chosen) < len(fitting):
-        chosen = chosen or [each for each in fitting if each.in_flight < each.most_requests]
-        chosen = chosen or [each for each in fitting if each.step_seconds < _OVERLONG_STEP] or fitting
-        excluded |= {worker: _passed_over(worker) for worker in fitting if worker not in chosen}
+    if busy:
+        chosen = chosen or [each for each in busy if each.in_flight < each.most_requests]
+        chosen = chosen or [each for each in busy if each.step_seconds < _OVERLONG_STEP] or busy
+        excluded |= {worker: _passed_over(worker) for worker in busy if worker not in chosen}
     return Eligible(chosen, excluded)
 
 

@@ -214,8 +214,9 @@ class WorkerSession(SharedCall):
                 if sink is not None:
                     handed_on += 1
                     sink.token(token_id)
-        for output in response.outputs:
-            yield
+        for number, output in enumerate(response.outputs):
+            if number:
+                yield
             sink = self._sinks.get(output.stream_id)
             if sink is not None:
                 handed_on += self._deliver(output, sink)

@@ -48,10 +48,12 @@ class Lease:
         """The request is over. May be called again."""
         if self._held:
             self._held = False
-            self.prefilled()
-            self._worker.generating -= self._generating
-            self._worker.in_flight -= 1
-            self._worker.on_room()
+            worker = self._worker
+            worker.pending_tokens -= self._tokens
+            self._tokens = 0
+            worker.generating -= self._generating
+            worker.in_flight -= 1
+            worker.on_room()
 
 
 class Worker:

@@ -116,8 +116,9 @@ class DetokenizeSession(SharedCall):
     def _take(self, message: bytes) -> Iterator[None]:
         self._lost_since = None
         self._stands = True
-        for output in tokenizer_pb2.DetokenizeResponse.FromString(message).outputs:
-            yield
+        for number, output in enumerate(tokenizer_pb2.DetokenizeResponse.FromString(message).outputs):
+            if number:
+                yield
             self._deliver(output)
 
     def _settle(self, call: DuplexCall) -> None:

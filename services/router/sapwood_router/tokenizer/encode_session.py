@@ -96,8 +96,9 @@ class EncodeSession(SharedCall):
     def _take(self, message: bytes) -> Iterator[None]:
         self._stands = True  # the first has no results and comes at once
         waiting = self._waiting
-        for result in tokenizer_pb2.EncodeResponse.FromString(message).results:
-            yield
+        for number, result in enumerate(tokenizer_pb2.EncodeResponse.FromString(message).results):
+            if number:
+                yield
             answer = waiting.pop(result.id, None)
             if answer is not None and not answer.done():
                 answer.set_result(result)

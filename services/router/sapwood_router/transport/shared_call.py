@@ -125,9 +125,10 @@ class SharedCall(ABC):
     def _received(self, message: bytes) -> None:
         self._unhandled.append(self._take(message))
         if len(self._unhandled) == 1:
-            if not self._share.is_over():
-                self._handle(self._share.is_over)
-            self._share.end()
+            share = self._share
+            if not share.is_over():
+                self._handle(share.is_over)
+            share.end()
             if self._unhandled:
                 self._share.add(self)
                 if self._call is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import cast
 from urllib.parse import unquote
 
@@ -109,9 +110,18 @@ class DuplexCall(asyncio.Protocol):
 
     def write(self, message: bytes) -> None:
         """Sends a message, as soon as the connection takes it. After the end does nothing."""
-        if self._end is None:
+        if self._end is not None:
+            return
+        size = PREFIX + len(message)
+        most = min(self._window, self._stream_window, self._settings.frame_size)
+        if self._unsent or self._paused or self._answers or size > most:
             self._unsent += prefixed(message)
             self._send()
+            return
+        assert self._transport is not None
+        self._window -= size
+        self._stream_window -= size
+        self._transport.write(_whole_head(size) + message)
 
     async def read(self) -> bytes:
         """The next message.
@@ -286,7 +296,7 @@ class DuplexCall(asyncio.Protocol):
         size = len(data) - frames.HEADER
         if not self._answered or not PREFIX <= size <= self._most_whole or self._consumed + size > _WINDOW // 2:
             return False
-        if data[:9] != size.to_bytes(3, "big") + _DATA or data[9:14] != (size - PREFIX).to_bytes(5, "big"):
+        if not data.startswith(_whole_head(size)):
             return False
         self._consumed += size
         self._on_message(data[14:])
@@ -348,6 +358,12 @@ class DuplexCall(asyncio.Protocol):
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+@lru_cache(maxsize=1024)
+def _whole_head(size: int) -> bytes:
+    """What comes before a message that is all of a frame of ``size`` bytes: the frame's header, then the message's."""
+    return size.to_bytes(3, "big") + _DATA + (size - PREFIX).to_bytes(PREFIX, "big")
 
 
 def _check_known(known: bool) -> None:

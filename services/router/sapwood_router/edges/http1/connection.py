@@ -308,18 +308,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        waiting = len(self._data) - self._at
+        body = None if self._request is None else self._request.body
+        idle, waiting = body is None or body.complete, len(self._data) - self._at
+        if self._reading and idle and not (waiting or self._breathes or self._held.counted):
+            return  # the usual case
         if waiting > LIGHT or self._held.counted:
             self._held.weigh(self, waiting)
             if self._transport is None:  # it held the most
                 return
-        request, most = self._request, self._limits.head_bytes
-        reading = not self._breathes
-        if request is not None and request.body.complete:
-            most = LIGHT  # of what is sent ahead as little as says whether the client is still there
-        elif request is not None:
-            reading = reading and request.body.hungry
-        reading = reading and waiting < most
+        # Of what is sent ahead of an answer as little as says whether the client is still there.
+        most = LIGHT if idle and body is not None else self._limits.head_bytes
+        reading = not self._breathes and waiting < most and (body is None or idle or body.hungry)
         if reading != self._reading:
             self._reading = reading
             switch = transport.resume_reading if reading else transport.pause_reading

@@ -167,7 +167,9 @@ async def test_a_thousand_aborts_on_the_way_from_one_worker_to_the_other_leave_n
         assert router.count("handoffs") > 0
         assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)
         given, expired = await pair[0].count("handoff_tickets"), await pair[0].count("handoff_expired")
-    assert expired <= given / 10  # the others were released, whatever was on its way
+    assert (
+        expired <= given / 100
+    )  # the others were released, whatever was on its way; a busy machine may be late to renew one
     seconds.sort()
     for name, (took, ran, waited) in (("median", seconds[12]), ("the most", seconds[-1])):
         cores = f"{ran:.3f} s were run and {waited:.3f} s waited for a core"

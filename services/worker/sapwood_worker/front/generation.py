@@ -63,7 +63,8 @@ class Generation:
     reader only.
 
     Outputs that the reader has not taken yet are merged into one for each continuation: a slow reader loses nothing, and what
-    is kept for it is at most its request's own tokens.
+    is kept for it is at most its request's own tokens. A continuation that hands off ends when its ticket is taken: until then
+    nobody else knows of the pages that are kept for it.
 
     Args:
         request_id: The client's name for the request.
@@ -123,23 +124,26 @@ class Generation:
             return None
         index = next(iter(self._ready))
         del self._ready[index]
-        return self._continuations[index].merged(index)
+        output = self._continuations[index].merged(index)
+        if output.finish_reason == "handoff":
+            self._finished(index)
+        return output
 
     def close(self) -> None:
         """Ends the call, wherever it stands; does nothing if it has ended. What was not read is dropped."""
         self._ready.clear()
         for continuation in self._continuations:
             continuation.drop()
-        self._end()
+        if not self._closed:
+            self._end()
+            self._notify()
 
     def put(self, index: int, output: RequestOutput) -> None:
         """Adds a step's output of one continuation."""
         if self._closed:
             return
-        continuation = self._continuations[index]
-        if output.finish_reason is not None:
-            continuation.finished = True
-            self._open -= 1
+        if output.finish_reason in ("deadline", "error"):
+            self._continuations[index].finished = True
         if output.finish_reason == "deadline":
             self.fail(errors.DeadlineExceededError("the deadline passed"))
             return
@@ -150,11 +154,11 @@ class Generation:
                 else errors.InternalError(output.error)
             )
             return
-        continuation.add(output)
+        self._continuations[index].add(output)
         if output.token_ids or output.ticket is not None or output.finish_reason is not None:
             self._ready[index] = None
-        if not self._open:
-            self._end()
+        if output.finish_reason is not None and output.finish_reason != "handoff":
+            self._finished(index)
         self._notify()
 
     def refuse(self, index: int, error: errors.SapwoodError) -> None:
@@ -167,12 +171,17 @@ class Generation:
         if not self._closed:
             self._error = error
             self._end()
+            self._notify()
+
+    def _finished(self, index: int) -> None:
+        self._continuations[index].finished = True
+        self._open -= 1
+        if not self._open and not self._closed:
+            self._end()
 
     def _end(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._on_close([index for index, each in enumerate(self._continuations) if not each.finished])
-            self._notify()
+        self._closed = True
+        self._on_close([index for index, each in enumerate(self._continuations) if not each.finished])
 
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():

@@ -18,11 +18,13 @@ class Link:
 
     Attributes:
         reached: Set when the connection that :meth:`hold` waits for has carried as much as it said.
+        asked_from: The port from which that connection was opened.
     """
 
     def __init__(self, host: str, target: str, ports: Sequence[int]) -> None:
         self.host = host
         self.reached = asyncio.Event()
+        self.asked_from = 0
         self._target, self._ports = target, ports
         self._flows = asyncio.Event()
         self._flows.set()
@@ -81,6 +83,7 @@ class Link:
                 carried += len(data)
                 if self._held is not None and self._held[0] == port and carried >= self._held[1]:
                     self._held = None
+                    self.asked_from = writer.get_extra_info("peername")[1]
                     self.reached.set()
                     await self._go_on.wait()
                 await self._flows.wait()

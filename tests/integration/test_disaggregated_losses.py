@@ -15,7 +15,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.network.channel import open_channel
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
+from sapwood_router.fleet.worker import Worker as FleetWorker
 from sapwood_testing.link import Link
 from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.router.worker_process import WorkerProcess
@@ -44,9 +45,12 @@ STORIES = [
     "The history of the steam engine begins long before the railways, with pumps that drained mines. ",
     "A good soup needs time, patience, and bones; the vegetables are added only when the broth is clear. ",
 ]
+TRIES = 5
+"""On a busy machine a request may be past a point before it was seen there; then there is another."""
 POINTS = ("queued", "computing", "handing off", "pulling", "first token", "streaming")
 SIDES = ("prefill", "decode")
 FAULTS = ("kill", "stop", "cut")
+EVERY = list(itertools.product(POINTS, SIDES, FAULTS))
 
 
 class Worker(WorkerProcess):
@@ -110,21 +114,34 @@ class Cluster:
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.workers if worker.role == role and not worker.dead]
 
+    def owner(self, port: int) -> Worker | None:
+        """The decode worker that has opened a connection from a port."""
+        connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        inodes = {f"socket:[{each[9]}]" for each in connections if each[1].endswith(f":{port:04X}")}
+        for worker in self.of("decode"):
+            for pid in worker.ranks():
+                for file in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if str(file.readlink()) in inodes:
+                            return worker
+        return None
+
     async def available(self, least: int) -> None:
         async with asyncio.timeout(180):
             while len(self.router.registry.available("demo")) < least:
                 await asyncio.sleep(0.02)
 
-    async def find(self, role: str, gauge: str) -> Worker:
-        """The worker of a role of which a gauge is above 0, as soon as there is one."""
-        async with asyncio.timeout(180):
-            while True:
-                for worker in self.of(role):
-                    if await worker.count(gauge) > 0:
-                        return worker
+    def seen(self, role: str) -> list[tuple[Worker, FleetWorker]]:
+        """The workers of a role, and what the router knows of each."""
+        pairs = [(worker, self.router.registry.find(worker.seen_at)) for worker in self.of(role)]
+        return [(worker, known) for worker, known in pairs if known is not None and known.available]
 
-    async def ask(self, story: int, pieces: asyncio.Queue[str] | None = None) -> str:
-        """An answer that no worker has anything of in its cache; each piece of it is told when it comes."""
+    @property
+    def handed_over(self) -> float:
+        return self.router._metrics.registry.get_sample_value("sapwood_router_handoffs_total") or 0
+
+    async def ask(self, story: int, on_piece: Callable[[], None] = lambda: None) -> str:
+        """An answer that no worker has anything of in its cache; ``on_piece`` is called with each piece of it."""
         body = {
             "model": "demo",
             "prompt": STORIES[story] * 12,
@@ -143,8 +160,7 @@ class Cluster:
                     assert "error" not in event, event
                     for choice in event["choices"]:
                         text += choice["text"]
-                        if pieces is not None and choice["text"]:
-                            pieces.put_nowait(choice["text"])
+                        on_piece()
         return text
 
 
@@ -201,74 +217,57 @@ class Tokenizer(WorkerProcess):
 
 
 class Round:
-    """Three requests at a time, of which two prefill workers let the third wait; what is lost when the first comes to a point."""
+    """One request, or three of which two prefill workers let the third wait. What comes of it is looked at where the router is:
+    in this process, so that a worker is lost at the point and not some time later."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, stories: Sequence[int]) -> None:
         self.cluster = cluster
-        self.pieces: list[asyncio.Queue[str]] = [asyncio.Queue() for _ in STORIES]
-        self.answers = [asyncio.ensure_future(cluster.ask(story, pieces)) for story, pieces in enumerate(self.pieces)]
+        self.pieces = 0
+        self.stories = stories
+        self.prefill: Worker | None = None
+        """Who has computed."""
+        self.handed_over = cluster.handed_over
+        self.answers = [asyncio.ensure_future(cluster.ask(story, self.piece)) for story in stories]
+
+    def piece(self) -> None:
+        self.pieces += 1
 
     async def comes_to(self, point: str, side: str) -> Worker | None:
         """Waits until a request is at a point; returns the worker of that side which it concerns, or may concern; None: all are
         over, and none was seen there."""
-        coming = asyncio.ensure_future(self._comes_to(point, side))
-        over = asyncio.ensure_future(asyncio.wait(self.answers))
-        await asyncio.wait((coming, over), return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
-        if coming.done():
-            return coming.result()
-        coming.cancel()
+        while not all(answer.done() for answer in self.answers):
+            if (found := self.at(point, side)) is not None:
+                return found
+            await asyncio.sleep(0.001)
         return None
 
-    async def _comes_to(self, point: str, side: str) -> Worker:
-        cluster, there = self.cluster, "running_requests"
+    def at(self, point: str, side: str) -> Worker | None:
+        cluster, handed_over = self.cluster, self.cluster.handed_over > self.handed_over
+        prefills, decodes = cluster.seen("prefill"), cluster.seen("decode")
+        self.prefill = next((worker for worker, known in prefills if known.in_flight), self.prefill)
+        going_on = next((worker for worker, known in decodes if known.in_flight), None)
+        generating = any(known.generating for _, known in decodes)
         match point:
             case "queued":
-                worker = await cluster.find("prefill", "waiting_requests")
-            case "computing":
-                worker = await cluster.find("prefill", there)
+                waiting = [worker for worker, known in prefills if known.in_flight and known.load.waiting_requests]
+                return next(iter(waiting), None) if side == "prefill" or not waiting else cluster.of("decode")[0]
+            case "computing" if side == "prefill":
+                computing = (worker for worker, known in prefills if known.in_flight and known.load.running_requests)
+                return None if handed_over else next(computing, None)
+            case (
+                "computing" | "pulling"
+            ):  # on the decode side somebody reads what is computed of a prompt while the rest is
+                source = next((worker for worker, _ in prefills if worker.link.reached.is_set()), None)
+                if source is None or (point == "computing" and handed_over):
+                    return None
+                return source if side == "prefill" else cluster.owner(source.link.asked_from)
             case "handing off":
-                await self.some_piece(1)
-                return await self.first_of(side, "handoff_pages", there)
-            case "pulling":
-                await self.first(worker.link.reached.wait() for worker in cluster.of("prefill"))
-                reached = [worker for worker in cluster.of("prefill") if worker.link.reached.is_set()]
-                # Pages are read for a request that waits, or before it is there.
-                return reached[0] if side == "prefill" else await self.first_of("decode", "waiting_requests")
+                there = handed_over and not generating
             case "first token":
-                await self.some_piece(2)
-                return await self.first_of(side, "handoff_pages", there)
+                there = generating
             case _:
-                await self.some_piece(6)
-                return await self.first_of(side, "handoff_pages", there)
-        return worker if side == "prefill" else cluster.of("decode")[0]
-
-    async def first_of(self, side: str, *gauges: str) -> Worker:
-        """The worker of a side that has something of a request, or any where all is over already."""
-        for worker in self.cluster.of(side):
-            for gauge in gauges:
-                if await worker.count(gauge) > 0:
-                    return worker
-        return self.cluster.of(side)[0]
-
-    async def some_piece(self, count: int) -> None:
-        """Waits until one of the answers has so many pieces."""
-        await self.first(self.so_many(pieces, count) for pieces in self.pieces)
-
-    @staticmethod
-    async def first(waits: Iterable[Coroutine[Any, Any, Any]]) -> None:
-        """Waits for one of several."""
-        tasks = [asyncio.ensure_future(each) for each in waits]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in tasks:
-                each.cancel()
-
-    @staticmethod
-    async def so_many(pieces: asyncio.Queue[str], count: int) -> None:
-        for _ in range(count):
-            await pieces.get()
+                there = generating and self.pieces >= 6
+        return (self.prefill if side == "prefill" else going_on) if there else None
 
 
 async def lose(worker: Worker, fault: str) -> Callable[[], Any]:
@@ -296,7 +295,7 @@ async def lose(worker: Worker, fault: str) -> Callable[[], Any]:
 def combinations() -> list[tuple[str, str, str]]:
     """All of them ROUNDS times, or one fault at each point of either side."""
     if ROUNDS:
-        every = list(itertools.product(POINTS, SIDES, FAULTS)) * ROUNDS
+        every = EVERY * ROUNDS
         return every[len(every) * (PART - 1) // PARTS : len(every) * PART // PARTS]
     places = itertools.product(POINTS, SIDES)
     return [(point, side, FAULTS[(number + number // 6) % 3]) for number, (point, side) in enumerate(places)]
@@ -310,37 +309,44 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
     cluster.expected = [await cluster.ask(story) for story in range(len(STORIES))]
     assert sum([await worker.count("pulled_pages") for worker in cluster.of("decode")]) > 0
     restarts: list[asyncio.Future[None]] = []
-    for point, side, fault in combinations():
-        # While one that was killed starts, the others are stopped and cut off.
-        await cluster.available(4 if fault == "kill" else 3)
-        if point == "pulling":
-            for worker in cluster.of("prefill"):
-                worker.link.hold(worker.page_port, 3 * PAGE_BYTES)
-        running = Round(cluster)
-        lost = await running.comes_to(point, side)
-        make_well = await lose(lost, fault) if lost is not None else None
-        for worker in cluster.workers:
-            worker.link.let_go()
-        answers = await asyncio.gather(*running.answers, return_exceptions=True)
-        if make_well is not None:
-            restarts.append(asyncio.ensure_future(make_well()))
-            if fault != "kill":
-                await restarts[-1]
-        counts["losses" if make_well is not None else "missed"] += 1
-        counts["answers"] += len(answers)
-        counts["failed"] += sum(isinstance(answer, BaseException) for answer in answers)
-        counts["different"] += sum(a != b for a, b in zip(answers, cluster.expected, strict=True))
-        print(f"{point}, {side}, {fault}: {dict(counts)}", flush=True)
+    for number, (point, side, fault) in enumerate(combinations()):
+        for _ in range(TRIES):
+            # While one that was killed starts, the others are stopped and cut off.
+            await cluster.available(4 if fault == "kill" else 3)
+            if point == "pulling" or (point, side) == ("computing", "decode"):
+                for worker in cluster.workers[:2]:  # also the one that is just being started again
+                    worker.link.hold(worker.page_port, PAGE_BYTES * 3 // 2)
+            running = Round(cluster, range(3) if point == "queued" else [number % 3])
+            lost = await running.comes_to(point, side)
+            make_well = await lose(lost, fault) if lost is not None else None
+            for worker in cluster.workers:
+                worker.link.let_go()
+            answers = await asyncio.gather(*running.answers, return_exceptions=True)
+            if make_well is not None:
+                restarts.append(asyncio.ensure_future(make_well()))
+                if fault != "kill":
+                    await restarts[-1]
+            counts["losses" if make_well is not None else "missed"] += 1
+            for story, answer in zip(running.stories, answers, strict=True):
+                counts["answers"] += 1
+                counts["failed"] += isinstance(answer, BaseException)
+                counts["different"] += answer != cluster.expected[story]
+                if answer != cluster.expected[story]:
+                    print(f"{answer!r} in place of {cluster.expected[story]!r}", flush=True)
+            print(f"{point}, {side}, {fault}: {dict(counts)}", flush=True)
+            if make_well is not None:
+                break
+        if number % len(EVERY) == len(EVERY) - 1 or number == len(combinations()) - 1:
+            await asyncio.gather(*restarts)
+            await cluster.available(4)
+            await nothing_is_kept(cluster)
     metrics = cluster.router._metrics.registry
     resumed, handed = (metrics.get_sample_value(f"sapwood_router_{name}_total") for name in ("resumptions", "handoffs"))
     print(f"{handed:g} hand-overs, {resumed:g} streams went on elsewhere; {dict(counts)}")
     assert not counts["failed"] and not counts["different"]
-    await asyncio.gather(*restarts)
-    await cluster.available(4)
-    assert handed and counts["missed"] < counts["losses"]
+    assert handed and counts["losses"] == len(combinations())
     # Before its first token a request is not resumed, but asked for again.
     assert resumed or ("streaming", "decode", "kill") not in combinations()
-    await nothing_is_kept(cluster)
 
 
 async def nothing_is_kept(cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.models import model_files
+from sapwood_common.models import model_files, url_files
 from sapwood_common.models.url_files import UrlModels
 from sapwood_testing.worker.storage.object_store import ObjectStoreServer
 
@@ -119,6 +119,20 @@ def test_any_file_system_of_fsspec_will_do(tmp_path: Path, monkeypatch: pytest.M
     url = f"file://{tmp_path}/mounted/x.gguf"
     assert model_files.resolve_model(url).read_bytes() == b"GGUF"
     assert model_files.model_name(url) == "x"
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ("after 1.540396ms - Server returned non-2xx status code: 400 Bad Request", False),
+        ("GET http://127.0.0.1:44030/bucket - Server returned non-2xx status code: 500 Internal Server Error", False),
+        ("after 1.5ms - Server returned non-2xx status code: 403 Forbidden: ", True),
+        ("The operation lacked valid authentication credentials for path x: Unauthenticated", True),
+    ],
+)
+def test_keys_are_named_only_where_the_store_refuses_them(said: str, refused: bool, tmp_path: Path) -> None:
+    told = url_files._explain(OSError(said), "s3://bucket/x", tmp_path)
+    assert told.startswith("it may not be read: check the keys" if refused else "it cannot be read: ")
 
 
 def test_what_cannot_be_fetched_is_one_line_that_says_what_to_do(

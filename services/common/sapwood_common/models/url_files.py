@@ -23,6 +23,8 @@ from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.wanted import INDEX, description_among, weights_named_by
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_REFUSED = re.compile(r"status code: 40[13]\b|Unauthenticated")
+"""In what obstore says. The number alone may stand in a port or a time as well."""
 _PIECE = 8 << 20
 _VERSION_KEYS = ("e_tag", "ETag", "etag", "LastModified", "mtime", "created")
 """What file systems of fsspec call that which changes with a file's content."""
@@ -219,7 +221,7 @@ def _explain(error: Exception, url: str, folder: Path) -> str:
         return "nothing lies there"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk of {folder} is full: make room, or set SAPWOOD_HOME to a folder elsewhere"
-    if isinstance(error, PermissionError) or "403" in line or "Unauthenticated" in line:
+    if isinstance(error, PermissionError) or _REFUSED.search(line):
         keys = " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)" if protocol == "s3" else ""
         return f"it may not be read: check the keys{keys}: {line}"
     return f"it cannot be read: {line}"

@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from sapwood.cli.main import build_parser
+from sapwood_common.settings.config import build_parser as service_parser
+from sapwood_router.config import RouterConfig
+from sapwood_tokenizer.config import TokenizerConfig
+from sapwood_worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Run by hand and by CI: they install, test or serve. That their targets exist is checked below.
 LARGE = re.compile(r"^(make \w|(SAPWOOD_\w+=\S+ )*sapwood up)")
@@ -32,10 +37,9 @@ class Block(NamedTuple):
 
 
 def _blocks() -> list[Block]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [
         Block(page.name, language, code)
-        for page in pages
+        for page in PAGES
         for language, code in re.findall(r"^```(bash|python)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     ]
     assert len(found) > 10
@@ -66,15 +70,32 @@ def test_the_block_runs(cluster: Any, block: Block) -> None:
     assert done.stdout.strip()
 
 
-def test_every_flag_that_is_named_with_sapwood_up_is_one() -> None:
-    commands = [line for block in BLOCKS for line in re.findall(r"^sapwood up (--.*)$", block.code, re.MULTILINE)]
-    assert commands
-    for command in commands:
-        assert build_parser("up").parse_args(["up", *shlex.split(command)])
+COMMAND = re.compile(
+    r"(?:^|`)(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?((?:sapwood|python -m sapwood_[a-z]+) (?:'[^'\n]*'|\"[^\"\n]*\"|[^`\n\[|>&#'\"])*)",
+    re.MULTILINE,
+)
+"""A command line of ours in a block or in the text, up to what the shell does with it."""
+SERVICES = {"sapwood_router": RouterConfig, "sapwood_tokenizer": TokenizerConfig, "sapwood_worker": WorkerConfig}
+
+
+def test_every_command_that_is_named_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    services = {name: service_parser(config, name, "") for name, config in SERVICES.items()}
+    up, others = build_parser("up"), build_parser()
+    named = [(page, found) for page in PAGES for found in COMMAND.findall(page.read_text().replace("\\\n", " "))]
+    assert len(named) > 100
+    for page, command in named:
+        words = shlex.split(command)
+        parser = services[words[2]] if words[0] == "python" else up if words[1] in ("up", "serve") else others
+        try:
+            parser.parse_args(words[3 if words[0] == "python" else 1 :])
+        except SystemExit as ended:  # in the text, it may be named without what it works on
+            assert ended.code == 0 or "are required" in (said := capsys.readouterr().err), (
+                f"{page.name}: {command}: {said}"
+            )
 
 
 def test_every_make_target_that_is_named_exists() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / ".ci" / "run"]
+    pages = [*PAGES, ROOT / ".ci" / "run"]
     named = {
         target for page in pages for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE)
     }
@@ -82,10 +103,21 @@ def test_every_make_target_that_is_named_exists() -> None:
     assert {"up", "test", "lint", "bench-cpu"} <= named <= existing
 
 
+def _anchors(page: Path) -> set[str]:
+    """Where a link into a page can lead: its headings, in GitHub's spelling."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert len(links) > 100
+    for page, link in links:
+        if not link.startswith("http"):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or target.suffix != ".md" or anchor in _anchors(target), f"{page.name}: {link}"
 
 
 def test_the_configuration_page_is_fresh() -> None:

@@ -39,7 +39,7 @@ def _spare_the_collector() -> None:
 
 def main() -> None:
     """Runs the router until it is told to stop; exits 2 if it cannot start as configured."""
-    config = parse_config(RouterConfig, "sapwood-router", "Routes requests to workers: gRPC and the OpenAI API.")
+    config = parse_config(RouterConfig, "sapwood_router", "Routes requests to workers: gRPC and the OpenAI API.")
     setup_logging("router", config.log_level, config.log_format)
     try:
         uvloop.run(_serve(config))

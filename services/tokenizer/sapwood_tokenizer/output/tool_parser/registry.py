@@ -47,6 +47,7 @@ NAMES = tuple(sorted(FAMILIES))
 SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (GPT_OSS.name, ("<|channel|>", "<|start|>")),
     (KIMI_K2.name, ("<|tool_calls_section_begin|>",)),
+    (KIMI_K2.name, ("<|im_system|>tool_declare",)),
     (DEEPSEEK_V32.name, ("｜DSML｜",)),
     (DEEPSEEK.name, ("<｜tool▁calls▁begin｜>",)),
     (MISTRAL.name, ("[TOOL_CALLS]",)),
@@ -80,7 +81,10 @@ def tool_family(name: str) -> ToolFamily:
 
 
 def detect_tool_parser(template: str) -> str:
-    """The name of the family whose chat template this is; "" if it is none of them, or knows no tools."""
-    if "tools" not in template:
+    """The name of the family whose chat template this is; "" if it is none of them, or knows neither tools nor calls.
+
+    DeepSeek's of V3, R1 and V3.1 write calls, but leave it to the system prompt to tell of the tools.
+    """
+    if "tools" not in template and "tool_calls" not in template:
         return ""
     return next((name for name, signs in SIGNS if all(sign in template for sign in signs)), "")

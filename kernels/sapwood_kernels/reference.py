@@ -143,6 +143,7 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -154,6 +155,7 @@ def attention(
         value: [M, K, D].
         scale: Factor of the dot products.
         window: A query at position p sees positions p - window + 1 .. p; None: all up to p.
+        chunked: It sees those from the latest multiple of ``window`` on instead (Llama 4).
         softcap: Scores become ``softcap * tanh(score / softcap)``.
         sinks: [H]: a score of each head's own that takes part in the softmax and has no value (gpt-oss). It is not capped.
 
@@ -167,7 +169,9 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(length - count, length, device=query.device)[:, None]
     seen = torch.arange(length, device=query.device)[None]
-    hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
+    hidden = seen > at
+    if window is not None:
+        hidden |= seen < (at // window * window if chunked else at - window + 1)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)
@@ -209,6 +213,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -222,7 +227,7 @@ def paged_attention(
         query_lens: Integers [B], summing to T.
         seq_lens: Integers [B]: keys of each request, its own query tokens included.
         page_size: Slots in a page.
-        scale, window, softcap, sinks: As in :func:`attention`.
+        scale, window, chunked, softcap, sinks: As in :func:`attention`.
 
     Returns:
         [T, H, D].
@@ -233,7 +238,9 @@ def paged_attention(
         positions = torch.arange(length, device=query.device)
         slots = pages[positions // page_size] * page_size + positions % page_size
         keys, values = key_slots[slots], value_slots[slots]
-        outputs.append(attention(chunk, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks))
+        outputs.append(
+            attention(chunk, keys, values, scale=scale, window=window, chunked=chunked, softcap=softcap, sinks=sinks)
+        )
     return torch.cat(outputs)
 
 

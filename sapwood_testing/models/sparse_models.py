@@ -37,14 +37,16 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4TextConfig",
         {
             "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 80,
-            "interleave_moe_layer_step": 2, "num_hidden_layers": 5, "attention_chunk_size": 1024, "use_qk_norm": True,
+            "interleave_moe_layer_step": 2, "num_hidden_layers": 5, "attention_chunk_size": 16, "use_qk_norm": True,
+            "floor_scale": 12, "attn_scale": 0.5,
         },
     ),
     "llama4-no-norms": (
         "Llama4TextConfig",
         {
             "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 80,
-            "no_rope_layers": [1, 0, 0, 1], "attention_chunk_size": 1024, "use_qk_norm": False,
+            "no_rope_layers": [1, 0, 0, 1], "attention_chunk_size": 27, "use_qk_norm": False,
+            "attn_temperature_tuning": False,
         },
     ),
     "minimax-m2": (

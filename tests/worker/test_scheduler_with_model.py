@@ -51,10 +51,16 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("gemma3", False), ("mistral-window", True)])
 @pytest.mark.parametrize(
-    ("page_size", "max_step_tokens", "pool_tokens"),
-    [(1, 512, 2048), (4, 16, 160), (16, 32, 160), (16, 5, 2048), (64, 512, 512)],
+    ("page_size", "max_step_tokens", "pool_tokens", "name", "overlap"),
+    [
+        *(
+            (*sizes, *model)
+            for sizes in ((1, 512, 2048), (4, 16, 160), (16, 32, 160), (16, 5, 2048), (64, 512, 512))
+            for model in (("llama", True), ("gemma3", False), ("mistral-window", True))
+        ),
+        (4, 16, 160, "llama4", True),  # chunks of 16 tokens
+    ],
 )
 def test_greedy_tokens_do_not_depend_on_scheduling(
     tiny_model: Any, make_runner: Any, name: str, page_size: int, max_step_tokens: int, pool_tokens: int, overlap: bool

@@ -91,6 +91,7 @@ def recomputed(tiny_model: Any, make_runner: Any) -> Callable[[str], list[list[i
         *product(["llama", "gemma3"], ["write_through", "write_through_selective", "write_back"], [1, 4, 16]),
         ("deepseek-v3", "write_back", 4),
         ("mistral-window", "write_through", 4),
+        ("llama4", "write_through", 4),
     ],
 )
 def test_tokens_from_the_second_tier_equal_recomputation(

@@ -40,6 +40,7 @@ class Variant:
     window: int | None
     softcap: float | None
     sinks: bool = False
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

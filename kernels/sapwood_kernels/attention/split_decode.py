@@ -74,6 +74,7 @@ class SplitDecodeAttention:
             least=least,
             scale=variant.scale,
             window=variant.window,
+            chunked=variant.chunked,
             softcap=variant.softcap,
             sinks=cache.sinks,
             kv_scales=cache.scales,

@@ -39,6 +39,7 @@ class TiledPrefillAttention:
             *self._step,
             scale=variant.scale,
             window=variant.window,
+            chunked=variant.chunked,
             softcap=variant.softcap,
             sinks=cache.sinks if self._causal else None,  # they are seen once
             kv_scales=cache.scales,

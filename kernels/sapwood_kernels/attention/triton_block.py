@@ -8,6 +8,17 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+def window_code(window: int | None, chunked: bool) -> int:
+    """The constant ``WINDOW`` of kernels: a window's length, that of chunks as a negative number, 0 where all keys are seen."""
+    return 0 if window is None else -window if chunked else window
+
+
+@triton.jit
+def oldest_seen(position, WINDOW: tl.constexpr):
+    """The first key that a token at a position sees, not below 0; ``WINDOW`` is not 0."""
+    return position // -WINDOW * -WINDOW if WINDOW < 0 else tl.maximum(position - WINDOW + 1, 0)
+
+
 @triton.jit
 def attend_block(
     q, keys, values, own, at, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,

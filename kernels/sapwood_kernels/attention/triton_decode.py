@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.attention.triton_block import LOG2_E, attend_block
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, oldest_seen, window_code
 from sapwood_kernels.attention.triton_shared import attend_shared
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
@@ -88,7 +88,7 @@ def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
 @triton.jit
 def _first(length, starts, request, WINDOW: tl.constexpr, SHARED: tl.constexpr):
     """The first key that a request reads by itself."""
-    start = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    start = oldest_seen(length - 1, WINDOW) if WINDOW != 0 else 0
     return tl.maximum(start, tl.load(starts + request)) if SHARED else start
 
 
@@ -231,6 +231,7 @@ def decode_attention(
     scale: float,
     least: int = 1,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
@@ -247,7 +248,7 @@ def decode_attention(
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, at least 1.
         splits: Most programs for a request and key/value head, a power of 2, as :func:`num_splits` gives it.
-        scale, window, softcap, sinks: As in ``reference.attention``.
+        scale, window, chunked, softcap, sinks: As in ``reference.attention``.
         least: Fewest keys of a program, as :func:`num_splits` gives it.
         kv_scales: Factors of the stored keys and values.
         shared: What several requests have in common and is read once; None: each request reads all that is its own.
@@ -268,9 +269,10 @@ def decode_attention(
     if shared is not None:
         attend_shared(
             query, key_pages, value_pages, indptr, pages, lengths, shared.order, shared.items, part, sums, splits, scale=scale,
-            window=window, softcap=softcap, kv_scales=kv_scales,
+            window=window, chunked=chunked, softcap=softcap, kv_scales=kv_scales,
         )  # fmt: skip
     out = torch.empty_like(query) if out is None else out
+    seen = window_code(window, chunked)
     block_d = max(16, triton.next_power_of_2(dim))
     words = float8 and takes_words(key_pages)
     rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
@@ -285,7 +287,7 @@ def decode_attention(
     _split_kernel[(kv_heads, batch, splits)](
         query, key_pages, value_pages, indptr, lengths, starts, counts, pages, query if sinks is None else sinks, part, sums, out,
         scale * kv_scales[0], kv_scales[1], softcap or 1.0, *key_pages.stride()[:3],
-        GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=window or 0,
+        GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=seen,
         CAPPED=softcap is not None, SINKS=sinks is not None, SHARED=shared is not None, FLOAT8=float8, WORDS=words, ROWS=rows,
         BLOCK_D=block_d, BLOCK=block,
         STAGES=stages if query.is_cuda else 0, num_warps=warps,
@@ -293,6 +295,6 @@ def decode_attention(
     if slots > 1:
         _merge_kernel[(batch * heads,)](
             part, sums, lengths, starts, counts, out, HEADS=heads, D=dim, SPLITS=splits, SLOTS=slots, LEAST=least,
-            WINDOW=window or 0, SHARED=shared is not None, BLOCK_D=block_d, BLOCK=triton.next_power_of_2(slots), num_warps=1,
+            WINDOW=seen, SHARED=shared is not None, BLOCK_D=block_d, BLOCK=triton.next_power_of_2(slots), num_warps=1,
         )  # fmt: skip
     return out

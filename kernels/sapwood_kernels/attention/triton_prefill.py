@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.attention.triton_block import LOG2_E, attend_block
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, oldest_seen, window_code
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
 _TILE_BYTES = (
@@ -51,7 +51,7 @@ def _prefill_kernel(
         q = q.to(tl.float16)
     before = length - count + first  # the position of the tile's first token
     newest = length - count + token
-    oldest = newest - WINDOW + 1
+    oldest = oldest_seen(newest, WINDOW) if WINDOW != 0 else newest
     end = tl.minimum(before + TOKENS, length) if CAUSAL else length
     scale *= LOG2_E
     cap = softcap * LOG2_E
@@ -61,32 +61,32 @@ def _prefill_kernel(
         highest = tl.load(sinks + head * GROUP + rows % GROUP) * LOG2_E
         total += 1.0
     result = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    at = tl.maximum(before - WINDOW + 1, 0) if WINDOW > 0 else 0
+    at = oldest_seen(before, WINDOW) if WINDOW != 0 else 0
     # Without a window all tokens of the tile see the keys up to its first token's; or all of them.
-    whole = at if WINDOW > 0 else (before + 1 if CAUSAL else length) // BLOCK * BLOCK
+    whole = at if WINDOW != 0 else (before + 1 if CAUSAL else length) // BLOCK * BLOCK
     if STAGES > 0:
         if WINDOW == 0:
             for block in tl.range(at, whole, BLOCK, num_stages=STAGES):
                 highest, total, result = attend_block(
                     q, keys, values, own, block, end, oldest, newest, page_stride, slot_stride, highest, total, result,
-                    scale, cap, D, PAGE, False, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                    scale, cap, D, PAGE, False, True, WINDOW != 0, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         for block in tl.range(whole, end, BLOCK, num_stages=STAGES):
             highest, total, result = attend_block(
                 q, keys, values, own, block, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
-                D, PAGE, True, CAUSAL, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                D, PAGE, True, CAUSAL, WINDOW != 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
     else:  # Triton's interpreter cannot run such loops
         while at < whole:
             highest, total, result = attend_block(
                 q, keys, values, own, at, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
-                D, PAGE, False, True, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                D, PAGE, False, True, WINDOW != 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
             at += BLOCK
         while at < end:
             highest, total, result = attend_block(
                 q, keys, values, own, at, end, oldest, newest, page_stride, slot_stride, highest, total, result, scale, cap,
-                D, PAGE, True, CAUSAL, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                D, PAGE, True, CAUSAL, WINDOW != 0, CAPPED, BLOCK_D, BLOCK,
             )  # fmt: skip
             at += BLOCK
     result = result / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
@@ -150,6 +150,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
@@ -168,7 +169,7 @@ def prefill_attention(
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, its own tokens included.
-        scale, window, softcap, sinks: As in ``reference.attention``.
+        scale, window, chunked, softcap, sinks: As in ``reference.attention``.
         kv_scales: Factors of the stored keys and values.
         out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
         causal: Whether the tokens are the last ones of their request, and see what is before them; else they see all of its keys,
@@ -188,7 +189,7 @@ def prefill_attention(
     _prefill_kernel[(len(tiles), kv_heads)](
         query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, query if sinks is None else sinks, out,
         out if sums is None else sums, scale * kv_scales[0], kv_scales[1], softcap or 1.0, heads, *key_pages.stride()[:3],
-        GROUP=group, D=dim, PAGE=page_size, CAUSAL=causal, WINDOW=window or 0, CAPPED=softcap is not None,
+        GROUP=group, D=dim, PAGE=page_size, CAUSAL=causal, WINDOW=window_code(window, chunked), CAPPED=softcap is not None,
         SINKS=sinks is not None, SUMS=sums is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn,
         TOKENS=rows // group, ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=block,

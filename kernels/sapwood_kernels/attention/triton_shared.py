@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.attention.triton_block import LOG2_E, attend_block
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, oldest_seen, window_code
 
 _FEW_ROWS, _ROWS, _MANY_ROWS = 16, 64, 128
 """Rows of a program's products: the fewest that a matrix unit takes, and those that four warps take in one product and in two.
@@ -46,9 +46,9 @@ def _shared_kernel(
         own = pages + tl.load(indptr + tl.load(items + 2))
         at, end = tl.load(items + 3), tl.load(items + 4)
         oldest = tl.zeros((ROWS,), tl.int32)
-        if WINDOW > 0:
+        if WINDOW != 0:
             # Pages that no request sees any more may be gone.
-            oldest = tl.load(lengths + request, mask=there, other=2147483647) - WINDOW
+            oldest = oldest_seen(tl.load(lengths + request, mask=there, other=2147483647) - 1, WINDOW)
             at = tl.maximum(at, tl.min(oldest, axis=0))
         wanted = there[:, None] & (columns < D)[None, :]
         head_rows = request * heads + head * GROUP + rows % GROUP
@@ -66,13 +66,13 @@ def _shared_kernel(
             for block in tl.range(at, end, BLOCK, num_stages=STAGES):
                 highest, total, result = attend_block(
                     q, keys, values, own, block, end, oldest, end, page_stride, slot_stride, highest, total, result, scale, cap,
-                    D, PAGE, True, False, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                    D, PAGE, True, False, WINDOW != 0, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         else:  # Triton's interpreter cannot run such loops
             while at < end:
                 highest, total, result = attend_block(
                     q, keys, values, own, at, end, oldest, end, page_stride, slot_stride, highest, total, result, scale, cap,
-                    D, PAGE, True, False, WINDOW > 0, CAPPED, BLOCK_D, BLOCK,
+                    D, PAGE, True, False, WINDOW != 0, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
                 at += BLOCK
         empty = total == 0.0
@@ -125,13 +125,14 @@ def attend_shared(
     *,
     scale: float,
     window: int | None,
+    chunked: bool,
     softcap: float | None,
     kv_scales: tuple[float, float],
 ) -> None:
     """Writes the parts of the items to ``part`` and ``sums``; does not wait for the device.
 
     Args:
-        query, key_pages, value_pages, indptr, pages, lengths, scale, window, softcap, kv_scales: As in
+        query, key_pages, value_pages, indptr, pages, lengths, scale, window, chunked, softcap, kv_scales: As in
             ``triton_decode.decode_attention``.
         order: int32 [B], as :class:`SharedRuns` has it.
         items: int32 [N, FIELDS], as :class:`SharedItems` has them; those with no requests are skipped.
@@ -147,7 +148,7 @@ def attend_shared(
     _shared_kernel[(kv_heads, len(items))](
         query, key_pages, value_pages, indptr, lengths, pages, order, items, part, sums, scale * kv_scales[0], kv_scales[1],
         softcap or 1.0, *key_pages.stride()[:3], first_slot, part.shape[1],
-        GROUP=group, D=dim, PAGE=page_size, FIELDS=items.shape[1], WINDOW=window or 0,
+        GROUP=group, D=dim, PAGE=page_size, FIELDS=items.shape[1], WINDOW=window_code(window, chunked),
         CAPPED=softcap is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn, ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=tile_keys(dim), STAGES=stages, num_warps=warps,
     )  # fmt: skip

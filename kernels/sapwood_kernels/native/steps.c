@@ -151,7 +151,14 @@ typedef struct {
     int64_t heads, kv_heads, dim, page_size, window;  // 0: no window
     float scale, softcap;                             // 0: no cap
     const float *sinks;                               // null: none
+    int64_t chunked;                                  // a token sees keys from the latest multiple of the window on
 } attention_layer;
+
+// The first of its keys that a token sees, the last of so many.
+static int64_t oldest_seen(const attention_layer *l, int64_t keys) {
+    if (!l->window || keys <= l->window) return 0;
+    return l->chunked ? (keys - 1) / l->window * l->window : keys - l->window;
+}
 
 enum { SPLIT = 512, CHUNK = 64 };  // keys of a task; keys whose scores are computed before their values are summed
 
@@ -168,7 +175,7 @@ typedef struct {
 static void attend_part(const attending *a, int64_t token, int64_t kv, int64_t split) {
     const attention_layer *l = a->layer;
     const int64_t dim = l->dim, shared = l->heads / l->kv_heads, end = a->lengths[token];
-    const int64_t start = l->window && end > l->window ? end - l->window : 0;
+    const int64_t start = oldest_seen(l, end);
     const int64_t first = start + SPLIT * split, last = first + SPLIT < end ? first + SPLIT : end;
     float *parts = a->parts + ((token * l->kv_heads + kv) * a->splits + split) * shared * (dim + 2);
     for (int64_t h = 0; h < shared; h++) {
@@ -245,7 +252,7 @@ EXPORT int64_t sapwood_attend(
     const int64_t dim = layer->dim, shared = layer->heads / layer->kv_heads;
     int64_t longest = 1, all = 0;
     for (int64_t t = 0; t < tokens; t++) {
-        const int64_t seen = layer->window && lengths[t] > layer->window ? layer->window : lengths[t];
+        const int64_t seen = lengths[t] - oldest_seen(layer, lengths[t]);
         longest = seen > longest ? seen : longest;
         all += seen;
     }

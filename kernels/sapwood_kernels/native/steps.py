@@ -108,6 +108,7 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "page_size", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("sinks", ctypes.c_void_p),
+        ("chunked", ctypes.c_int64),
     )
 
 
@@ -121,6 +122,7 @@ class DecodeAttention:
         heads: Query heads.
         scale: Factor of the products.
         window: Keys that a token sees; None: all.
+        chunked: Whether these are the ones from the latest multiple of ``window`` on.
         softcap: Products become ``softcap * tanh(product / softcap)``; None: they stay.
         sinks: float32 [H], contiguous: a product of each head's that has no value; None: there are none.
     """
@@ -133,6 +135,7 @@ class DecodeAttention:
         heads: int,
         scale: float,
         window: int | None,
+        chunked: bool,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
@@ -142,7 +145,7 @@ class DecodeAttention:
         self._kept = keys, values, sinks
         self._layer = _Attention(
             *(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], heads, keys.shape[2], keys.shape[3]),
-            *(keys.shape[1], window or 0, scale, softcap or 0.0, None if sinks is None else sinks.data_ptr()),
+            *(keys.shape[1], window or 0, scale, softcap or 0.0, None if sinks is None else sinks.data_ptr(), chunked),
         )
 
     def __call__(

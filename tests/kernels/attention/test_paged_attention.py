@@ -17,7 +17,7 @@ DIM = 8
 
 def run(
     query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, sinks=None, seed=0, float8=False,
-    order="HND",
+    chunked=False, order="HND",
 ):  # fmt: skip
     """Attends with the backend and with the reference; both [T, heads * DIM]."""
     rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def run(
         page_table=table,
         cache_slots=torch.from_numpy(np.concatenate(slots)),
     )
-    layer = AttentionLayer(1, 0.7, window=window, softcap=softcap, sinks=sinks)
+    layer = AttentionLayer(1, 0.7, window=window, chunked=chunked, softcap=softcap, sinks=sinks)
     pool.destination(1, batch.cache_slots).store(key, value)
     attention = TorchAttention(pool, torch.float32)
     attention.plan(batch)
@@ -67,6 +67,7 @@ def run(
         page_size,
         scale=0.7,
         window=window,
+        chunked=chunked,
         softcap=softcap,
         sinks=sinks,
     )
@@ -94,6 +95,13 @@ BATCHES = {
 @pytest.mark.parametrize("window", [None, 1, 16, 300])
 def test_ragged_batches(name, window):
     ours, theirs = run(*BATCHES[name], heads=4, kv_heads=2, page_size=4, window=window)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("chunk", [1, 16, 300])
+def test_chunks_begin_anew(name, chunk):
+    ours, theirs = run(*BATCHES[name], heads=4, kv_heads=2, page_size=4, window=chunk, chunked=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -76,7 +76,8 @@ STORE = kinds(
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 for dim, group, dtype, window, capped in (
-    (128, 4, "bf16", 0, False), (64, 5, "bf16", 0, False), (256, 4, "bf16", 512, True), (80, 1, "fp32", 0, False),
+    (128, 4, "bf16", 0, False), (128, 5, "bf16", -8192, False), (64, 5, "bf16", 0, False), (256, 4, "bf16", 512, True),
+    (80, 1, "fp32", 0, False),
 ):
     stored = ["*" + dtype] + ["*fp8e4nv"] * (dtype == "bf16" and capability >= 89)
     rows, block = prefilling.tile_shape(group, dim, TYPES[dtype])
@@ -92,11 +93,11 @@ for words in (False, True)[: 1 + (capability >= 89)]:
     cache = "*i32" if words else "*bf16"
     check(
         decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
-        SLOTS=24, LEAST=1, WINDOW=0, CAPPED=False, SINKS=words, SHARED=True, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128,
-        BLOCK=64, STAGES=2 if words else 3,
+        SLOTS=24, LEAST=1, WINDOW=0 if words else -8192, CAPPED=False, SINKS=words, SHARED=True, FLOAT8=words, WORDS=words,
+        ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=2 if words else 3,
     )
 for dim, group, batch, window, cache in (
-    (128, 4, 256, 0, "*bf16"), (128, 4, 4, 0, "*bf16"), (256, 2, 256, 512, "*bf16"), (64, 5, 256, 0, "*bf16"),
+    (128, 4, 256, 0, "*bf16"), (128, 5, 4, -8192, "*bf16"), (256, 2, 256, 512, "*bf16"), (64, 5, 256, 0, "*bf16"),
     (128, 4, 256, 0, "*fp8e4nv"),
 )[: 4 + (capability >= 89)]:
     rows = sharing.tile_rows(group, dim, batch)

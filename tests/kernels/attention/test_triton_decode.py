@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(
     lengths: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, splits=4, least=1, window=None, softcap=None,
-    float8=False, heads_first=False, sinks=False,
+    float8=False, heads_first=False, sinks=False, chunked=False,
 ) -> None:  # fmt: skip
     torch.manual_seed(sum(lengths))
     batch = len(lengths)
@@ -44,15 +44,15 @@ def check(
         keys, values = [reference.dequantise(each, scale) for each, scale in zip(stored, kv_scales, strict=True)]
     expected = reference.paged_attention(
         query, keys, values, table, torch.ones(batch, dtype=torch.int64), torch.tensor(lengths), page_size,
-        scale=0.7, window=window, softcap=softcap, sinks=sink,
+        scale=0.7, window=window, chunked=chunked, softcap=softcap, sinks=sink,
     )  # fmt: skip
     stored = [each.view(total, page_size, kv_heads, dim).to(DEVICE) for each in stored]
     if heads_first:
         stored = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in stored]
     ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (indptr, pages, lengths)]
     result = kernel.decode_attention(
-        query.to(DEVICE), *stored, *ints, splits=splits, least=least, scale=0.7, window=window, softcap=softcap,
-        sinks=None if sink is None else sink.to(DEVICE), kv_scales=kv_scales,
+        query.to(DEVICE), *stored, *ints, splits=splits, least=least, scale=0.7, window=window, chunked=chunked,
+        softcap=softcap, sinks=None if sink is None else sink.to(DEVICE), kv_scales=kv_scales,
     )  # fmt: skip
     # float8 is widened to float16, in which queries and weights are rounded too.
     rtol, atol = (2e-3, 1e-2) if float8 else (1e-4, 1e-5)
@@ -91,6 +91,11 @@ def test_heads_may_lie_outside_tokens(float8: bool):
 @pytest.mark.parametrize("window", [1, 20, 64, 500])
 def test_a_window_hides_what_lies_before_it(window: int):
     check([1, 64, 150], window=window)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_chunks_begin_anew(window: int):
+    check([1, 64, 65, 150], window=window, chunked=True)
 
 
 def test_scores_are_capped():

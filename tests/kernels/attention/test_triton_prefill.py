@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(
     query_lens: list[int], prefix_lens: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, window=None, softcap=None,
-    float8=False, heads_first=False, sinks=False, dtype=torch.float32,
+    float8=False, heads_first=False, sinks=False, chunked=False, dtype=torch.float32,
 ) -> None:  # fmt: skip
     torch.manual_seed(sum(query_lens))
     queries, lengths = np.array(query_lens), np.array(query_lens) + np.array(prefix_lens)
@@ -42,7 +42,7 @@ def check(
         keys, values = [reference.dequantise(each, scale) for each, scale in zip(stored, kv_scales, strict=True)]
     expected = reference.paged_attention(
         query.float(), keys, values, torch.from_numpy(table), torch.from_numpy(queries), torch.from_numpy(lengths), page_size,
-        scale=0.7, window=window, softcap=softcap, sinks=sink,
+        scale=0.7, window=window, chunked=chunked, softcap=softcap, sinks=sink,
     )  # fmt: skip
     stored = [each.view(total, page_size, kv_heads, dim).to(DEVICE) for each in stored]
     if heads_first:
@@ -52,8 +52,8 @@ def check(
     plan = [tiles, *(np.concatenate(([0], np.cumsum(each))) for each in (queries, counts)), used, lengths]
     ints = [torch.from_numpy(each.astype(np.int32)).to(DEVICE) for each in plan]
     result = kernel.prefill_attention(
-        query.to(DEVICE), *stored, *ints, scale=0.7, window=window, softcap=softcap, kv_scales=kv_scales,
-        sinks=None if sink is None else sink.to(DEVICE),
+        query.to(DEVICE), *stored, *ints, scale=0.7, window=window, chunked=chunked, softcap=softcap,
+        kv_scales=kv_scales, sinks=None if sink is None else sink.to(DEVICE),
     )  # fmt: skip
     error = float((result.cpu().float() - expected).norm() / expected.norm())
     assert error < (1e-5 if dtype == torch.float32 and not float8 else 0.01)
@@ -81,6 +81,11 @@ def test_heads_of_any_width_and_pages_of_any_size(dim: int, page_size: int):
 @pytest.mark.parametrize("window", [1, 20])
 def test_a_window_hides_what_lies_before_it(window: int):
     check([40, 5], [0, 100], window=window)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_chunks_begin_anew(window: int):
+    check([70, 5, 1], [0, 100, 63], window=window, chunked=True)
 
 
 def test_scores_are_capped():

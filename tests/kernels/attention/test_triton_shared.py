@@ -38,7 +38,7 @@ def runs_of(shared: list[tuple[range, int, int]], batch: int) -> SharedRuns:
 
 def check(
     own: list[int], shared: list[tuple[range, int, int]], *, heads=4, kv_heads=2, dim=16, window=None, softcap=None,
-    float8=False, sinks=False, padded=0, dropped_before=0,
+    float8=False, sinks=False, chunked=False, padded=0, dropped_before=0,
 ) -> None:  # fmt: skip
     """``own``: keys of each request beyond those that it shares; ``dropped_before``: pages before it are gone."""
     torch.manual_seed(sum(own))
@@ -73,7 +73,7 @@ def check(
         wide[i, : len(pages)] = torch.tensor(pages)
     expected = reference.paged_attention(
         query[:batch], keys.nan_to_num(), values.nan_to_num(), wide, torch.ones(batch, dtype=torch.int64),
-        torch.tensor(lengths), PAGE, scale=0.7, window=window, softcap=softcap, sinks=sink,
+        torch.tensor(lengths), PAGE, scale=0.7, window=window, chunked=chunked, softcap=softcap, sinks=sink,
     )  # fmt: skip
     table += [[scratch]] * padded
     lengths += [1] * padded
@@ -82,7 +82,7 @@ def check(
     last = torch.tensor([(length - 1) % PAGE + 1 for length in lengths], dtype=torch.int32)
     kernel = shared_decode.SharedDecodeAttention(
         batch + padded if padded else None, indices, AttentionShape(heads, kv_heads, dim, PAGE, torch.float32),
-        Variant(0.7, window, softcap, sinks), OPS,
+        Variant(0.7, window, softcap, sinks, chunked), OPS,
     )  # fmt: skip
     where = PagedKeys(torch.from_numpy(indptr), indices, last, runs_of(shared, batch))
     kernel.plan(torch.arange(batch + padded + 1, dtype=torch.int32), where)
@@ -118,6 +118,10 @@ def test_more_requests_than_a_program_takes():
 def test_a_window_hides_what_lies_before_it_whose_pages_may_be_gone(window: int):
     gone = max(0, (9 * PAGE + 1 - window) // PAGE)
     check([1, 20, 16, 7], ONE_LEVEL, window=window, dropped_before=gone)
+
+
+def test_chunks_begin_anew_for_each_request_by_itself():
+    check([1, 20, 16, 7], ONE_LEVEL, window=150, chunked=True)  # one request is in the second chunk, three in the first
 
 
 @pytest.mark.parametrize("options", [{"softcap": 1.5, "sinks": True}, {"float8": True}], ids=str)

@@ -69,7 +69,7 @@ def test_a_run_again_gives_what_the_calls_give_for_its_inputs(library, layers, t
 
 def test_attention_of_other_pages_and_lengths(library, threads):
     keys, values = torch.randn(2, 40, 16, 2, 32).unbind()
-    attention = steps.DecodeAttention(library, keys, values, 4, 0.2, None, None, None)
+    attention = steps.DecodeAttention(library, keys, values, 4, 0.2, None, False, None, None)
     query, out = torch.randn(2, 4, 32), torch.empty(2, 4, 32)
     pages, lengths = np.arange(40, dtype=np.int32).reshape(2, 20), np.array([70, 5])
     recording = Recording(library)

@@ -77,9 +77,12 @@ def test_heads_are_normed_rotated_and_stored(library, normed, order, tokens):
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (8, 8)])
-@pytest.mark.parametrize("window, softcap, sinks", [(None, None, False), (100, None, False), (None, 5.0, True)])
+@pytest.mark.parametrize(
+    "window, chunked, softcap, sinks",
+    [(None, False, None, False), (100, False, None, False), (100, True, None, False), (None, False, 5.0, True)],
+)
 @pytest.mark.parametrize("dim", [48, 256])
-def test_decodes_attend_to_what_the_cache_has_of_their_requests(library, heads, window, softcap, sinks, dim):
+def test_decodes_attend_to_what_the_cache_has_of_their_requests(library, heads, window, chunked, softcap, sinks, dim):
     page, lengths = 16, [1, 17, 64, 700, 1500]
     query = torch.randn(len(lengths), heads[0], dim)
     pages = torch.randn(150, 2, page, heads[1], dim)
@@ -91,7 +94,7 @@ def test_decodes_attend_to_what_the_cache_has_of_their_requests(library, heads, 
         row[:count] = table[at % 50 : at % 50 + count]
         at += count
     sink = torch.randn(heads[0]) if sinks else None
-    attention = DecodeAttention(library, pages[:, 0], pages[:, 1], heads[0], dim**-0.5, window, softcap, sink)
+    attention = DecodeAttention(library, pages[:, 0], pages[:, 1], heads[0], dim**-0.5, window, chunked, softcap, sink)
     out = torch.empty_like(query)
     attention(query, rows, np.array(lengths), out)
     for n, length in enumerate(lengths):
@@ -102,6 +105,7 @@ def test_decodes_attend_to_what_the_cache_has_of_their_requests(library, heads, 
             mine[1, :length],
             scale=dim**-0.5,
             window=window,
+            chunked=chunked,
             softcap=softcap,
             sinks=sink,
         )

@@ -9,7 +9,7 @@ from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.mlp import PlainConfig
-from sapwood_worker.model.layers.rotary import RopeConfig
+from sapwood_worker.model.layers.rotary import QueryGrowth, RopeConfig
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 from sapwood_worker.records.model_info import Labels
 
@@ -33,6 +33,7 @@ class ModelConfig:
         max_position: The context length it was made for, in tokens.
         ropes: The rotary embedding of each layer; None: its heads know no position.
         windows: For each layer the number of positions a token sees, itself included, or None for all.
+        chunked: Whether windows are chunks: a token sees those from the latest multiple of that number on.
         activation: The activation of the MLP's gate.
         tie_word_embeddings: Whether the output head is the embedding.
         attention_scale: Factor of query-key products.
@@ -54,6 +55,7 @@ class ModelConfig:
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
         draft_layers: Layers that checkpoints hold after the model's own, for drafts; they are not read.
         latent: How attention compresses keys and values; None: it is grouped attention.
+        growth: How queries of layers whose heads know no position grow with it; None: they do not.
     """
 
     architecture: str
@@ -90,6 +92,8 @@ class ModelConfig:
     sparse: SparseConfig | None = None
     draft_layers: int = 0
     latent: LatentConfig | None = None
+    chunked: bool = False
+    growth: QueryGrowth | None = None
 
     def layer_cost(self, index: int) -> int:
         """Numbers of a layer's matrices that a token is multiplied with: what a stage of a pipeline costs goes by it."""
@@ -129,6 +133,12 @@ class ModelConfig:
     def kinds(self) -> tuple[Variant, ...]:
         """What the attention of each layer is."""
         return tuple(
-            Variant(self.attention_scale, window, self.attention_softcap, self.attention_sinks)
+            Variant(
+                self.attention_scale,
+                window,
+                self.attention_softcap,
+                self.attention_sinks,
+                self.chunked and window is not None,
+            )
             for window in self.windows
         )

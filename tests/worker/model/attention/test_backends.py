@@ -26,9 +26,11 @@ GREEDY = SamplingParams(temperature=0.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def needs(dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None, sinks=False) -> AttentionNeeds:
+def needs(
+    dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None, sinks=False, chunked=False
+) -> AttentionNeeds:
     shape = AttentionShape(4, 2, head_dim, 16, dtype)
-    return AttentionNeeds(shape, cache or dtype, (Variant(1.0, window, softcap, sinks),), 100)
+    return AttentionNeeds(shape, cache or dtype, (Variant(1.0, window, softcap, sinks, chunked),), 100)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
@@ -47,12 +49,15 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
         (needs(torch.bfloat16, head_dim=64, window=5), "has no sliding windows"),
         (needs(torch.bfloat16, head_dim=64, softcap=5.0), "does not cap scores"),
         (needs(torch.bfloat16, head_dim=64, sinks=True), "has no attention sinks"),
+        (needs(torch.bfloat16, head_dim=64, window=5, chunked=True), "has no chunks"),
     ],
 )
 def test_what_a_backend_cannot_do_is_said(asked: AttentionNeeds, reason: str):
     few = Abilities(
         dtypes=frozenset({torch.bfloat16}), head_dims=frozenset({64, 128}), windows=False, softcap=False
     )  # fmt: skip
+    if asked.kinds[0].chunked:
+        few = replace(few, windows=True)
     refusal = few.refusal(asked, CPU)
     assert refusal is not None and reason in refusal
     assert few.refusal(needs(torch.bfloat16, head_dim=64), CPU) is None
@@ -70,6 +75,8 @@ def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
     assert chosen.reason == "not flashinfer: it takes heads of 64, 128, 256 elements, not 80"
     chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=64, sinks=True), gpu)
     assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no attention sinks")
+    chosen = choose_backend("auto", "prefill", needs(torch.bfloat16, head_dim=64, window=5, chunked=True), gpu)
+    assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no chunks (attention that begins anew)")
     latent = replace(needs(torch.bfloat16, head_dim=128), latent=True)
     assert (
         choose_backend("auto", "decode", latent, gpu).reason
@@ -115,7 +122,7 @@ def test_triton_gives_the_logits_of_torch(setting, tiny_model, make_runner, make
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss"])  # capped scores, windows, sinks
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss", "llama4"])  # capped scores, windows, sinks, chunks
 def test_on_a_cpu_decodes_compiled_from_c_give_the_logits_of_torch(family, tiny_model, make_runner, make_driver):
     if load_library() is None:
         pytest.skip("nothing is compiled: python hatch_build.py")

@@ -35,6 +35,7 @@ class AttentionLayer:
         index: The pool's layer that it reads and writes.
         scale: Factor of query-key products.
         window: Positions a token sees, itself included; None for all before it.
+        chunked: Whether it sees those from the latest multiple of ``window`` on instead, at most as many.
         softcap: Products become ``softcap * tanh(product / softcap)``; None: they stay.
         sinks: float32 [H]: for each head a product that takes part in the softmax and has no value; None: there are none.
         latent: The heads of latent attention; None: the cache holds keys and values of heads.
@@ -46,11 +47,18 @@ class AttentionLayer:
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
     latent: LatentHeads | None = None
+    chunked: bool = False
 
     @property
     def kind(self) -> Variant:
         """What layers that are computed alike share."""
-        return Variant(self.scale, self.window, self.softcap, self.sinks is not None)
+        return Variant(self.scale, self.window, self.softcap, self.sinks is not None, self.chunked)
+
+    def oldest_seen(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The first position that the token at each of some positions sees."""
+        if self.window is None:
+            return np.zeros_like(positions)
+        return positions // self.window * self.window if self.chunked else np.maximum(positions + 1 - self.window, 0)
 
     def empty_result(self, query: Tensor) -> Tensor:
         """A new tensor [T, H, values' D] for what attention returns of queries [T, H, D]."""
@@ -229,6 +237,7 @@ class Abilities:
         windows: Whether layers may have a window.
         softcap: Whether scores may be capped.
         sinks: Whether heads may have sinks.
+        chunks: Whether layers may see chunks.
         device: Why it cannot run on a device, for example "it needs a GPU"; None: it can.
     """
 
@@ -238,6 +247,7 @@ class Abilities:
     windows: bool = True
     softcap: bool = True
     sinks: bool = False
+    chunks: bool = False
     device: Callable[[DeviceOps], str | None] = lambda ops: None
 
     def refusal(self, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
@@ -258,6 +268,8 @@ class Abilities:
             return "it does not cap scores"
         if not self.sinks and any(kind.sinks for kind in needs.kinds):
             return "it has no attention sinks"
+        if not self.chunks and any(kind.chunked for kind in needs.kinds):
+            return "it has no chunks (attention that begins anew)"
         return None
 
 

@@ -56,7 +56,7 @@ class NativeAttention:
 
     def _make(self, layer: AttentionLayer, heads: int) -> DecodeAttention:
         keys, values = self._pool.key_pages(layer.index), self._pool.value_pages(layer.index)
-        constants = layer.scale, layer.window, layer.softcap, layer.sinks
+        constants = layer.scale, layer.window, layer.chunked, layer.softcap, layer.sinks
         return DecodeAttention(self._library, keys, values, heads, *constants)
 
 
@@ -86,6 +86,7 @@ NATIVE = AttentionBackend(
         dtypes=frozenset({torch.float32}),
         head_dims=frozenset(range(LANES, 513, LANES)),
         sinks=True,
+        chunks=True,
         device=_unfit,
     ),
     decode=_make,

@@ -89,14 +89,14 @@ class TorchAttention:
         self._dtype = dtype
         self._tile = tile
         self._batch: AttentionBatch
-        self._groups: dict[tuple[int | None, KVComponent], list[_Group]] = {}
+        self._groups: dict[tuple[int | None, bool, KVComponent], list[_Group]] = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
         self._groups = {}
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
-        kind = layer.window, self._pool.kept[layer.index]
+        kind = layer.window, layer.chunked, self._pool.kept[layer.index]
         groups = self._groups.get(kind)
         if groups is None:
             groups = self._groups[kind] = self._plan(layer)
@@ -122,7 +122,7 @@ class TorchAttention:
         return _attend(layer, query, keys, values, group, self._pool.kept[layer.index].heads)
 
     def _plan(self, layer: AttentionLayer) -> list[_Group]:
-        tiles = _cut(self._batch, layer.window, self._tile)
+        tiles = _cut(self._batch, layer, self._tile)
         total = int(self._batch.query_starts[-1])
         # Tiles of equal key are padded together. Each large tile gets a key of its own.
         number = np.arange(len(tiles.row))
@@ -146,7 +146,7 @@ class TorchAttention:
         slots = pages.astype(np.int64) * size + read_at % size
         hidden = key_at[:, None] > query_at[..., None]
         if layer.window is not None:
-            hidden |= key_at[:, None] <= query_at[..., None] - layer.window
+            hidden |= key_at[:, None] < layer.oldest_seen(query_at)[..., None]
         in_order = rows.size == total and bool((rows.ravel() == np.arange(total)).all())
         kept = None if int(queries.min()) == most_queries else np.flatnonzero((nth_query < queries[:, None]).ravel())
         return _Group(
@@ -166,7 +166,7 @@ class TorchAttention:
         return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(seen, float("-inf"))
 
 
-def _cut(batch: AttentionBatch, window: int | None, tile: int) -> _Tiles:
+def _cut(batch: AttentionBatch, layer: AttentionLayer, tile: int) -> _Tiles:
     lengths = np.diff(batch.query_starts)
     counts = -(-lengths // tile)
     request = np.repeat(np.arange(len(lengths)), counts)
@@ -175,7 +175,7 @@ def _cut(batch: AttentionBatch, window: int | None, tile: int) -> _Tiles:
     queries = np.minimum(lengths[request] - first, tile)
     row = batch.query_starts[:-1][request] + first
     position = (batch.seq_lens - lengths)[request] + first
-    key = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    key = layer.oldest_seen(position)
     return _Tiles(request, row, queries, position, key, position + queries - key)
 
 
@@ -247,6 +247,7 @@ TORCH = AttentionBackend(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
         sinks=True,
+        chunks=True,
     ),
     prefill=_make,
     decode=_make,

@@ -53,14 +53,14 @@ class TorchSharedAttention:
         self._pool = pool
         self._dtype = dtype
         self._batch: AttentionBatch
-        self._parts: dict[tuple[int | None, KVComponent], list[_Part]] = {}
+        self._parts: dict[tuple[int | None, bool, KVComponent], list[_Part]] = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
         self._parts = {}
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
-        kind = layer.window, self._pool.kept[layer.index]
+        kind = layer.window, layer.chunked, self._pool.kept[layer.index]
         if kind not in self._parts:
             self._parts[kind] = self._cut(layer)
         latent = layer.latent
@@ -92,7 +92,7 @@ class TorchSharedAttention:
         rows, lengths = batch.query_starts, batch.seq_lens
         tokens = np.diff(rows)
         position = _stretches(lengths - tokens, lengths)
-        reach = np.zeros_like(position) if layer.window is None else np.maximum(position + 1 - layer.window, 0)
+        reach = layer.oldest_seen(position)
         oldest = reach[rows[:-1]]  # pages that a request's first token does not see may be gone
         starts = np.zeros_like(lengths)
         parts = []

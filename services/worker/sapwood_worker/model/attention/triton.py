@@ -105,6 +105,7 @@ TRITON = AttentionBackend(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
         sinks=True,
+        chunks=True,
         device=_unfit,
     ),
     prefill=_prefill,

@@ -21,13 +21,11 @@ from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP, PlainMLP
 from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
 from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, UnitNorm, WidthNorm
-from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
+from sapwood_worker.model.layers.rotary import Angles, NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.records.experts import ExpertMove
-
-Angles = tuple[Tensor, Tensor]
 
 
 def self_attention(config: ModelConfig, index: int, context: LayerContext) -> Attention | LatentAttention:
@@ -40,7 +38,8 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
     """
     width, heads, dim = config.hidden_size, config.num_heads, config.head_dim
     window, softcap = config.windows[index], config.attention_softcap
-    constants = AttentionLayer(index, config.attention_scale, window=window, softcap=softcap)
+    chunked = config.chunked and window is not None
+    constants = AttentionLayer(index, config.attention_scale, window=window, softcap=softcap, chunked=chunked)
     if config.latent is not None:
         return LatentAttention(
             hidden_size=width, num_heads=heads, latent=config.latent, constants=constants, context=context
@@ -193,7 +192,8 @@ class DecoderModel(Layer):
         ropes = list(dict.fromkeys(config.ropes))
         dim, longest = config.head_dim, config.max_position
         self.rotary = nn.ModuleList(
-            NoRotation(dim, context) if rope is None else RotaryEmbedding(dim, rope, longest, context) for rope in ropes
+            NoRotation(dim, context, config.growth) if rope is None else RotaryEmbedding(dim, rope, longest, context)
+            for rope in ropes
         )
         # The index of each layer's rotary embedding.
         self._kinds = [ropes.index(rope) for rope in config.ropes]

@@ -14,7 +14,7 @@ from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import AnyNorm
 from sapwood_worker.model.layers.qk_norm import AnyQKNorm, QKNorm
-from sapwood_worker.model.layers.rotary import RopeConfig
+from sapwood_worker.model.layers.rotary import Angles, RopeConfig
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
@@ -87,7 +87,7 @@ class Attention(Layer):
         self,
         hidden: Tensor,
         norm: AnyNorm | None,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         plan: AttentionPlan,
         residual: Tensor | None = None,
     ) -> Tensor:
@@ -99,6 +99,8 @@ class Attention(Layer):
         qkv = self.qkv(hidden, norm)
         if self.qk_norm is not None and not isinstance(self.qk_norm, QKNorm):
             qkv = self.qk_norm(qkv)
-        query = self._store(qkv, *angles, to)
+        query = self._store(qkv, angles.cos, angles.sin, to)
+        if angles.growth is not None:
+            query *= angles.growth
         result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
         return result

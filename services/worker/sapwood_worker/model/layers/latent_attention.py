@@ -13,6 +13,7 @@ from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.rotary import Angles
 from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 
@@ -115,7 +116,7 @@ class LatentAttention(Layer):
         self,
         hidden: Tensor,
         norm: RMSNorm,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         plan: AttentionPlan,
         residual: Tensor | None = None,
     ) -> Tensor:
@@ -128,6 +129,6 @@ class LatentAttention(Layer):
         if self.query_up is not None:
             query = self.query_up(query, self.query_norm)
         query = query.view(len(query), self._heads, -1)
-        query = self._store(vectors, query, *angles, plan.destination(self._constants))
+        query = self._store(vectors, query, angles.cos, angles.sin, plan.destination(self._constants))
         result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
         return result

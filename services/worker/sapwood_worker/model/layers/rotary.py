@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,40 @@ class RopeConfig:
     def pairs(self, head_dim: int) -> RotaryPairs:
         """Which numbers of a head are turned together."""
         return RotaryPairs(head_dim, self.rotated or head_dim, self.interleaved)
+
+
+class Angles(NamedTuple):
+    """What the positions of a step are to one kind of layer.
+
+    Attributes:
+        cos: Cosines [T, 1, D], as ``DeviceOps.store_heads`` takes them.
+        sin: Sines, likewise.
+        growth: float32 [T, 1, 1]: a factor of each token's query; None: 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    growth: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """How queries grow with their position p: by a factor of ``1 + factor * ln(1 + floor((p + 1) / floor))``.
+
+    Attributes:
+        floor: Tokens after which it begins, and of each step of it.
+        factor: How much.
+
+    Source: Llama 4's attention, as transformers computes it.
+    """
+
+    floor: float
+    factor: float
+
+    def of(self, positions: Tensor) -> Tensor:
+        """Integers [T] -> float32 [T, 1, 1]."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        return (torch.log1p(steps) * self.factor + 1.0)[:, None, None]
 
 
 def inverse_frequencies(size: int, rope: RopeConfig, positions: int) -> Tensor:
@@ -78,11 +113,11 @@ class RotaryEmbedding(Layer):
         angles = torch.outer(positions.float(), self._frequencies)
         return torch.cat((angles.cos() * self._magnitude, angles.sin() * self._magnitude), dim=-1).to(self._dtype)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Integers [T] -> cosines and sines, each [T, 1, head_dim], as ``DeviceOps.store_heads`` wants them."""
+    def forward(self, positions: Tensor) -> Angles:
+        """Integers [T] -> the angles of each."""
         found = self._computed(positions) if self._table is None else self._table.index_select(0, positions)
         cos, sin = found[:, None].chunk(2, dim=-1)
-        return self._pairs.spread(cos, sin)
+        return Angles(*self._pairs.spread(cos, sin))
 
 
 class NoRotation(Layer):
@@ -91,14 +126,15 @@ class NoRotation(Layer):
     Args:
         head_dim: Elements of a head.
         context: Where and how it is built.
+        growth: How queries grow with their position; None: they do not.
     """
 
-    def __init__(self, head_dim: int, context: LayerContext) -> None:
+    def __init__(self, head_dim: int, context: LayerContext, growth: QueryGrowth | None = None) -> None:
         super().__init__()
-        self._head_dim, self._dtype = head_dim, context.dtype
+        self._head_dim, self._dtype, self._growth = head_dim, context.dtype, growth
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines of 1 and sines of 0, [T, 1, D], which rotate nothing."""
+    def forward(self, positions: Tensor) -> Angles:
+        """Cosines of 1 and sines of 0, which rotate nothing."""
         shape = len(positions), 1, self._head_dim
         cos = torch.ones(shape, dtype=self._dtype, device=positions.device)
-        return cos, torch.zeros_like(cos)
+        return Angles(cos, torch.zeros_like(cos), None if self._growth is None else self._growth.of(positions))

@@ -15,8 +15,6 @@ from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.families.sparse.llama4 import LLAMA4
 
 # Differences are relative to the largest logit; float32 with other orders of summation.
 TOLERANCE = 2e-5
@@ -84,6 +82,7 @@ def changed(path, folder, **settings):
         ("minimax-m2", {"qk_norm_type": "per_head"}),
         ("llama4", {"num_experts_per_tok": 2}),
         ("llama4", {"no_rope_layers": [1, 0]}),
+        ("llama4", {"layer_types": ["chunked_attention"] * 4 + ["sliding_attention"]}),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(tiny_model, tmp_path, name, setting):
@@ -100,19 +99,20 @@ def test_published_minimax_files_say_how_many_numbers_of_a_head_turn(tiny_model,
     assert {rope.rotated for rope in config.ropes} == {8} and {rope.theta for rope in config.ropes} == {3000.0}
 
 
-def test_llama4_is_served_up_to_the_end_of_its_first_chunk(tiny_model, make_runner, make_driver):
-    """In which transformers, which knows chunks and scales queries, has the same logits up to the last token."""
-    tiny = tiny_model("llama4", attention_chunk_size=40, floor_scale=33, attn_scale=0.5)
-    _, config = read_hf_config(tiny.path)
-    assert config.max_position == 32
-    runner = make_runner(tiny.path, page_size=8)
-    assert runner.info.context_length == 32
-    driver = make_driver(runner)
-    driver.add(0, tokens_of(32))
-    assert_same_logits(runner.logits(driver.output({0: 32})), tiny.logits(tokens_of(32)))
-    for setting, longest in (({"attn_temperature_tuning": False}, 40), ({"attention_chunk_size": 16}, 16)):
-        found = HfValues("llama4", {}, json.loads((tiny.path / "config.json").read_text()) | setting)
-        assert LLAMA4.from_hf(HfValues("llama4", {}, {**LLAMA4.defaults, **found.values})).max_position == longest
+@pytest.mark.parametrize(
+    "setting", [{"attention_chunk_size": 50}, {"attn_temperature_tuning": False}, {"floor_scale": 40}]
+)
+def test_llama4s_chunks_and_growing_queries_are_as_its_files_say(
+    tiny_model, tmp_path, make_runner, make_driver, setting
+):
+    """Logits change with each setting, as transformers' do: neither is without effect at this length."""
+    tokens = tokens_of(60)
+    usual, tiny = tiny_model("llama4").logits(tokens), tiny_model("llama4", **setting)
+    driver = make_driver(make_runner(tiny.path, page_size=8))
+    driver.add(0, tokens)
+    ours = driver.runner.logits(driver.output({0: 60}))
+    assert_same_logits(ours, tiny.logits(tokens))
+    assert (ours - usual).abs().max() > 0.01 * usual.abs().max()
 
 
 def test_llama4_is_read_from_files_that_hold_more_than_its_text_model(tiny_model, tmp_path):

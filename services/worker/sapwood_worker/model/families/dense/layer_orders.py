@@ -6,8 +6,9 @@ from torch import Tensor
 
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.decoder import Angles, DecoderLayer
+from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.rotary import Angles
 
 
 class SandwichDecoderLayer(DecoderLayer):

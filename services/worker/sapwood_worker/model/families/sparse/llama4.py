@@ -1,15 +1,9 @@
-"""Llama 4, text only. Most layers turn neighbours in a head, norm the heads without weights and see a chunk; others see all.
-
-A chunk is where attention begins anew. Only the first is served: in it every layer sees all tokens, and queries of layers that
-know no position are not scaled yet.
-"""
+"""Llama 4, text only. Most layers turn neighbours in a head, norm the heads without weights and see their chunk of the text;
+others see all of it, know no position, and have queries that grow with it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
@@ -17,6 +11,7 @@ from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.fused import FusedRows
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.layers.rotary import QueryGrowth
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 
@@ -31,6 +26,11 @@ def _from_hf(found: HfValues) -> ModelConfig:
     mixed = values.get("moe_layers")
     if mixed is None:
         mixed = range(step - 1, found.layers, step)
+    chunk = values["attention_chunk_size"]
+    kinds = values.get("layer_types") or ["chunked_attention" if turns else "full_attention" for turns in turned]
+    if len(kinds) != found.layers or not set(kinds) <= {"chunked_attention", "full_attention"}:
+        raise ValueError(f"layer_types {kinds} for {found.layers} layers are not supported")
+    grows = values["attn_temperature_tuning"]
     sparse = SparseConfig(
         Routing(int(values["num_local_experts"]), 1, "sigmoid"),
         config.intermediate_size,
@@ -44,21 +44,14 @@ def _from_hf(found: HfValues) -> ModelConfig:
     return replace(
         config,
         intermediate_size=int(values["intermediate_size_mlp"]),
-        max_position=int(min(config.max_position, _first_chunk(values))),
+        windows=tuple(int(chunk) if chunk and kind == "chunked_attention" else None for kind in kinds),
+        chunked=True,
+        growth=QueryGrowth(float(values["floor_scale"]), float(values["attn_scale"])) if grows else None,
         ropes=tuple(rope if turns else None for rope, turns in zip(config.ropes, turned, strict=True)),
         qk_norm=bool(values["use_qk_norm"]),
         qk_norm_kind="unit",
         sparse=sparse,
     )
-
-
-def _first_chunk(values: Mapping[str, Any]) -> float:
-    """Up to how many tokens nothing has begun anew, and no query is scaled."""
-    chunk, scaled = values.get("attention_chunk_size"), values.get("attn_temperature_tuning")
-    ends = [int(chunk)] if chunk else []
-    if scaled:
-        ends.append(int(values["floor_scale"]) - 1)
-    return min(ends, default=math.inf)
 
 
 def _fused(config: ModelConfig) -> FusedRows:
@@ -77,6 +70,7 @@ LLAMA4 = ModelFamily(
         "tie_word_embeddings": False, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "no_rope_layer_interval": 4,
         "interleave_moe_layer_step": 1, "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384,
         "use_qk_norm": True, "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192,
+        "attn_scale": 0.1,
     },
     from_hf=_from_hf,
     from_gguf=None,

@@ -16,6 +16,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.native import native_parts
 from sapwood_worker.model.attention.paged import PagedPlan
 from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.layers.rotary import Angles
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
 from sapwood_worker.model.runner.options import RunnerOptions
 
@@ -65,7 +66,7 @@ class RecordedSteps:
         hidden = self._model.embed(batch.token_ids)
         angles = self._model.angles(batch.positions)
         inputs = [hidden.data_ptr()]
-        inputs += [each.data_ptr() for both in angles for each in both]
+        inputs += [each.data_ptr() for one in angles for each in one if each is not None]
         inputs += [table.cache_slots.data_ptr() for table in tables]
         strides: dict[int, int] = {}
         for part in attention:
@@ -78,9 +79,7 @@ class RecordedSteps:
         self.runs += 1
         return hidden if found.result is None else found.result.clone()
 
-    def _record(
-        self, hidden: Tensor, angles: list[tuple[Tensor, Tensor]], plan: PagedPlan, inputs: list[int]
-    ) -> Tensor:
+    def _record(self, hidden: Tensor, angles: list[Angles], plan: PagedPlan, inputs: list[int]) -> Tensor:
         recording = Recording(self._library)
         fit = len(set(inputs)) == len(inputs)  # else they could not be told apart
         again = hidden.clone()

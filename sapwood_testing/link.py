@@ -30,6 +30,7 @@ class Link:
         self._flows.set()
         self._go_on = asyncio.Event()
         self._held: tuple[int, int] | None = None
+        self._spoilt: tuple[int, int] | None = None
         self._servers: list[asyncio.Server] = []
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -67,6 +68,10 @@ class Link:
         self._held = None
         self._go_on.set()
 
+    def spoil(self, port: int, place: int) -> None:
+        """Has one byte be another of what the server sends on the next connection to a port: the one at a place."""
+        self._spoilt = port, place
+
     async def _carry(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._flows.wait()
         with contextlib.suppress(OSError):
@@ -79,7 +84,10 @@ class Link:
         self._writers.add(writer)
         carried = 0
         with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 18):
+            while data := bytearray(await reader.read(1 << 18)):
+                if self._spoilt is not None and self._spoilt[0] == port and carried + len(data) > self._spoilt[1]:
+                    data[self._spoilt[1] - carried] ^= 1
+                    self._spoilt = None
                 carried += len(data)
                 if self._held is not None and self._held[0] == port and carried >= self._held[1]:
                     self._held = None

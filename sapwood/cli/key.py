@@ -23,7 +23,7 @@ def configure(verbs: Any) -> None:
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
-    parser.add_argument("name", help="whose it is: letters, digits and ._-")
+    parser.add_argument("name", metavar="NAME", help="whose it is: letters, digits and ._-")
     parser.add_argument("--file", type=Path, help="file to add the line to; without it the line goes to standard error")
     parser.add_argument("--per-minute", type=whole_number(1), metavar="N", help="most requests a minute")
     parser.add_argument("--tokens-per-minute", type=whole_number(1), metavar="N", help="most tokens a minute")

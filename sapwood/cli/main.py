@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 from sapwood.cli import chat, generate, key, model, router, up
 from sapwood.cli.doctor import verb as doctor
-from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
+from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.measure import bench, evaluate
 from sapwood.cli.workers import cache, kernels, worker
 
@@ -42,7 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code, one of those in ``sapwood.cli.errors``."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parse(build_parser(words[0] if words else ""), words)
+        parser = build_parser(words[0] if words else "")
+        if not words:
+            parser.print_help(sys.stderr)
+            return REFUSED
+        arguments = _parse(parser, words)
         exit_code: int = arguments.run(arguments)
     except CliError as failure:
         print(f"sapwood: {failure.message}", file=sys.stderr)
@@ -60,11 +64,10 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        similar = _similar(
-            unknown[0], [flag for action in verbs.choices[words[0]]._actions for flag in action.option_strings]
-        )
+        verb = verbs.choices[words[0]]
+        similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
         hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 
 
@@ -106,9 +109,8 @@ def _similar(word: str, flags: list[str]) -> list[str]:
         return []
     if (known := _ELSEWHERE.get(name.lstrip("-"))) in flags:
         return [known]
-    return [flag for flag in flags if flag.endswith(name[1:])] or difflib.get_close_matches(
-        name, flags, n=1, cutoff=0.8
-    )
+    of_services = [f"--{service}{name[1:]}" for service in ("router", "tokenizer", "worker")]
+    return [flag for flag in flags if flag in of_services] or difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ def configure(verbs: Any) -> None:
     fetch = nouns.add_parser(
         "fetch", help="fetch a model, unless it is there, and print where it lies", description=_KEPT
     )
-    fetch.add_argument("name", help=f"{_NAMES}; a file or folder is left as it is")
+    fetch.add_argument("name", metavar="NAME", help=f"{_NAMES}; a file or folder is left as it is")
     fetch.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
     fetch.set_defaults(run=run_fetch)
     path = nouns.add_parser("path", help="print where a model lies; nothing is fetched", description=_KEPT)
-    path.add_argument("name", help=f"{_NAMES}, a .gguf file or a Hugging Face directory")
+    path.add_argument("name", metavar="NAME", help=f"{_NAMES}, a .gguf file or a Hugging Face directory")
     path.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
     path.set_defaults(run=run_path)
     listed = nouns.add_parser("list", help="list the models that are here: name, revisions, size", description=_KEPT)

@@ -162,6 +162,7 @@ def test_a_wrong_value_is_refused_before_anything_starts(
         ("--worker-max-runing=3", "--worker-max-running"),
         ("--max-model-len=4096", "--worker-context-length"),
         ("-tp", "--tensor-parallel"),
+        ("--worker", "--workers"),
         ("--trace-endpoint", "--router-trace-endpoint or --tokenizer-trace-endpoint or --worker-trace-endpoint"),
     ],
 )

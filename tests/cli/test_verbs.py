@@ -24,6 +24,11 @@ def test_generate_prints_the_text(router: Any, capsys: pytest.CaptureFixture[str
     assert router.requests[0].sampling.max_tokens == 3
 
 
+def test_no_verb_shows_what_verbs_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == exit_codes.REFUSED
+    assert "start tokenizer, workers and router here" in capsys.readouterr().err
+
+
 def test_generate_reads_standard_input(
     router: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
     try:
         uvloop.run(_serve(config))
     except ConfigError as error:
-        print(f"sapwood-router: error: {error}", file=sys.stderr)
+        print(f"sapwood_router: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -33,6 +33,12 @@ def _continued(prompt: bytes) -> bytes:
     return b'{"model": "mock", "max_tokens": 1, "n": 128, "prompt": %b}' % prompt
 
 
+def _prompts(text: bytes, more: bytes = b"") -> bytes:
+    """As many as a request may have choices, each different."""
+    prompts = b", ".join(b'"%d %b"' % (number, text) for number in range(1024))
+    return b'{"model": "mock", "max_tokens": 1, "prompt": [%b]%b}' % (prompts, more)
+
+
 def _keys() -> bytes:
     return b'{"model": "mock", "prompt": "a", %b}' % b", ".join(b'"k%d": 1' % number for number in range(1_000_000))
 
@@ -150,6 +156,9 @@ KEYED_FLOODS = (
         times=30,
     ),
     Flood("answers continued 128 times", "http", _bodies(lambda: _continued(b'"a"')), keyed=True),
+    Flood("1024 prompts", "http", _bodies(lambda: _prompts(b"a")), keyed=True),
+    Flood("1024 prompts of 4 KB", "http", _bodies(lambda: _prompts(b"a " * 2000)), keyed=True),
+    Flood("1024 prompts streamed", "http", _bodies(lambda: _prompts(b"a", b', "stream": true')), keyed=True),
     Flood("chats over gRPC of 5000 messages", "grpc", _chats, keyed=True),
     Flood("chats of 7000 messages", "http", _bodies(lambda: _chat(7000), b"/v1/chat/completions"), keyed=True),
     Flood(

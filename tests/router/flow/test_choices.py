@@ -7,7 +7,10 @@ import pytest
 
 from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common.http2.server.turnstile import MOST_A_TURN
+from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_router.flow import pipeline
 from sapwood_router.flow.generation import GenerationAttempts
+from sapwood_router.flow.pipeline import Pipeline
 from sapwood_testing.router.fake_tokenizer import BOS, encode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -63,6 +66,30 @@ async def test_many_continuations_begin_in_several_turns_of_the_loop(one, monkey
     assert [choice.index for choice in answer.choices] == list(range(100))
     assert len(begun) == 100
     assert max(map(begun.count, begun)) <= 2 * MOST_A_TURN  # a round may come before its turn's mark
+
+
+async def test_many_prompts_are_opened_and_prepared_a_few_a_turn_of_the_loop(one, monkeypatch) -> None:
+    turns: list[None] = []
+    done: dict[str, list[int]] = {"opened": [], "prepared": []}
+
+    def counted(what: str, work):
+        def call(*args):
+            if not done[what] or done[what][-1] != len(turns):
+                asyncio.get_running_loop().call_soon(turns.append, None)
+            done[what].append(len(turns))
+            return work(*args)
+
+        return call
+
+    monkeypatch.setattr(Pipeline, "open", counted("opened", Pipeline.open))
+    monkeypatch.setattr(pipeline, "prepare", counted("prepared", pipeline.prepare))
+    prompts = [f"prompt {number}" for number in range(5 * A_FEW)]
+    answer = await one.openai.completions.create(model="fake", prompt=prompts)
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(prompts))
+    for turn in done.values():
+        assert len(turn) == len(prompts)
+        assert max(map(turn.count, turn)) <= A_FEW
+    await one.idle()
 
 
 async def test_the_continuations_of_several_prompts_come_together(one) -> None:

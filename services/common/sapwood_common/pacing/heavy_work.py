@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable
 
 LARGE = 256 * 1024
 """Bytes from which on it is worth waiting for a turn: smaller ones take less time than the wait costs."""
+A_FEW = 32
+"""Of many things of which each takes tens of microseconds, so many make a piece."""
 _SHORT = 0.001
 """Seconds that a piece may take without a rest after it."""
 

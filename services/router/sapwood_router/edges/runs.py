@@ -14,13 +14,17 @@ class Running:
     """Opens a run of each context; they end with the ``with`` block, and as soon as the client leaves."""
 
     def __init__(self, exchange: Exchange, pipeline: Pipeline, contexts: Sequence[RequestContext]) -> None:
-        self._runs = runs = pipeline.open_all(contexts)
-        exchange.on_disconnect(lambda: close_all(runs))
+        self._exchange = exchange
+        self._pipeline = pipeline
+        self._contexts = contexts
+        self._runs: list[Run] = []
 
-    def __enter__(self) -> list[Run]:
-        return self._runs
+    async def __aenter__(self) -> list[Run]:
+        runs = self._runs = await self._pipeline.open_all(self._contexts)
+        self._exchange.on_disconnect(lambda: close_all(runs))
+        return runs
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         close_all(self._runs)

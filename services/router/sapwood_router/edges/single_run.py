@@ -45,7 +45,7 @@ async def send_whole(
     Raises:
         SapwoodError: It failed.
     """
-    with Running(exchange, pipeline, [context]) as runs:
+    async with Running(exchange, pipeline, [context]) as runs:
         (whole,) = await collect(runs)
         assert whole.finish is not None, "a run ends with a finish or an error"
         body = msgspec.json.encode(make_body(whole.output, whole.finish))
@@ -58,7 +58,7 @@ async def send_events(exchange: Exchange, context: RequestContext, pipeline: Pip
     Raises:
         SapwoodError: It failed.
     """
-    with Running(exchange, pipeline, [context]) as runs:
+    async with Running(exchange, pipeline, [context]) as runs:
         await Delivery(_EventClient(exchange, context, events)).carry(runs)
 
 

@@ -8,7 +8,7 @@ from sapwood_router.edges.http1.head import Headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Run
 from sapwood_router.request.context import Delta, RequestContext
-from sapwood_router.request.output import Output, OutputBuffer
+from sapwood_router.request.output import OutputBuffer
 from sapwood_router.request.output_stream import Relay
 
 WORKER_HEADER, RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
@@ -35,8 +35,9 @@ class _WholeClient:
     """Keeps the output of a request's runs until all of it is there."""
 
     def __init__(self, count: int) -> None:
-        self._outputs = [OutputBuffer() for _ in range(count)]
-        self._wholes = [Delta(Output(), [], logprobs=[]) for _ in range(count)]
+        self._wholes: list[Delta | None] = [None] * count
+        self._outputs: dict[int, OutputBuffer] = {}
+        """Of runs of which more than one delta comes."""
 
     def writable(self) -> bool:
         """Always: there is no client to wait for."""
@@ -46,8 +47,15 @@ class _WholeClient:
         """Returns at once: there is no client to wait for."""
 
     def write(self, index: int, delta: Delta) -> bool:
-        self._outputs[index].add(delta.output)
         whole = self._wholes[index]
+        if whole is None:
+            self._wholes[index] = delta
+            return True
+        output = self._outputs.get(index)
+        if output is None:
+            output = self._outputs[index] = OutputBuffer()
+            output.add(whole.output)
+        output.add(delta.output)
         whole.token_ids += delta.token_ids
         whole.text_tokens += delta.text_tokens
         whole.logprobs = [*whole.logprobs, *delta.logprobs] if delta.logprobs else whole.logprobs
@@ -60,6 +68,7 @@ class _WholeClient:
 
     def wholes(self) -> list[Delta]:
         """Each run's output as one delta."""
-        for output, whole in zip(self._outputs, self._wholes, strict=True):
-            whole.output = output.take()
-        return self._wholes
+        wholes = [whole for whole in self._wholes if whole is not None]
+        for index, output in self._outputs.items():
+            wholes[index].output = output.take()
+        return wholes

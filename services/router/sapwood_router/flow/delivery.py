@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError
+from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_router.request.context import Delta
 from sapwood_router.request.output_stream import Relay
 
@@ -98,7 +99,12 @@ class Delivery:
         if len(runs) == 1:
             await runs[0].start(self, 0)
         else:
-            await asyncio.gather(*(run.start(self, index) for index, run in enumerate(runs)))
+            for first in range(
+                0, len(runs), A_FEW
+            ):  # what they do before they wait, all would do in one turn of the loop
+                if self._error is None:
+                    part = enumerate(runs[first : first + A_FEW], first)
+                    await asyncio.gather(*(run.start(self, index) for index, run in part))
         client = self._client
         while True:
             if self._behind or not client.writable():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.pacing.afterwards import Afterwards
-from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.registry import Registry
@@ -95,14 +95,23 @@ class Pipeline:
         self.retry.budget.request()
         return Run(self, context)
 
-    def open_all(self, contexts: Sequence[RequestContext]) -> list[Run]:
-        """The runs of one request.
+    async def open_all(self, contexts: Sequence[RequestContext]) -> list[Run]:
+        """The runs of one request, a few at a time.
 
         Raises:
             InvalidArgumentError: Their prompts come to too much.
         """
         check_together(contexts)
-        return [self.open(context) for context in contexts]
+        runs: list[Run] = []
+        try:
+            for context in contexts:
+                if len(runs) % A_FEW == A_FEW - 1:
+                    await self.heavy.turn(context.caller.tenant)
+                runs.append(self.open(context))
+        except BaseException:
+            close_all(runs)
+            raise
+        return runs
 
 
 class Run:

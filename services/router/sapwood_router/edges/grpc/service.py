@@ -138,7 +138,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         call.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
         contexts = self._contexts(request, request_id, _caller(context, metadata), context.time_remaining())
         self._begin_session(request.session, contexts)
-        runs = self._pipeline.open_all(contexts)
+        runs = await self._pipeline.open_all(contexts)
         # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(cast(Any, lambda _: close_all(runs)))
         # So does one that reads nothing until our deadline; the server ends calls by the deadline that clients name.

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.annotate import Annotator
@@ -74,9 +75,13 @@ async def send_answer(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    with Running(exchange, pipeline, contexts) as runs:
+    async with Running(exchange, pipeline, contexts) as runs:
         if make_chunks is None:
-            answers = [await _annotated(index, whole, annotator) for index, whole in enumerate(await collect(runs))]
+            answers: list[Answer] = []
+            for whole in await collect(runs):
+                if len(answers) % A_FEW == A_FEW - 1:
+                    await pipeline.heavy.turn(contexts[0].caller.tenant)
+                answers.append(await _annotated(len(answers), whole, annotator))
             body = msgspec.json.encode(await make_body(answers))
             await exchange.send_body(200, body, told_headers(contexts))
         else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import msgspec
 
 from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_GAPS
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator
@@ -33,6 +35,7 @@ from sapwood_router.edges.openai.types import (
     CompletionResponse,
 )
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.request_ids import unique_id
@@ -56,7 +59,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
-    contexts, count = _contexts(request, given, exchange.request_id, deadline)
+    caller = exchange.caller(request, given)
+    contexts, count = await _contexts(request, given, caller, exchange.request_id, deadline, pipeline.heavy)
     best = 1 if request.n is None else request.n
     if best < count and stream:
         raise InvalidArgumentError(
@@ -64,9 +68,6 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         )
     if request.session is not None and (len(contexts) > 1 or echo):
         raise InvalidArgumentError("a session goes on with one prompt and one answer, without echo", field="session")
-    caller = exchange.caller(request, given)
-    for context in contexts:
-        context.caller = caller
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
     shows_special = request.skip_special_tokens is False
     writer = None if request.logprobs is None else partial(CompletionWriter, shows_special, token_name(request))
@@ -88,7 +89,11 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         usage = usage_object([answer.finish.usage for answer in answers], count)
         if best < count:
             answers = _likeliest(answers, count, best)
-        choices = [await make_choice(index, answer) for index, answer in enumerate(answers)]
+        choices: list[CompletionChoice] = []
+        for answer in answers:
+            if len(choices) % A_FEW == A_FEW - 1:
+                await pipeline.heavy.turn(caller.tenant)
+            choices.append(await make_choice(len(choices), answer))
         return CompletionResponse(
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
         )
@@ -110,10 +115,15 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             turn.release()
 
 
-def _contexts(
-    request: CompletionRequest, given: dict[str, Any], request_id: str, deadline: float
+async def _contexts(
+    request: CompletionRequest,
+    given: dict[str, Any],
+    caller: Caller,
+    request_id: str,
+    deadline: float,
+    heavy: HeavyWork,
 ) -> tuple[list[RequestContext], int]:
-    """One for each choice, those of a prompt together; and how many each prompt has."""
+    """One for each choice, those of a prompt together, made a few at a time; and how many each prompt has."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.echo and request.detokenize is False:
         raise InvalidArgumentError("echo is of the text, which detokenize false leaves out", field="echo")
@@ -151,25 +161,29 @@ def _contexts(
         raise InvalidArgumentError(
             f"at most {MAX_CHOICES} choices a request", field="prompt" if len(named) > 1 else "n"
         )
-    contexts = [
-        RequestContext(
-            request_id=request_id,
-            worker_request_id=unique_id(request_id),
-            prompt=prompt,
-            sampling=own,
-            output=output,
-            fields=_fields(name, grammar_field),
-            deadline=deadline,
-            model=request.model,
-            truncation=truncation_of(request),
-            bad_words=tuple(word.lstrip() for word in request.bad_words or ()),
-            whole=not request.stream,
-            detokenize=request.detokenize is not False,
-            grammar=grammar,
+    bad_words = tuple(word.lstrip() for word in request.bad_words or ())
+    contexts: list[RequestContext] = []
+    for (name, prompt), each in product(named, settings):
+        if len(contexts) % A_FEW == A_FEW - 1:
+            await heavy.turn(caller.tenant)
+        contexts.append(
+            RequestContext(
+                request_id=request_id,
+                worker_request_id=unique_id(request_id),
+                prompt=prompt,
+                sampling=each,
+                output=output,
+                fields=_fields(name, grammar_field),
+                deadline=deadline,
+                caller=caller,
+                model=request.model,
+                truncation=truncation_of(request),
+                bad_words=bad_words,
+                whole=not request.stream,
+                detokenize=request.detokenize is not False,
+                grammar=grammar,
+            )
         )
-        for name, prompt in named
-        for own in settings
-    ]
     return contexts, len(settings)
 
 

@@ -65,7 +65,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 async def _send_whole(
     exchange: Exchange, contexts: Sequence[RequestContext], pipeline: Pipeline, *, is_list: bool
 ) -> None:
-    with Running(exchange, pipeline, contexts) as runs:
+    async with Running(exchange, pipeline, contexts) as runs:
         answers = []
         for context, whole in zip(contexts, await collect(runs), strict=True):
             assert whole.finish is not None, "a run ends with a finish or an error"

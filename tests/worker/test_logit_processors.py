@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,9 +72,6 @@ def asked() -> list[Request]:
         )
         for serial, each in enumerate(wanted)
     ]
-
-
-Make = Callable[..., Scheduler]
 
 
 def make_scheduler(runner: Any, drafter: Any = None, **settings: Any) -> Scheduler:

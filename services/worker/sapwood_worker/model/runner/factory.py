@@ -91,17 +91,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         ConfigError: The model cannot be loaded, there is no such device or it cannot run a worker, or a setting would have no
             effect.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: no CUDA device is available here")
-    device: str = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and place.size > 1:
-        if place.on_node > torch.cuda.device_count():
-            flags = f"--tensor-parallel {config.tensor_parallel} --pipeline-parallel {config.pipeline_parallel}"
-            raise ConfigError(f"{flags}: there are {torch.cuda.device_count()} GPUs here")
-        device = f"cuda:{place.rank % place.on_node}"
-        torch.cuda.set_device(place.rank % place.on_node)
+    device = _choose_device(config, place)
     first = place.rank % place.on_node == 0
     if not first:  # the first comes when the model is on this machine
         parallel = _meet(config, place, device)
@@ -114,21 +104,61 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if device == "cpu":
         refuse_idle(config, ON_CPU)
     else:
-        given = config.num_pages is not None or config.kv_cache_gb is not None
-        warnings = check_gpu(
-            read_gpu(torch.device(device)),
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            quantization=config.quantization,
-            memory_fraction=None if given else config.memory_fraction,
-        )
-        for warning in warnings:
-            logger.warning(warning)
-        if config.kernels is not None:
-            take_kernels(config.kernels)
+        _ready_gpu(config, device)
     if first:
         parallel = _meet(config, place, device)
-    options = RunnerOptions(
+    options = _runner_options(config, place, path, device, parallel)
+    if encodes:
+        return EncoderRunner(options)
+    kind, _, drafter = config.speculate.partition(":")
+    if kind in ("eagle", "mtp"):
+        if place.size > 1 and (kind == "mtp" or config.pipeline_parallel > 1):
+            raise ConfigError(
+                f"--speculate {kind}: in pipelines, and of mtp, heads draft for models on one device only"
+            )
+        if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
+            return build_runner(replace(options, headed=True))
+        return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)
+    if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
+        return build_runner(options)
+    return build_drafted_runner(options, _draft_options(config, options, drafter))
+
+
+def _choose_device(config: WorkerConfig, place: Place) -> str:
+    """The device of a rank, which becomes the current one if it is a GPU of several."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: no CUDA device is available here")
+    device: str = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and place.size > 1:
+        if place.on_node > torch.cuda.device_count():
+            flags = f"--tensor-parallel {config.tensor_parallel} --pipeline-parallel {config.pipeline_parallel}"
+            raise ConfigError(f"{flags}: there are {torch.cuda.device_count()} GPUs here")
+        device = f"cuda:{place.rank % place.on_node}"
+        torch.cuda.set_device(place.rank % place.on_node)
+    return device
+
+
+def _ready_gpu(config: WorkerConfig, device: str) -> None:
+    """Checks that a GPU can run a worker, warns of what speaks against it, and unpacks kernels that were compiled for it."""
+    given = config.num_pages is not None or config.kv_cache_gb is not None
+    warnings = check_gpu(
+        read_gpu(torch.device(device)),
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        quantization=config.quantization,
+        memory_fraction=None if given else config.memory_fraction,
+    )
+    for warning in warnings:
+        logger.warning(warning)
+    if config.kernels is not None:
+        take_kernels(config.kernels)
+
+
+def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str, parallel: Parallel) -> RunnerOptions:
+    """What the runner is made of, drafts apart."""
+    return RunnerOptions(
         parallel=parallel,
         nodes=place.nodes,
         meeting_host=place.host,
@@ -158,20 +188,6 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         host_cache_ratio=config.tier_ratio if config.prefix_cache else 0.0,
         share_host_cache=config.shares_host_cache,
     )
-    if encodes:
-        return EncoderRunner(options)
-    kind, _, drafter = config.speculate.partition(":")
-    if kind in ("eagle", "mtp"):
-        if place.size > 1 and (kind == "mtp" or config.pipeline_parallel > 1):
-            raise ConfigError(
-                f"--speculate {kind}: in pipelines, and of mtp, heads draft for models on one device only"
-            )
-        if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
-            return build_runner(replace(options, headed=True))
-        return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)
-    if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
-        return build_runner(options)
-    return build_drafted_runner(options, _draft_options(config, options, drafter))
 
 
 def _resolve_drafter(config: WorkerConfig, model: str) -> Path:
@@ -221,7 +237,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
     parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows, dispatch=config.expert_dispatch)
     if (
         config.redundant_experts
-    ):  # NCCL makes a connection when it is first used: the first move would take far longer than the others
+    ):  # NCCL connects when it is first used: the first move would take far longer than the others
         parallel.ep.connect(torch.device(device))
     choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
     return parallel

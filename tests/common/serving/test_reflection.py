@@ -14,8 +14,11 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
+from sapwood.v1 import router_pb2, tokenizer_pb2, worker_pb2
 from sapwood_common.serving.server import ServiceServer
 
+FILES = (router_pb2, tokenizer_pb2, worker_pb2)
+"""Imported, so that the pool of descriptors has their services."""
 OURS = {"sapwood.v1.Router", "sapwood.v1.Tokenizer", "sapwood.v1.Worker"}
 STANDARD = {
     "grpc.health.v1.Health",

@@ -13,9 +13,9 @@ from torch import Tensor
 from sapwood_kernels.experts.routing import Routing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["of_rank"])
 def _route_kernel(
-    logits, correction, live, ids, weights, counts, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
+    logits, correction, live, ids, weights, counts, of_rank, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TWO_BEST: tl.constexpr,
     CORRECTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _route_kernel(
     if RENORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)  # a sum of sigmoids may be 0
     wanted = nth < CHOSEN
-    counted = nth < tl.where(token < tl.load(live), CHOSEN, 0)
+    counted = nth < tl.where(token % of_rank < tl.load(live + token // of_rank), CHOSEN, 0)
     at = token * CHOSEN + nth
     tl.store(ids + at, tl.where(counted, chosen, EXPERTS), mask=wanted)
     tl.store(weights + at, weight * SCALE, mask=wanted)
@@ -68,14 +68,14 @@ def _route_kernel(
 def route(
     logits: Tensor, routing: Routing, correction: Tensor | None, counts: Tensor, live: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes ``routing.route`` of the first rows; the others, which pad a step, go to expert E, which there is not.
+    """Computes ``routing.route`` of rows that are tokens; the others, which pad a step, go to expert E, which there is not.
 
     Args:
         logits: float32 [T, E], contiguous.
         routing: How experts are chosen.
         correction: float32 [E]; None: 0.
         counts: int64 [E]: what each expert gets is added, in place.
-        live: int32 [1]: how many rows are tokens.
+        live: int32 [N]: of N ranks' rows, one rank's after the other's, how many of each rank's first ones are tokens.
 
     Returns:
         The experts, int32 [T, k], and their weights, float32 [T, k].
@@ -85,7 +85,7 @@ def route(
     weights = torch.empty(tokens, routing.chosen, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(routing.experts)
     _route_kernel[(tokens,)](
-        logits, logits if correction is None else correction, live, ids, weights, counts,
+        logits, logits if correction is None else correction, live, ids, weights, counts, -(-tokens // len(live)),
         EXPERTS=routing.experts, CHOSEN=routing.chosen, SIGMOID=routing.scores == "sigmoid", RENORMALISE=routing.renormalise,
         SCALE=float(routing.scale), GROUPS=routing.groups, CHOSEN_GROUPS=routing.chosen_groups,
         TWO_BEST=routing.group_score == "two_best", CORRECTED=correction is not None, BLOCK=block,

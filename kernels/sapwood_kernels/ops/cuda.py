@@ -76,7 +76,7 @@ class CudaOps(DeviceOps):
         super().__init__(device)
         self._tune: tuple[float, Path] = (0.0, Path())
         self._tables: dict[str, TileTable] = {}
-        self._live = torch.full((1,), _ALL, dtype=torch.int32, device=device)
+        self._live: dict[int, Tensor] = {}
         self._hopper = False
         self._tried: dict[tuple[object, ...], bool] = {}
         if torch.cuda.is_available():  # else Triton's interpreter stands in
@@ -208,14 +208,20 @@ class CudaOps(DeviceOps):
         tiles = self._tiles(gate_up, down, chosen, activate, gate).plan
         return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, gate=gate, tiles=tiles)
 
-    def router(self, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
-        return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=self._live)
+    def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
+        live = self._live.setdefault(ranks, torch.full((ranks,), _ALL, dtype=torch.int32, device=self.device))
+        return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=live)
 
     @contextmanager
-    def padded(self, tokens: int) -> Iterator[None]:
-        self._live.fill_(tokens)
+    def padded(self, tokens: int, of_ranks: Sequence[int] = ()) -> Iterator[None]:
+        for ranks, live in self._live.items():
+            if ranks == 1:
+                live.fill_(tokens)
+            elif of_ranks:
+                self.fill(live, np.array(of_ranks, np.int32))
         yield
-        self._live.fill_(_ALL)
+        for live in self._live.values():
+            live.fill_(_ALL)
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor, **others: Any) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors, **others)

@@ -312,13 +312,14 @@ class DeviceOps:
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
         return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
 
-    def router(self, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
+    def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         """What chooses each token's experts.
 
         Args:
             routing: How.
             correction: float32 [E], as ``routing.route`` has it.
             counts: int64 [E]: how many tokens go to each expert is added in place.
+            ranks: Of so many ranks it gets the rows, one rank's after the other's.
         """
 
         def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,8 +330,13 @@ class DeviceOps:
 
         return choose
 
-    def padded(self, tokens: int) -> AbstractContextManager[None]:
-        """While it is entered, only so many of the first rows of what is launched are tokens; others pad a captured step."""
+    def padded(self, tokens: int, of_ranks: Sequence[int] = ()) -> AbstractContextManager[None]:
+        """While it is entered, some rows of what is launched pad a captured step: :meth:`router` gives them no expert.
+
+        Args:
+            tokens: How many of the first rows are tokens.
+            of_ranks: Where ranks' rows come together, as many of each: how many of each rank's first ones are tokens.
+        """
         return nullcontext()
 
     def int8_product(

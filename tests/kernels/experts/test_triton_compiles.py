@@ -66,7 +66,9 @@ kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i
 print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, BLOCK=512)))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
 print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=1024)))
-kinds = dict(logits="*fp32", correction="*fp32", live="*i32", ids="*i32", weights="*fp32", counts="*i64")
+kinds = dict(
+    logits="*fp32", correction="*fp32", live="*i32", ids="*i32", weights="*fp32", counts="*i64", of_rank="i32"
+)  # fmt: skip
 constants = dict(
     EXPERTS=256, CHOSEN=8, SIGMOID=True, RENORMALISE=True, SCALE=2.5, GROUPS=8, CHOSEN_GROUPS=4, TWO_BEST=True, CORRECTED=True,
     BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8,

@@ -200,6 +200,23 @@ def test_rows_that_pad_a_step_go_to_no_expert():
     assert route(logits)[0].max() < EXPERTS, "the next step is not padded"
 
 
+def test_rows_that_pad_the_parts_of_ranks_go_to_no_expert(monkeypatch):
+    """Three ranks replay 4 rows each, of which 2, none and 3 are tokens; one rank routes its own rows by themselves, too."""
+    ops, counts = cuda.CudaOps(torch.device(DEVICE)), torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    joined, alone = ops.router(Routing(EXPERTS, 2), None, counts, 3), ops.router(Routing(EXPERTS, 2), None, counts)
+    logits = torch.randn(12, EXPERTS, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    with ops.padded(3, [2, 0, 3]):
+        ids, _ = joined(logits)
+        own, _ = alone(logits[8:].contiguous())
+    assert (ids[:, 0] < EXPERTS).nonzero()[:, 0].tolist() == [0, 1, 8, 9, 10] and torch.equal(own, ids[8:])
+    assert int(counts.sum()) == 2 * (5 + 3)
+    assert joined(logits[:7].contiguous())[0].max() < EXPERTS, (
+        "the next step is not padded, nor are its ranks' rows alike"
+    )
+
+
 def test_logits_that_are_no_numbers_name_experts_that_there_are():
     counts = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
     logits = torch.full((3, EXPERTS), float("nan"), device=DEVICE)

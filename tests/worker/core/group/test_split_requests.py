@@ -6,6 +6,7 @@ import random
 import threading
 from array import array
 from collections import Counter, deque
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -132,11 +133,13 @@ def test_ranks_replay_graphs_of_one_size_and_answer_as_one_process_does(
     """Without a GPU: replays compute what would have been captured, where every rank has as many rows."""
     path, lock = tiny_model(name, **SHAPE).path, threading.Lock()
     sizes: dict[ModelRunner, list[int]] = {}
+    padded: dict[ModelRunner, list[tuple[int, list[int]]]] = {}
 
     def prepare(runner: ModelRunner) -> None:
         with lock:  # it patches torch for as long as it takes
             graphs = with_graphs(runner, (1, 2, 4, 9))
-        replayed = sizes[runner] = []
+        replayed, told = sizes[runner], padded[runner] = [], []
+        runner._ops.padded = lambda *counts: told.append(counts) or nullcontext()
         for size, captured in graphs._captured.items():
             captured.graph._compute = partial(as_captured, runner, captured.graph._compute, size, replayed)
 
@@ -159,6 +162,12 @@ def test_ranks_replay_graphs_of_one_size_and_answer_as_one_process_does(
     first, second = sizes.values()
     assert first == second and len({*first}) > 2
     assert group.steps[1] > 0, "a rank was idle while the other replayed"
+    for runner, told in padded.items():
+        assert runner._own_rows is not None
+        rank = runner._own_rows._group.rank
+        assert all(own == of_ranks[rank] for own, of_ranks in told), "what pads a rank's rows is known"
+    one_told, other_told = ([of_ranks for _, of_ranks in told] for told in padded.values())
+    assert one_told == other_told and any(0 in each for each in one_told), "by all ranks, of idle ones too"
 
 
 @pytest.mark.slow

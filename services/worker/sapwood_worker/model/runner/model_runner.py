@@ -299,9 +299,10 @@ class ModelRunner:
         idle = replace(step, rows=zero, starts=zero, counts=one, samples=zero, token_ids=zero)
         idle.pages = scratch.astype(np.int32)
         if self._graphs is not None and self._graphed(step):
-            self._graphs.run(DecodeRows(idle.token_ids, idle.starts, idle.rows, idle.pages, None, None), _most(step))
+            rows = DecodeRows(idle.token_ids, idle.starts, idle.rows, idle.pages, None, None)
+            self._graphs.run(rows, step.rank_tokens.tolist(), idle=True)
         else:
-            self._compute(idle)
+            self._compute(idle, idle=True)
 
     def _forward(self, step: Step) -> Tensor:
         """The hidden states after every token, [T, hidden_size]."""
@@ -317,12 +318,12 @@ class ModelRunner:
         rows = decode_rows(shown, size, graphs.largest, graphs.most_pages, prompts=prompts, layers=layers)
         return rows if rows is None or shifted is None else replace(rows, left=shifted.left(step))
 
-    def _compute(self, step: Step) -> Tensor:
+    def _compute(self, step: Step, *, idle: bool = False) -> Tensor:
         shown = step if self._shifted is None else self._shifted.shift(step)
         batch = build_forward_batch(shown, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
-        least = _most(step)
-        if self._pieces is not None and max(len(batch.token_ids), least) <= self._pieces.largest:
-            return self._pieces.run(batch, least)
+        of_ranks = step.rank_tokens.tolist()
+        if self._pieces is not None and max((len(batch.token_ids), *of_ranks)) <= self._pieces.largest:
+            return self._pieces.run(batch, of_ranks, idle=idle)
         plan = self._backend.plan(batch.attention)
         if self.recorded is not None and (found := self.recorded.run(batch, plan)) is not None:
             return found
@@ -333,7 +334,7 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
         self._pool.await_all()
-        result = graphs.run(rows, _most(step))
+        result = graphs.run(rows, step.rank_tokens.tolist())
         if not len(at.rows):
             return None
         if rows.last is not None:
@@ -373,8 +374,3 @@ class ModelRunner:
             logits = self._model.logits(hidden[start : start + len(chosen)]).float()
             parts.append(Distribution(logits, entry.prompt_logprobs).of(chosen))
         return join(parts)
-
-
-def _most(step: Step) -> int:
-    """The tokens of the rank that has most of a step; 0: all compute the same."""
-    return int(step.rank_tokens.max(initial=0))

@@ -49,7 +49,9 @@ class Router(Layer):
         self._correction = empty(routing.experts) if correction else None
         # Of rows that are sent to experts of other ranks, what experts get from all ranks is counted there.
         counted = self.counts if context.parallel.expert_exchange is None else torch.zeros_like(self.counts)
-        self._route = context.ops.router(routing, self._correction, counted)
+        joined = context.parallel.rows is not None and context.parallel.expert_exchange is None
+        ranks = context.parallel.tp.size if joined else 1
+        self._route = context.ops.router(routing, self._correction, counted, ranks)
 
     def slots(self) -> WeightSlots:
         named = {

@@ -136,12 +136,13 @@ class DecodeGraphs:
         """The most pages that the rows of a batch may name together."""
         return self._backend.most_pages - self.largest  # a padding row names one
 
-    def run(self, step: DecodeRows, least: int = 0) -> DecodeResult:
+    def run(self, step: DecodeRows, of_ranks: Sequence[int] = (), *, idle: bool = False) -> DecodeResult:
         """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other.
 
         Args:
             step: The tokens.
-            least: Rows of the smallest graph to replay: those of the rank with most, where ranks replay graphs together.
+            of_ranks: Tokens of each rank, where ranks replay graphs of one size together.
+            idle: Whether the rows are no tokens: this rank only keeps pace.
         """
         self._backend.begin_plan()
         count = len(step.token_ids)
@@ -153,7 +154,7 @@ class DecodeGraphs:
             runs = self._backend.find_shared(list(tables), together)
         graphs = self._captured if runs is None else self._shared
         sizes = list(graphs)
-        size = sizes[bisect_left(sizes, max(count, least))]
+        size = sizes[bisect_left(sizes, max((count, *of_ranks)))]
         captured = graphs[size]
         page_size = self._pool.page_size
         rows = np.arange(count)
@@ -174,8 +175,9 @@ class DecodeGraphs:
         lengths = np.concatenate((lengths, np.ones(size - count, np.int64)))
         self._plan(captured.attention, lengths, padded, runs)
         self._backend.end_plan()
-        sparse = self._model.config.sparse and not least  # with other ranks' rows, padding is not at the end
-        with self._ops.padded(count) if sparse and count < size else nullcontext():
+        tokens = 0 if idle else count
+        fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size
+        with self._ops.padded(tokens, of_ranks) if fewer else nullcontext():
             captured.graph.replay()
         result = captured.result
         if count == size:

@@ -143,23 +143,24 @@ class PiecewiseGraphs:
         """The most tokens that :meth:`run` takes."""
         return self._sizes[-1]
 
-    def run(self, batch: ForwardBatch, least: int = 0) -> Tensor:
+    def run(self, batch: ForwardBatch, of_ranks: Sequence[int] = (), *, idle: bool = False) -> Tensor:
         """Computes :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call.
 
         Args:
             batch: The tokens.
-            least: As :meth:`DecodeGraphs.run` takes it.
+            of_ranks, idle: As :meth:`DecodeGraphs.run` takes them.
         """
         plan = self._backend.plan(batch.attention)
         count = batch.lines.shape[1]
-        size = self._sizes[bisect_left(self._sizes, max(count, least))]
+        size = self._sizes[bisect_left(self._sizes, max((count, *of_ranks)))]
         self._inputs[:, :count].copy_(batch.lines)
         if count < size:
             self._inputs[2:, count:size].copy_(self._scratch)
         cut, hidden = self._captured[size]
         query, context = self._query[:count], self._context[:count]
-        sparse = self._model.config.sparse and not least  # with other ranks' rows, padding is not at the end
-        with self._ops.padded(count) if sparse and count < size else nullcontext():
+        tokens = 0 if idle else count
+        fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size
+        with self._ops.padded(tokens, of_ranks) if fewer else nullcontext():
             for graph, layer in zip(cut.graphs, cut.layers, strict=False):
                 graph.replay()
                 plan.attend_into(layer, query, context)

@@ -347,7 +347,7 @@ async def _serve(services: Services, terminal: Terminal) -> int:
         workers, threads = services.workers, services.worker.given.get("threads", services.worker.config.threads)
         terminal.line(
             f"starting tokenizer, {workers} worker{'s' * (workers > 1)} with {threads or 'all'} "
-            f"thread{'s' * (threads != 1)} each, and {services.front} on model {services.worker.config.model}"
+            f"thread{'s' * (threads != 1)}{' each' * (workers > 1)}, and {services.front} on model {services.worker.config.model}"
         )
         endpoints = await cluster.start()
         terminal.line(welcome(services, endpoints, time.monotonic() - start))

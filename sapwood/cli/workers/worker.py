@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"worker": address, **answer}))
         else:
-            words = (str(value) if name == "state" else f"{name} {value}" for name, value in answer.items())
+            told = {name: value for name, value in answer.items() if value != ""}
+            words = (str(value) if name == "state" else f"{name} {value}" for name, value in told.items())
             between = ("\n  ", "\n  ") if arguments.action == "info" else (" ", ", ")
             print(f"{address}:{between[0]}{between[1].join(words)}")
     return 0

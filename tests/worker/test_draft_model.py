@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,16 @@ from sapwood_testing.drafts.answers import (
     stop_strings,
     tokens_of,
 )
+from sapwood_testing.drafts.drafted import options, run_split, scheduler_of
 from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_testing.worker.split_models import SHAPE
-from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.quantizer.drafter import make_drafter
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
-from sapwood_worker.model.runner.options import RunnerOptions
 
 
 @pytest.fixture(scope="module")
@@ -57,26 +52,6 @@ def drafter(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
         return path
 
     return drafter_
-
-
-def scheduler_of(runner: ModelRunner, **settings: Any) -> Scheduler:
-    """One that drafts whatever steps cost, unless told otherwise."""
-    info, draft = runner.info, runner.draft
-    config = SchedulerConfig(
-        windows=info.windows,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=512,
-        eos_token_ids=frozenset({0}),
-        conservativeness=0.0,
-        **{"speculate": "off" if draft is None else "prefix", "max_running": info.max_running} | settings,
-    )
-    model = None if draft is None else DraftModel(draft, draft.info.context_length, draft.info.max_step_tokens)
-    return Scheduler(config, masks=TokenMasks(VOCAB), drafter=model)
-
-
-def options(path: Path, **changes: Any) -> RunnerOptions:
-    return RunnerOptions(model_path=path, threads=1, **{"num_pages": 128, "max_running": 8} | changes)
 
 
 FEW = (0, 1, 3, 5, 7, 9, 14, 16)
@@ -199,31 +174,10 @@ def test_a_request_that_goes_on_elsewhere_is_drafted_for_and_stays_the_same(
 
 @pytest.mark.slow
 def test_rank_0_drafts_for_all_ranks_of_a_split_model(tiny_model: Any, tmp_path: Path, store: GrammarStore) -> None:
-    from multiprocessing import Pipe
-
-    from sapwood_worker.core.group.follower import follow
-    from sapwood_worker.core.group.leader import GroupRunner
-
     path = tiny_model("llama", **SHAPE).path
     make_drafter(path, tmp_path / "draft", layers=None, noise=0.05)
-    here, there = Pipe()
-
-    def one(group: ThreadGroup) -> list[tuple[Answers, Answers, int]]:
-        split = options(path, parallel=Parallel(tp=group))
-        if group.rank:
-            follow(build_runner(split), there)
-            return []
-        try:
-            runner = build_drafted_runner(split, options(tmp_path / "draft"))
-            leader = GroupRunner(runner, [here])
-            off = scheduler_of(runner, speculate="off")
-            on = scheduler_of(runner)
-            answers = run(off, leader, False, few(store))
-            return [(answers, run(on, leader, False, few(store)), on.load().accepted_tokens)]
-        finally:
-            here.close()
-
-    expected, found, accepted = run_ranks(2, one)[0][0]
+    build = partial(build_drafted_runner, draft=options(tmp_path / "draft"))
+    expected, found, accepted, _ = run_split(path, build, "draft", lambda: few(store))
     assert_alike(found, expected)
     assert accepted > 15
 

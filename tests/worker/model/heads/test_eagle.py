@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from multiprocessing import Pipe
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,15 @@ from sapwood_testing.drafts.answers import (
     stop_strings,
     tokens_of,
 )
+from sapwood_testing.drafts.drafted import options, run_split, scheduler_of
 from sapwood_testing.drafts.eagle_head import KNOWN, WIDTH, PlainHead, norm, random_tensors, write
 from sapwood_testing.worker.eager_graphs import with_graphs
-from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.leader import GroupRunner
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
-from sapwood_worker.model.runner.model_runner import ModelRunner
-from sapwood_worker.model.runner.options import RunnerOptions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
@@ -53,29 +43,6 @@ PROMPTS = [[3 + at, *range(40, 40 + at)] for at in range(8)]
 
 def greedy_ones(first: int = 0) -> list[Request]:
     return [Request(first + at, f"g{at}", prompt, GREEDY) for at, prompt in enumerate(PROMPTS)]
-
-
-def options(path: Path, **changes: Any) -> RunnerOptions:
-    return RunnerOptions(model_path=path, threads=1, **{"num_pages": 128, "max_running": 8} | changes)
-
-
-def scheduler_of(runner: ModelRunner) -> Scheduler:
-    info, draft = runner.info, runner.draft
-    config = SchedulerConfig(
-        windows=info.windows,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=512,
-        eos_token_ids=frozenset({0}),
-        max_running=info.max_running,
-        conservativeness=0.0,
-        speculate="off" if draft is None else "prefix",
-    )
-    return Scheduler(
-        config,
-        masks=TokenMasks(VOCAB),
-        drafter=None if draft is None else DraftModel(draft, 512, 64, "eagle", 1),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +95,7 @@ def test_what_it_says_is_what_a_plain_computation_says(
     path = write(tmp_path / "head", tensors, torchs_own=page_size == 1, **changes)
     sized = options(tiny.path, page_size=page_size, num_pages=128 * 16 // page_size)
     runner = build_headed_runner(sized, path)
-    scheduler = scheduler_of(runner)
+    scheduler = scheduler_of(runner, "eagle")
     speculation: Any = scheduler._speculation
     plain, fill, seen = (
         PlainHead(tensors, tiny.oracle, taken, normed="norm_before_residual" in changes),
@@ -170,7 +137,7 @@ def test_what_graphs_say_in_a_chain_is_what_is_said_step_by_step(
         assert runner.draft is not None
         if chains:
             with_graphs(runner.draft, [1, 2, 4, 8])
-        scheduler = scheduler_of(runner)
+        scheduler = scheduler_of(runner, "eagle")
         drafter: Any = scheduler._speculation._drafter  # type: ignore[union-attr]
 
         def noted(decodes: Any, wanted: Any, fill: Any = drafter.fill, said: list[Any] = drafts[chains]) -> Any:
@@ -197,7 +164,7 @@ def test_tokens_are_those_without_a_head_and_some_of_what_it_says_is_right(
 ) -> None:
     path = tiny_model("llama").path
     plain, drafted = build_runner(options(path)), build_headed_runner(options(path, num_pages=40), trained)
-    scheduler = scheduler_of(drafted)
+    scheduler = scheduler_of(drafted, "eagle")
     assert_alike(run(scheduler, drafted, True, greedy_ones()), run(scheduler_of(plain), plain, False, greedy_ones()))
     load = scheduler.load()
     assert load.drafter == "eagle"
@@ -211,7 +178,8 @@ def test_tokens_are_those_without_a_head_and_some_of_what_it_says_is_right(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page_size", "num_pages", "max_running", "overlap"), [(1, 2048, 32, True), (16, 128, 32, False), (4, 30, 8, True)]
+    ("page_size", "num_pages", "max_running", "overlap"),
+    [(16, 128, 1, True), (1, 2048, 32, True), (16, 128, 32, False), (4, 30, 8, True)],
 )
 def test_twenty_requests_of_every_kind_are_those_without_a_head(
     tiny_model: Any,
@@ -227,7 +195,7 @@ def test_twenty_requests_of_every_kind_are_those_without_a_head(
     expected = run(scheduler_of(plain), plain, False, requests(store))
     sized = options(path, page_size=page_size, num_pages=num_pages, max_running=max_running)
     drafted = build_headed_runner(sized, trained)
-    scheduler, stops = scheduler_of(drafted), stop_strings(expected)
+    scheduler, stops = scheduler_of(drafted, "eagle"), stop_strings(expected)
     found = run(scheduler, drafted, overlap, [*requests(store), *greedy_ones(100)], stops)
     for number in range(len(PROMPTS)):  # what it was fitted to: some of it is right
         found.pop(100 + number)
@@ -243,9 +211,9 @@ def test_a_request_that_goes_on_at_a_worker_with_another_head_stays_the_same(
 ) -> None:
     path = tiny_model("llama").path
     first = build_headed_runner(options(path), trained)
-    expected = run(scheduler_of(first), first, True, greedy_ones())
+    expected = run(scheduler_of(first, "eagle"), first, True, greedy_ones())
     second = build_headed_runner(options(path, page_size=1, num_pages=1024), write(tmp_path / "head", random_tensors()))
-    scheduler = scheduler_of(second)
+    scheduler = scheduler_of(second, "eagle")
     resumed = []
     for request in greedy_ones():
         done = tokens_of(expected[request.serial])[: 3 + request.serial]
@@ -263,33 +231,20 @@ def test_rank_0s_head_drafts_for_all_ranks_of_a_split_model(
     tiny_model: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_table: bool
 ) -> None:
     """No rank has graphs of prompts, which pad them: they exchange equally much."""
-    monkeypatch.setattr(AttentionBuilder, "pieces", lambda *_, **__: pytest.fail("a rank makes graphs of prompts"))
     tiny = tiny_model("llama")
     head = trained
     if own_table:
         tensors = load_file(trained / "model.safetensors")
         table = tiny.oracle.model.embed_tokens.weight.detach().clone()
         head = write(tmp_path / "head", tensors | {"embed_tokens.weight": table})
-    alone = build_headed_runner(options(tiny.path), trained)
+    alone = build_runner(options(tiny.path))
     expected = run(scheduler_of(alone), alone, False, greedy_ones())
-    here, there = Pipe()
-
-    def one(group: ThreadGroup) -> tuple[Any, int, int]:
-        split = options(tiny.path, parallel=Parallel(tp=group))
-        if group.rank:
-            follow(build_runner(dataclasses.replace(split, headed=True)), there)
-            return {}, 0, 0
-        try:
-            runner = build_headed_runner(split, head)
-            scheduler = scheduler_of(runner)
-            found = run(scheduler, GroupRunner(runner, [here]), False, greedy_ones())
-            return found, scheduler.load().accepted_tokens, scheduler.load().drafted_tokens
-        finally:
-            here.close()
-
-    found, accepted, drafted = run_ranks(2, one)[0]
+    monkeypatch.setattr(AttentionBuilder, "pieces", lambda *_, **__: pytest.fail("a rank makes graphs of prompts"))
+    build = partial(build_headed_runner, folder=head)
+    plain, found, accepted, _ = run_split(tiny.path, build, "eagle", greedy_ones)
+    assert_alike(plain, expected)
     assert_alike(found, expected)
-    assert drafted >= accepted > 15
+    assert accepted > 15
 
 
 @pytest.mark.slow
@@ -299,7 +254,7 @@ def test_windows_and_pages_that_run_out_change_no_token(tiny_model: Any, tmp_pat
     plain = build_runner(options(tiny))
     drafted = build_headed_runner(options(tiny, page_size=4, num_pages=30), path)
     expected = run(scheduler_of(plain), plain, False, requests(store)[:8])
-    scheduler = scheduler_of(drafted)
+    scheduler = scheduler_of(drafted, "eagle")
     found = run(scheduler, drafted, True, requests(store)[:8])
     assert {serial: tokens_of(each) for serial, each in found.items()} == {
         serial: tokens_of(each) for serial, each in expected.items()

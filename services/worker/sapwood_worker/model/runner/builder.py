@@ -236,11 +236,11 @@ class _Builder:
         """The model's runner, with that of a head that drafts."""
         page_size = self._options.page_size
         head: Head
+        split = self._tp.size > 1
         if folder is None:
             threads = self._options.threads or torch.get_num_threads()
-            head = load_mtp(self._options.model_path, self._model, self._dtype, self._ops, threads)
+            head = load_mtp(self._options.model_path, self._model, self._dtype, self._ops, threads, split=split)
         else:
-            split = self._tp.size > 1
             head = load_eagle(folder, self._model, self._dtype, self._ops, self._options.model_path, split=split)
         self._head, config = head, head.config
         layout = head.layout(self._dtype_name, page_size)

@@ -112,10 +112,8 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         return EncoderRunner(options)
     kind, _, drafter = config.speculate.partition(":")
     if kind in ("eagle", "mtp"):
-        if place.size > 1 and (kind == "mtp" or config.pipeline_parallel > 1):
-            raise ConfigError(
-                f"--speculate {kind}: in pipelines, and of mtp, heads draft for models on one device only"
-            )
+        if config.pipeline_parallel > 1:
+            raise ConfigError(f"--speculate {kind}: a head has no hidden states of a pipeline's earlier stages")
         if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
             return build_runner(replace(options, headed=True))
         return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)

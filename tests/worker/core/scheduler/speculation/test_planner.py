@@ -124,6 +124,21 @@ def test_they_are_at_many_requests(rows: int, right: float, depth: float) -> Non
     assert worker.run(700) >= 0.99 * worker.off()
 
 
+@FEW
+@given(few_rows, costs(), settings_of)
+def test_a_workers_first_steps_lose_no_more_than_the_account_begins_with(
+    rows: int, cost: Any, given_: dict[str, Any]
+) -> None:
+    worker = VirtualWorker(rows, lambda row, place: 0.0, cost(rows), **given_ | {"noise": 0.0})
+    assert worker.run(3) == worker.off(), "nothing is drafted before a step's time is known"
+    passed, taken, dearest = 3, 3.0, cost(rows)(rows + 3 * rows) + given_["switch"] + 3 * given_["depth"]
+    for steps in (3, 4, 10, 20, 60, 200):
+        taken += rows * steps / worker.run(steps)
+        passed += steps
+        assert taken - passed <= 10 + 0.005 * passed + dearest
+    assert (worker.drafted > 0) == worker.computes, "who can look on drafts nothing to learn that it is wrong"
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_looking_in_vain_takes_no_more_than_its_share(rows: int) -> None:
     worker = VirtualWorker(rows, lambda row, place: 0.3, lambda count: 1.0 + (count > rows), look=0.2 / rows)

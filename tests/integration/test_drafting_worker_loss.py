@@ -1,10 +1,11 @@
-"""A worker with a draft model or a head killed in mid-stream, real processes on a tiny model: every answer is the undisturbed
+"""A worker that drafts, with each drafter, killed in mid-stream, real processes on a tiny model: every answer is the undisturbed
 one."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from sapwood_testing.drafts.mtp_head import with_head
+from sapwood_testing.models.tiny_models import make_tiny
 from sapwood_worker.model.quantizer.drafter import make_drafter
 
 PROMPTS = ["one", "two, and a little more", "three", "four of them"]
@@ -55,8 +58,9 @@ def body(number: int, stream: bool) -> dict[str, Any]:
 
 
 def write_head(model: Path, folder: Path) -> None:
-    """A head of EAGLE-3 for a model that knows nothing: its weights are random."""
+    """A head of EAGLE-3 that says what follows a token's features, as far as one matrix can be fitted to the model's texts."""
     import torch
+    import transformers
     from safetensors.torch import save_file
 
     raw = json.loads((model / "config.json").read_text())
@@ -64,46 +68,57 @@ def write_head(model: Path, folder: Path) -> None:
         raw[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
     dim = raw.get("head_dim") or width // heads
-    shapes = {
-        "fc": (width, 3 * width),
-        "midlayer.self_attn.q_proj": (heads * dim, 2 * width),
-        "midlayer.self_attn.k_proj": (keys * dim, 2 * width),
-        "midlayer.self_attn.v_proj": (keys * dim, 2 * width),
-        "midlayer.self_attn.o_proj": (width, heads * dim),
-        "midlayer.mlp.gate_proj": (inner, width),
-        "midlayer.mlp.up_proj": (inner, width),
-        "midlayer.mlp.down_proj": (width, inner),
-        "lm_head": (raw["vocab_size"], width),
+    oracle = transformers.LlamaForCausalLM.from_pretrained(model).float()
+    texts = oracle.generate(torch.arange(65, 97)[:, None], max_new_tokens=40, do_sample=False, eos_token_id=None)
+    with torch.inference_mode():
+        states = oracle(texts, output_hidden_states=True).hidden_states[1][:, :-2].reshape(-1, width)
+    x = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + raw["rms_norm_eps"])
+    y = torch.nn.functional.one_hot(texts[:, 2:].reshape(-1), raw["vocab_size"]).float()
+    tensors = {
+        "fc": torch.cat((torch.eye(width), torch.zeros(width, 2 * width)), 1),
+        "midlayer.self_attn.q_proj": torch.randn(heads * dim, 2 * width),
+        "midlayer.self_attn.k_proj": torch.randn(keys * dim, 2 * width),
+        "midlayer.self_attn.v_proj": torch.randn(keys * dim, 2 * width),
+        "midlayer.self_attn.o_proj": torch.zeros(width, heads * dim),
+        "midlayer.mlp.gate_proj": torch.randn(inner, width),
+        "midlayer.mlp.up_proj": torch.randn(inner, width),
+        "midlayer.mlp.down_proj": torch.zeros(width, inner),
+        "lm_head": torch.linalg.solve(x.T @ x + 0.01 * torch.eye(width), x.T @ y).T.contiguous(),
     }
-    tensors = {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
     norms = ("norm", *(f"midlayer.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+    tensors |= {name: torch.ones(width) for name in norms}
     folder.mkdir()
-    save_file(tensors | {f"{name}.weight": torch.ones(width) for name in norms}, folder / "model.safetensors")
+    save_file({f"{name}.weight": each for name, each in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["draft", "eagle"])
+@pytest.mark.parametrize("kind", ["prefix", "draft", "eagle", "mtp"])
 def test_answers_go_on_when_a_worker_that_drafts_is_killed(
     start_cluster_of: Any, deep_model: Path, tmp_path: Path, kind: str
 ) -> None:
+    model, drafter = deep_model, kind
     if kind == "draft":
         make_drafter(deep_model, tmp_path / "drafter", layers=1, noise=0.0)
-    else:
+    elif kind == "eagle":
         write_head(deep_model, tmp_path / "drafter")
-    flags = ["--model", deep_model, "--served-model-name", "deep", "--workers", 2, "--threads", 1]
-    flags += ["--worker-num-pages", 1024, "--worker-speculate", f"{kind}:{tmp_path / 'drafter'}"]
+    elif kind == "mtp":
+        (tmp_path / "tiny").mkdir()
+        model, _ = with_head(make_tiny("glm4-moe", tmp_path / "tiny", vocab_size=256), tmp_path / "model", part=0.02)
+        shutil.copy(deep_model / "tokenizer.json", model)
+    if kind in ("draft", "eagle"):
+        drafter = f"{kind}:{tmp_path / 'drafter'}"
+    flags = ["--model", model, "--served-model-name", "deep", "--workers", 2, "--threads", 1]
+    flags += ["--worker-num-pages", 1024, "--worker-speculate", drafter]
     with start_cluster_of(*map(str, flags)) as cluster, httpx.Client(timeout=300) as client:
         url = f"http://{cluster.http}/v1/completions"
-        expected, accepted, rejected = [], 0, 0
+        expected, accepted = [], 0
         for number in range(len(PROMPTS)):
             answer = client.post(url, json=body(number, stream=False)).raise_for_status().json()
             expected.append(answer["choices"][0]["text"])
             details = answer["usage"].get("completion_tokens_details") or {}
             accepted += details.get("accepted_prediction_tokens") or 0
-            rejected += details.get("rejected_prediction_tokens") or 0
-        assert rejected + accepted > 0
-        assert accepted > 0 or kind == "eagle"
+        assert accepted > 0
         found = [""] * len(PROMPTS)
         begun = threading.Event()
 

@@ -8,7 +8,6 @@ measured through whole requests, for when time is short. Prints one JSON object 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 from commit import measured_commit
+from engine_flags import parse_arguments, variant_of
 from ranks import Split, group_runners
 from step_profile import record
 
@@ -33,7 +33,6 @@ from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.experts import expert_load
-from sapwood_worker.records.model_info import SUM_METHODS
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
@@ -202,66 +201,91 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
     return [[draw.randint(10, 99999) for _ in range(length)] for _ in range(count)]
 
 
+class Bench:
+    """Runs workloads and prints their figures, each under the name of the variant, so that none is taken for the plain model's.
+
+    Args:
+        engine: What computes.
+        variant: The model's name, and what is not as usual.
+        where: The device and the commit, for each figure.
+        profiles: Folder for Chrome traces; None: none.
+    """
+
+    def __init__(self, engine: Engine, variant: str, where: dict[str, str], profiles: Path | None) -> None:
+        self._engine = engine
+        self._variant = variant
+        self._where = where
+        self._profiles = profiles
+
+    def report(self, what: str, value: float, unit: str) -> None:
+        """Prints a figure."""
+        row = {"what": f"{self._variant} {what}", "value": round(value, 4), "unit": unit, "engine": "sapwood"}
+        print(json.dumps(row | {"overlap": self._engine.overlap} | self._where), flush=True)
+
+    def decode(self, batch: int, repeats: int, *, whole: bool) -> None:
+        """A step of so many requests: steady, and if ``whole`` as 128 tokens more of whole requests take."""
+        engine = self._engine
+        if whole:
+            prompts = prompts_of(batch, 1024, seed=batch)
+            engine.generate(prompts, [4] * batch)
+            first = min(engine.generate(prompts, [1] * batch) for _ in range(repeats))
+            last = min(engine.generate(prompts, [129] * batch) for _ in range(repeats))
+            self.report(f"decode {batch}", (last - first) / 128 * 1000, "ms")
+        with engine.decoding(batch, length=130) as step:
+            engine.expert_balance()
+            for part, milliseconds in engine.time_steps(step, 50).items():
+                self.report(f"decode {batch} {part}", milliseconds, "ms")
+            self._report_balance(f"decode {batch}")
+            self._profile(f"decode {batch}", lambda: [step() for _ in range(10)], 10)
+
+    def sampled(self) -> None:
+        """Steps of 256 requests by settings of sampling."""
+        for name, sampling in {"greedy": GREEDY, **SAMPLED}.items():
+            with self._engine.decoding(256, length=130, sampling=sampling) as step:
+                self.report(f"sampled 256 {name}", self._engine.time_steps(step, 40)["steady"], "ms")
+
+    def prefill(self, count: int, length: int) -> None:
+        """So many prompts of a length at once; of a single one the quickest of four."""
+        engine, prompts = self._engine, prompts_of(count, length, seed=count)
+        engine.expert_balance()
+        seconds = min(engine.generate(prompts, [1] * count) for _ in range(4 if count == 1 else 1))
+        self.report(f"prefill {count}x{length}", seconds * 1000, "ms")
+        self.report(f"prefill {count}x{length} rate", count * length / seconds, "tokens/s")
+        self._report_balance(f"prefill {count}x{length}")
+        if count == 1:
+            self._profile(f"prefill {count}x{length}", lambda: engine.generate(prompts, [1]), 1)
+
+    def offline(self, *, both_loops: bool) -> None:
+        """256 requests at once, of 100 to 1024 tokens in and out; if ``both_loops`` step by step, too."""
+        engine, draw = self._engine, random.Random(0)
+        shapes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(256)]
+        prompts = [[draw.randint(10, 99999) for _ in range(length)] for length, _ in shapes]
+        outputs = [length for _, length in shapes]
+        engine.expert_balance()
+        self.report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+        self._report_balance("offline256")
+        if both_loops:
+            engine.overlap = False
+            self.report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+
+    def _report_balance(self, what: str) -> None:
+        if (balance := self._engine.expert_balance()) is not None:
+            self.report(f"{what} expert balance", balance, "mean of a layer's experts / its busiest")
+
+    def _profile(self, what: str, run: Callable[[], object], steps: int) -> None:
+        if self._profiles is None:
+            return
+        parts, kernels = record(run, self._profiles / f"{self._variant}-{what.replace(' ', '-')}.json.gz")
+        for part, microseconds in parts.items():
+            self.report(f"{what} profile: {part}", microseconds / steps, "us")
+        for kernel, microseconds in list(kernels.items())[:12]:
+            print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
-    parser.add_argument("--only", default="decode,sampled,prefill,offline", help="Which workloads (default: all).")
-    parser.add_argument("--batches", default="1,64,256", help="Of the workload decode (default: 1,64,256).")
-    parser.add_argument(
-        "--repeats", type=int, default=2, help="Of each timing of decode; the best counts (default: 2)."
-    )
-    parser.add_argument("--both-loops", action="store_true", help="Offline step by step too, after the overlapped one.")
-    parser.add_argument("--no-overlap", action="store_true", help="Step by step: the host waits for each.")
-    parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60); 0: what is left.")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
-    parser.add_argument(
-        "--quantization",
-        choices=("none", "fp8", "fp8_block", "fp8_tensor", "int8", "int4"),
-        default="none",
-        help="Of the linear layers.",
-    )
-    parser.add_argument("--attention-backend", default="auto", help="As the worker takes it (default: auto).")
-    parser.add_argument(
-        "--routing", choices=("own", "uniform"), default="own", help="How tokens get experts (default: own)."
-    )
-    parser.add_argument(
-        "--expert-tuning", type=float, default=0.0, help="Seconds to measure experts' tiles in (default: none)."
-    )
-    parser.add_argument(
-        "--prefills", default="1x128,1x1024,1x8192,16x8192", help="Of the workload prefill (default: %(default)s)."
-    )
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs to split the model over (default: 1).")
-    parser.add_argument(
-        "--expert-parallel", action="store_true", help="Ranks have whole experts (default: a part of each)."
-    )
-    parser.add_argument(
-        "--data-parallel-attention",
-        action="store_true",
-        help="Ranks have requests of their own (default: all have all).",
-    )
-    parser.add_argument(
-        "--expert-dispatch",
-        choices=("gather", "direct", "direct-float8"),
-        default="gather",
-        help="How rows go to experts with --data-parallel-attention (default: gather).",
-    )
-    parser.add_argument(
-        "--all-reduce", choices=("auto", *SUM_METHODS[:3]), default="auto", help="What sums over ranks (default: auto)."
-    )
-    parser.add_argument(
-        "--diverging-rank", type=int, default=-1, help="One that gets other numbers than the others: the run must fail."
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (default: cuda)."
-    )
-    parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
-    parser.add_argument(
-        "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."
-    )
-    arguments = parser.parse_args()
+    arguments = parse_arguments(str(__doc__))
     wanted = set(arguments.only.split(","))
-    if arguments.device == "cpu" and (arguments.routing == "uniform" or arguments.profile is not None):
-        parser.error("--routing uniform, --profile: only on GPUs")
+    commit = measured_commit()
     most = STEP_TOKENS * (arguments.tensor_parallel if arguments.data_parallel_attention else 1)
     split = Split(
         whole_experts=arguments.expert_parallel,
@@ -271,45 +295,6 @@ def main() -> None:
         uniform_tokens=most if arguments.routing == "uniform" else 0,
         diverging_rank=arguments.diverging_rank,
     )
-    commit = measured_commit()
-
-    # A variant has a name of its own, so that no figure of it is taken for the plain model's.
-    variant = arguments.model.name
-    if arguments.quantization != "none":
-        variant += f"+{arguments.quantization}"
-    if arguments.kv_cache_dtype != "auto":
-        variant += "+fp8-kv"
-    if arguments.expert_tuning:
-        variant += "+tuned"
-    if arguments.tensor_parallel > 1:
-        variant += f"+tp{arguments.tensor_parallel}"
-    if arguments.all_reduce != "auto":
-        variant += f"+{arguments.all_reduce}"
-    if arguments.expert_parallel:
-        variant += "+ep"
-    if arguments.data_parallel_attention:
-        variant += "+dp-attention"
-    if arguments.expert_dispatch != "gather":
-        variant += f"+{arguments.expert_dispatch}"
-    if arguments.pipeline_parallel > 1:
-        variant += f"+pp{arguments.pipeline_parallel}"
-
-    def report(what: str, value: float, unit: str) -> None:
-        row = {
-            "what": f"{variant} {what}",
-            "value": round(value, 4),
-            "unit": unit,
-            "engine": "sapwood",
-            "overlap": engine.overlap,
-        }
-        print(
-            json.dumps(
-                row
-                | {"device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "commit": commit}
-            ),
-            flush=True,
-        )
-
     engine = Engine(
         arguments.model, max_running=256, max_step_tokens=STEP_TOKENS, attention_backend=arguments.attention_backend,
         expert_tuning=arguments.expert_tuning, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
@@ -317,70 +302,30 @@ def main() -> None:
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
         split=split, device=arguments.device,
     )  # fmt: skip
-
-    def profile(what: str, run: Callable[[], None], steps: int) -> None:
-        if arguments.profile is None:
-            return
-        parts, kernels = record(run, arguments.profile / f"{variant}-{what.replace(' ', '-')}.json.gz")
-        for part, microseconds in parts.items():
-            report(f"{what} profile: {part}", microseconds / steps, "us")
-        for kernel, microseconds in list(kernels.items())[:12]:
-            print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
-
-    def report_balance(what: str) -> None:
-        if (balance := engine.expert_balance()) is not None:
-            report(f"{what} expert balance", balance, "mean of a layer's experts / its busiest")
-
-    report("start-up", engine.start_seconds, "s")
+    variant = variant_of(arguments)
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    bench = Bench(engine, variant, {"device": device, "commit": commit}, arguments.profile)
+    bench.report("start-up", engine.start_seconds, "s")
     info = engine.runner.info
-    report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
+    bench.report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if wanted & {"decode", "steady"}:
         for batch in map(int, arguments.batches.split(",")):
-            if "decode" in wanted:
-                prompts = prompts_of(batch, 1024, seed=batch)
-                engine.generate(prompts, [4] * batch)
-                first = min(engine.generate(prompts, [1] * batch) for _ in range(arguments.repeats))
-                whole = min(engine.generate(prompts, [129] * batch) for _ in range(arguments.repeats))
-                report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
-            with engine.decoding(batch, length=130) as step:
-                engine.expert_balance()
-                for part, milliseconds in engine.time_steps(step, 50).items():
-                    report(f"decode {batch} {part}", milliseconds, "ms")
-                report_balance(f"decode {batch}")
-                profile(f"decode {batch}", lambda step=step: [step() for _ in range(10)], 10)  # type: ignore[misc]
+            bench.decode(batch, arguments.repeats, whole="decode" in wanted)
     if "sampled" in wanted:
-        for name, sampling in {"greedy": GREEDY, **SAMPLED}.items():
-            with engine.decoding(256, length=80, sampling=sampling) as step:
-                report(f"sampled 256 {name}", engine.time_steps(step, 40)["steady"], "ms")
+        bench.sampled()
     if "prefill" in wanted:
         for count, length in (map(int, each.split("x")) for each in arguments.prefills.split(",")):
-            prompts = prompts_of(count, length, seed=count)
-            engine.expert_balance()
-            seconds = min(engine.generate(prompts, [1] * count) for _ in range(4 if count == 1 else 1))
-            report(f"prefill {count}x{length}", seconds * 1000, "ms")
-            report(f"prefill {count}x{length} rate", count * length / seconds, "tokens/s")
-            report_balance(f"prefill {count}x{length}")
-            if count == 1:
-                profile(f"prefill {count}x{length}", lambda p=prompts: engine.generate(p, [1]), 1)  # type: ignore[misc]
+            bench.prefill(count, length)
     if "offline" in wanted:
-        draw = random.Random(0)
-        shapes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(256)]
-        prompts = [[draw.randint(10, 99999) for _ in range(length)] for length, _ in shapes]
-        outputs = [length for _, length in shapes]
-        engine.expert_balance()
-        report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
-        report_balance("offline256")
-        if arguments.both_loops:
-            engine.overlap = False
-            report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+        bench.offline(both_loops=arguments.both_loops)
     if engine.runner.sums is not None:
         print(
             json.dumps({"what": f"{variant} all-reduce", "chosen": info.all_reduce.words, "sums": engine.runner.sums()})
         )
     if arguments.tensor_parallel > 1:  # else it has raised
         same = "sampled the same" if info.attention_ranks == 1 else "got the same rows for each layer"
-        report(f"all ranks {same}", engine.runner.steps, "steps")
+        bench.report(f"all ranks {same}", engine.runner.steps, "steps")
     engine.close()
 
 

@@ -25,7 +25,7 @@ PARTS = {
 }
 
 
-def record(run: Callable[[], None], trace: Path | None = None) -> tuple[dict[str, float], dict[str, float]]:
+def record(run: Callable[[], object], trace: Path | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds of device time of ``run``, by part and by kernel, the longest first.
 
     Args:

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from itertools import islice
+from types import SimpleNamespace
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -15,7 +17,10 @@ import pytest
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import UnavailableError
+from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_testing.worker.fake_runner import continuation
+from sapwood_worker.front.session import Session
 
 SEED = 11
 
@@ -335,3 +340,32 @@ async def test_an_embedding_request_that_is_aborted_or_late_leaves_the_scheduler
     await client.call.write(worker_pb2.SessionRequest(aborts=[1]))
     await client.load_where(lambda load: load.waiting_requests == 0)
     assert 1 not in client.ends
+
+
+async def test_a_message_of_many_requests_is_taken_a_few_a_turn_of_the_loop() -> None:
+    turns: list[None] = []
+    begun: list[int] = []
+
+    async def start(*_: object) -> NoReturn:
+        if not begun or begun[-1] != len(turns):
+            asyncio.get_running_loop().call_soon(turns.append, None)
+        begun.append(len(turns))
+        raise UnavailableError("it takes none")
+
+    async def requests() -> AsyncIterator[worker_pb2.SessionRequest]:
+        submits = [worker_pb2.SessionSubmit(stream_id=number + 1, request={}) for number in range(5 * A_FEW)]
+        yield worker_pb2.SessionRequest(heartbeat_ms=1000)
+        yield worker_pb2.SessionRequest(submits=submits, aborts=range(10**6, 10**6 + 5000))
+        await asyncio.Event().wait()
+
+    vitals = SimpleNamespace(stuck=False, frozen=0.0, step=0.0, lag=SimpleNamespace(recent=0.0))
+    engine = SimpleNamespace(load_version=-1, vitals=vitals)
+    session = Session(start, None, engine, worker_pb2.GetModelInfoResponse, lambda: 0, asyncio.Event(), lambda: None)
+    refused: list[int] = []
+    async for response in session.responses(requests()):
+        refused += [output.stream_id for output in response.outputs if output.HasField("error")]
+        if len(refused) == 5 * A_FEW:
+            break
+    assert sorted(refused) == list(range(1, 5 * A_FEW + 1))
+    assert len(begun) == 5 * A_FEW
+    assert max(map(begun.count, begun)) <= A_FEW

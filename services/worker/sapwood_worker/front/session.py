@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import (
@@ -20,6 +21,8 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
+from sapwood_common.pacing.afterwards import Afterwards
+from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_common.status import code_number, row_of
 from sapwood_worker.front.convert import to_announced, to_load_report
 from sapwood_worker.front.engine import Engine, SchedulerLostError
@@ -36,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
+_MANY = 1024
+"""Stream ids of a message that are looked at in a turn of the event loop."""
+
+ItemT = TypeVar("ItemT")
 
 
 class Session:
@@ -74,6 +81,8 @@ class Session:
         self._wake = asyncio.Event()
         self._problem: Exception | None = None
         self._over = False
+        self._afterwards = Afterwards()
+        """Where streams end that the call leaves open: each is a message to the scheduler."""
         self._load_version = -1
         self._load_sent = 0.0
         self._packs_tokens = False
@@ -124,8 +133,11 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """Ends every stream. May be called again."""
-        for stream_id in tuple(self._streams):
+        """Ends every stream, in this turn of the event loop or soon after. May be called again."""
+        left = tuple(self._streams)
+        for stream_id in left[A_FEW:]:
+            self._afterwards.add(self._streams.pop(stream_id).close)
+        for stream_id in left[:A_FEW]:
             self._drop(stream_id)
 
     def info_changed(self) -> None:
@@ -135,9 +147,9 @@ class Session:
 
     async def _read(self, first: worker_pb2.SessionRequest, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         try:
-            self._take(first)
+            await self._take(first)
             async for request in requests:
-                self._take(request)
+                await self._take(request)
         except SapwoodError as error:
             self._problem = error
         self._over = True
@@ -147,21 +159,22 @@ class Session:
         await self._draining.wait()
         self._wake.set()
 
-    def _take(self, request: worker_pb2.SessionRequest) -> None:
+    async def _take(self, request: worker_pb2.SessionRequest) -> None:
+        """Does what a message asks for, a part of it a turn: one may hold thousands of requests and millions of ids."""
         for announcement in request.announced_handoffs:  # first: the request for which they are read may be here, too
             if (pages := to_announced(announcement, self._engine.roles)) is not None:
                 self._engine.announce(pages)
-        for submit in request.submits:
+        async for submit in _in_turns(request.submits, A_FEW):
             self._submit(submit)
         if request.renew_handoffs or request.release_handoffs:
             self._engine.keep_handoffs(request.renew_handoffs, request.release_handoffs)
-        for stream_id in request.aborts:
+        async for stream_id in _in_turns(request.aborts, _MANY):
             if stream_id in self._streams:
                 self._drop(stream_id)
-        for stream_id in request.pauses:
+        async for stream_id in _in_turns(request.pauses, _MANY):
             if (stream := self._streams.get(stream_id)) is not None:
                 stream.paused = True
-        for stream_id in request.resumes:
+        async for stream_id in _in_turns(request.resumes, _MANY):
             if (stream := self._streams.get(stream_id)) is not None:
                 stream.paused = False
                 self._mark(stream_id)
@@ -256,6 +269,14 @@ class Session:
             self._on_idle()
             if self._draining.is_set():
                 self._wake.set()
+
+
+async def _in_turns(items: Iterable[ItemT], count: int) -> AsyncIterator[ItemT]:
+    """The items, so many in a turn of the event loop."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % count == 0:
+            await asyncio.sleep(0)
 
 
 def _heartbeat(first: worker_pb2.SessionRequest) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sapwood_kernels.attention.triton_block import LOG2_E
 from sapwood_kernels.attention.triton_decode import SharedWork, _first, _merge_kernel, _stretches
-from sapwood_kernels.attention.triton_shared_latent import HEADS_OF_BLOCK, attend_shared_latent, latent_block
+from sapwood_kernels.attention.triton_shared_latent import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 
 _KEYS_OF_BLOCK, _WARPS, _STAGES = 32, 4, 2
 
@@ -47,22 +47,9 @@ def _latent_kernel(
         if FLOAT8:
             q, turned = q.to(tl.float16), turned.to(tl.float16)
         scale *= LOG2_E
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        result = tl.zeros((ROWS, BLOCK_R), tl.float32)
-        if STAGES > 0:
-            for block in tl.range(at, end, BLOCK, num_stages=STAGES):
-                highest, total, result = latent_block(
-                    q, turned, stored, own, block, end, page_stride, slot_stride, highest, total, result, scale,
-                    R, E, PAGE, BLOCK_R, BLOCK_E, BLOCK,
-                )  # fmt: skip
-        else:  # Triton's interpreter cannot run such loops
-            while at < end:
-                highest, total, result = latent_block(
-                    q, turned, stored, own, at, end, page_stride, slot_stride, highest, total, result, scale,
-                    R, E, PAGE, BLOCK_R, BLOCK_E, BLOCK,
-                )  # fmt: skip
-                at += BLOCK
+        highest, total, result = attend_latent(
+            q, turned, stored, own, at, end, page_stride, slot_stride, scale, R, E, PAGE, ROWS, BLOCK_R, BLOCK_E, BLOCK, STAGES,
+        )  # fmt: skip
         empty = total == 0.0
         result = result / tl.where(empty, 1.0, total)[:, None] * value_scale
         if count + others == 1:

@@ -22,7 +22,7 @@ _ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 @triton.jit
-def latent_block(
+def _latent_block(
     q, turned, stored, own, at, end, page_stride, slot_stride, highest, total, result, scale,
     R: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -43,6 +43,32 @@ def latent_block(
     fade = tl.exp2(highest - above)
     result = result * fade[:, None] + tl.dot(weights.to(q.dtype), latent, input_precision="ieee")
     return above, total * fade + tl.sum(weights, axis=1), result
+
+
+@triton.jit
+def attend_latent(
+    q, turned, stored, own, at, end, page_stride, slot_stride, scale,
+    R: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What rows find in the vectors from ``at`` up to ``end``: the highest score, the sum of weights, the weighted sum."""
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    if STAGES > 0:
+        for block in tl.range(at, end, BLOCK, num_stages=STAGES):
+            highest, total, result = _latent_block(
+                q, turned, stored, own, block, end, page_stride, slot_stride, highest, total, result, scale,
+                R, E, PAGE, BLOCK_R, BLOCK_E, BLOCK,
+            )  # fmt: skip
+    else:  # Triton's interpreter cannot run such loops
+        while at < end:
+            highest, total, result = _latent_block(
+                q, turned, stored, own, at, end, page_stride, slot_stride, highest, total, result, scale,
+                R, E, PAGE, BLOCK_R, BLOCK_E, BLOCK,
+            )  # fmt: skip
+            at += BLOCK
+    return highest, total, result
 
 
 @triton.jit(do_not_specialize=["first_slot", "slots_of_row"])
@@ -70,22 +96,9 @@ def _shared_latent_kernel(
         if FLOAT8:
             q, turned = q.to(tl.float16), turned.to(tl.float16)
         scale *= LOG2_E
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        result = tl.zeros((ROWS, BLOCK_R), tl.float32)
-        if STAGES > 0:
-            for block in tl.range(at, end, BLOCK, num_stages=STAGES):
-                highest, total, result = latent_block(
-                    q, turned, stored, own, block, end, page_stride, slot_stride, highest, total, result, scale,
-                    R, E, PAGE, BLOCK_R, BLOCK_E, BLOCK,
-                )  # fmt: skip
-        else:  # Triton's interpreter cannot run such loops
-            while at < end:
-                highest, total, result = latent_block(
-                    q, turned, stored, own, at, end, page_stride, slot_stride, highest, total, result, scale,
-                    R, E, PAGE, BLOCK_R, BLOCK_E, BLOCK,
-                )  # fmt: skip
-                at += BLOCK
+        highest, total, result = attend_latent(
+            q, turned, stored, own, at, end, page_stride, slot_stride, scale, R, E, PAGE, ROWS, BLOCK_R, BLOCK_E, BLOCK, STAGES,
+        )  # fmt: skip
         result = result / total[:, None] * value_scale
         slots = head_rows * slots_of_row + first_slot + tl.load(items + 5)
         tl.store(part + slots[:, None] * R + columns[None, :], result, mask=wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -51,20 +52,27 @@ def test_products_are_those_of_the_numbers(dtype, count, columns, group):
 
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize("biased", [True, False])
-def test_gate_bias_and_sum_are_taken_along_by_weights_of_any_kind(gate, biased):
-    torch.manual_seed(2)
-    order, factors = torch.randperm(640, device=DEVICE), torch.rand(128, 1, device=DEVICE) + 0.5
-    weight = replace(made(128, 640, 128, torch.bfloat16), zeros=None, order=order, factors=factors)
-    x = torch.randn(2, 640, device=DEVICE).bfloat16()
+@pytest.mark.parametrize("alone", [False, True])
+def test_gate_bias_and_sum_are_taken_along_by_weights_of_any_kind(alone, gate, biased):
+    """By two rows, and by a row alone, which is normed as well."""
+    seed, count, columns = (3, 1, 1536) if alone else (2, 2, 640)
+    torch.manual_seed(seed)
+    order, factors = torch.randperm(columns, device=DEVICE), torch.rand(128, 1, device=DEVICE) + 0.5
+    weight = replace(made(128, columns, 128, torch.bfloat16), zeros=None, order=order, factors=factors)
+    x = torch.randn(count, columns, device=DEVICE).bfloat16()
+    product, taken = triton_few.few_rows, x.float()
+    if alone:
+        norm = torch.rand(columns, device=DEVICE) + 0.5, 1e-5
+        product, taken = partial(triton_one.one_row, norm=norm), reference.rms_norm(taken, *norm)
     bias = torch.randn(128, device=DEVICE).bfloat16() if biased else None
-    wanted = x.float() @ dequantise(weight).t()
+    wanted = taken @ dequantise(weight).t()
     if bias is not None:
         wanted += bias.float()
     if gate is not None:
         wanted = GATES[gate](wanted)
     total = torch.randn_like(wanted).bfloat16()
     wanted += total.float()
-    assert triton_few.few_rows(x, weight, bias=bias, gate=gate, add_to=total) is total
+    assert product(x, weight, bias=bias, gate=gate, add_to=total) is total
     near(total, wanted)
 
 
@@ -81,25 +89,6 @@ def test_a_row_alone_is_normed_and_multiplied(dtype, columns, normed):
     if normed:
         wanted = reference.rms_norm(wanted, norm, 1e-6)
     near(triton_one.one_row(x, weight, norm=(norm, 1e-6) if normed else None), wanted @ dequantise(weight).t())
-
-
-@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_row_alone_takes_gate_bias_and_sum_along(gate, biased):
-    torch.manual_seed(3)
-    order, factors = torch.randperm(1536, device=DEVICE), torch.rand(128, 1, device=DEVICE) + 0.5
-    weight = replace(made(128, 1536, 128, torch.bfloat16), zeros=None, order=order, factors=factors)
-    x, norm = torch.randn(1, 1536, device=DEVICE).bfloat16(), torch.rand(1536, device=DEVICE) + 0.5
-    bias = torch.randn(128, device=DEVICE).bfloat16() if biased else None
-    wanted = reference.rms_norm(x.float(), norm, 1e-5) @ dequantise(weight).t()
-    if bias is not None:
-        wanted += bias.float()
-    if gate is not None:
-        wanted = GATES[gate](wanted)
-    total = torch.randn_like(wanted).bfloat16()
-    wanted += total.float()
-    assert triton_one.one_row(x, weight, bias=bias, norm=(norm, 1e-5), gate=gate, add_to=total) is total
-    near(total, wanted)
 
 
 def test_a_hopper_takes_it_for_up_to_16_rows_and_another_kernel_for_one_row_of_other_weights(monkeypatch):

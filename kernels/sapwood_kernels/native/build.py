@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("products.c", "replay.c", "signals.c", "steps.c", "blocks.h", "vectors.h"))
+_NAMES = ("products.c", "replay.c", "signals.c", "steps.c", "strips.c", "blocks.h", "rows.h", "vectors.h")
+SOURCES = tuple(FOLDER / name for name in _NAMES)
 _STEM = "sapwood"
 _FLAGS = (
     "-O3",
@@ -30,12 +31,12 @@ _FLAGS = (
     "-Wno-psabi",
     "-Werror=implicit",
 )
-_X86 = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
-_ARM = {"DEFAULT": "-march=armv8.2-a+fp16"}
+_X86: Mapping[str, tuple[str, ...]] = {"AVX512": ("-march=x86-64-v4", "-mavx512vnni"), "AVX2": ("-march=x86-64-v3",)}
+_ARM: Mapping[str, tuple[str, ...]] = {"DEFAULT": ("-march=armv8.2-a+fp16",)}
 
 
 def library_name(capability: str) -> str:
-    """The library's file name for a processor by torch's word for what it can; another one whenever a source changes."""
+    """The library's file name for a kind of processor; another one whenever a source changes."""
     sources = b"".join(source.read_bytes() for source in SOURCES)
     return f"{_STEM}.{hashlib.sha256(sources).hexdigest()[:8]}.{capability}.so"
 
@@ -60,17 +61,17 @@ def compile_libraries(folder: Path = FOLDER) -> list[Path]:
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler: neither cc, gcc, clang nor the package ziglang is installed")
-    targets: Mapping[str, str] = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
+    targets = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
     sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     made = []
-    for capability, flag in targets.items():
+    for capability, flags in targets.items():
         path = folder / library_name(capability)
         fresh = path.with_suffix(f".{os.getpid()}")  # another process may be doing the same
         if "ziglang" in compiler:
-            flag = flag.replace("x86-64-v", "x86_64_v")  # zig's own spelling
+            flags = tuple(flag.replace("x86-64-v", "x86_64_v") for flag in flags)  # zig's own spelling
         with tempfile.TemporaryDirectory() as cache:
             places = {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
-            command = [*compiler, *_FLAGS, flag, "-o", str(fresh), *sources, "-lm"]
+            command = [*compiler, *_FLAGS, *flags, "-o", str(fresh), *sources, "-lm"]
             subprocess.run(command, check=True, env={**os.environ, **places})
         fresh.replace(path)
         made.append(path)

@@ -58,9 +58,15 @@ class NativeLibrary:
         return function
 
 
+def processor() -> str:
+    """The kind of processor that this is, by torch's words; AVX-512 counts with VNNI only, which came two years after it."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "AVX2" if capability == "AVX512" and not torch.cpu._is_vnni_supported() else capability
+
+
 def load_library() -> NativeLibrary | None:
     """The library for this processor; None, with a line in the log that says why, where it was not compiled."""
-    path = Path(__file__).parent / library_name(torch.backends.cpu.get_cpu_capability())
+    path = Path(__file__).parent / library_name(processor())
     try:
         return NativeLibrary(path)
     except OSError as error:

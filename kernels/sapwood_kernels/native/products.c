@@ -1,14 +1,14 @@
 // Products with matrices in the block formats of GGUF files, as they are stored, and in two of our own, on a CPU.
 //
-// Activations stay float32, so a product
-// differs from one with the dequantised matrix only in the order of its sum.
+// Activations stay float32, so a product differs from one with the dequantised matrix only in the order of its sum; but where a
+// matrix says that it may be multiplied in whole numbers (strips.c).
 //
 // Rows are shared out over `run`, torch's own threads.
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "blocks.h"
+#include "rows.h"
 
 // TOKENS: those whose sums fit in the processor's registers with ROWS widened rows; FEW: those whose sums fit there with PAIR rows
 // that are widened as they are multiplied.
@@ -19,7 +19,7 @@ enum { TOKENS = 2, FEW = 4, FEWER = 2 };
 #else
 enum { TOKENS = 4, FEW = 8, FEWER = 4 };
 #endif
-enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, MOST = 512, SHARES = 8, BLOCK = 128, LINE = 64, AHEAD = 4096 };
+enum { ROWS = 4, PAIR = 2, CHUNK = 1024, TASK = 32, MOST = 512, SHARES = 8, BLOCK = 128, AHEAD = 4096 };
 // What is read once for several uses: else compilers read it from memory for each.
 #if defined(__AVX512F__)
 #define KEEP(v) __asm__("" : "+v"(v))
@@ -188,21 +188,13 @@ INLINE void tile(const int count, const float *w, const float *x, int64_t x_stri
 }
 
 typedef struct {
-    const uint8_t *data;  // the first row
-    int64_t stride;       // bytes from row to row
-    int64_t width;        // bytes of a row
-    int64_t rows;
-    int64_t type;  // ggml's number
-    int64_t first;  // the output's column of the first row
-} matrix;
-
-typedef struct {
     const matrix *parts;
     int64_t tokens, columns;
     const float *x;
     int64_t x_stride;
     float *out;
     int64_t out_stride;
+    whole_tokens *whole;  // the x in whole numbers; null: they are multiplied as they are
     int64_t tasks, task_rows;
     // In a cache line of its own: each thread that takes a task would take the others' from them.
     int64_t next __attribute__((aligned(LINE)));
@@ -277,7 +269,8 @@ static void multiply(void *data) {
         const int64_t rows = p->task_rows;
         for (int64_t mine; task >= (mine = (m->rows + rows - 1) / rows); m++) task -= mine;
         const int64_t first = task * rows, last = m->rows - first < rows ? m->rows : first + rows;
-        if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
+        if (p->whole) sapwood_whole_rows(p->whole, m, first, last, p->out + m->first + first, p->out_stride);
+        else if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
         else
             for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, start);
     }
@@ -321,6 +314,17 @@ static int small_product(product *p, const around *with, int64_t outputs, parall
     return 0;
 }
 
+// The product with a copy of x in whole numbers. Returns 1 where there is no memory.
+static int64_t whole_product(product *p, parallel run, unsigned threads) {
+    p->whole = sapwood_whole_tokens(p->tokens, p->columns);
+    if (!p->whole) return 1;
+    for (int64_t t = 0; t < p->tokens; t++) sapwood_set_token(p->whole, t, p->x + p->x_stride * t);
+    if (run && threads > 1) run(multiply, p, threads, 0);
+    else multiply(p);
+    free(p->whole);
+    return 0;
+}
+
 // out[t][part.first + r] = x[t] . row r of the part, for each part, with a norm before and a gate after for at most SMALL tokens.
 // Returns 1 where there is no memory, 2 where a norm or a gate is asked for with more tokens.
 EXPORT int64_t sapwood_gguf_multiply(
@@ -331,9 +335,10 @@ EXPORT int64_t sapwood_gguf_multiply(
     // Few for each thread: the end of a task has fetched ahead what another thread reads.
     int64_t rows = outputs / (SHARES * (int64_t)threads) / TASK * TASK;
     rows = rows < TASK ? TASK : rows > MOST ? MOST : rows;
-    product p = {parts, tokens, columns, x, x_stride, out, out_stride, 0, rows, 0};
+    product p = {parts, tokens, columns, x, x_stride, out, out_stride, NULL, 0, rows, 0};
     for (int64_t i = 0; i < count; i++) p.tasks += (parts[i].rows + p.task_rows - 1) / p.task_rows;
     const around with = {norm, eps, gate};
+    if (parts[0].whole && SAPWOOD_WHOLE && tokens && !norm && !gate) return whole_product(&p, run, threads);
     if (tokens <= SMALL && (tokens > 1 || norm || gate)) return small_product(&p, &with, outputs, run, threads);
     if (norm || gate) return 2;
     if (run && threads > 1) run(multiply, &p, threads, 0);

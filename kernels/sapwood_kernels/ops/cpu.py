@@ -70,7 +70,9 @@ class CpuOps(DeviceOps):
             return packed_product(self.native, weight)
         return super().grouped(weight)
 
-    def gguf_product(self, parts: Sequence[tuple[str, Tensor]], columns: int) -> StoredProduct | None:
+    def gguf_product(
+        self, parts: Sequence[tuple[str, Tensor]], columns: int, *, whole: bool = False
+    ) -> StoredProduct | None:
         if self.native is None or any(kind not in TYPES for kind, _ in parts):
             return None
-        return GgufProduct(self.native, parts, columns)
+        return GgufProduct(self.native, parts, columns, whole=whole)

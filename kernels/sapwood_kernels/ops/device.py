@@ -261,12 +261,15 @@ class DeviceOps:
         """``x @ weight.T + bias`` faster than torch's, in place of it; None: torch's is the fastest."""
         return None
 
-    def gguf_product(self, parts: Sequence[tuple[str, Tensor]], columns: int) -> StoredProduct | None:
+    def gguf_product(
+        self, parts: Sequence[tuple[str, Tensor]], columns: int, *, whole: bool = False
+    ) -> StoredProduct | None:
         """The product with matrices as GGUF files store them; None: there is none with one of these types.
 
         Args:
             parts: For each matrix its type (``Q4_K``) and its rows' bytes, uint8 [rows, bytes], which are kept and not copied.
             columns: Numbers in a row: K.
+            whole: x may be rounded to 16 bits of the largest of each 32 numbers, where that is faster.
         """
         return None
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from sapwood_kernels.native.build import compile_libraries, find_compiler, library_name
-from sapwood_kernels.native.library import NativeLibrary, load_library
+from sapwood_kernels.native.library import NativeLibrary, load_library, processor
 from sapwood_kernels.native.products import TYPES, GgufProduct
 from sapwood_testing.models.gguf_blocks import HALVES, blocks
+
+whole_numbers = pytest.mark.skipif(processor() != "AVX512", reason="there are no such products for this processor")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def library(tmp_path_factory) -> NativeLibrary:
     if find_compiler() is None:
         pytest.skip("no C compiler")
     compile_libraries(folder := tmp_path_factory.mktemp("native"))
-    path = folder / library_name(torch.backends.cpu.get_cpu_capability())
+    path = folder / library_name(processor())
     if not path.exists():
         pytest.skip(f"nothing is compiled for {path.name}")
     return NativeLibrary(path)
@@ -78,6 +80,55 @@ def test_a_row_s_product_is_the_same_in_every_small_batch(library):
     together = product(x)
     for count in (2, 3, 8):
         assert torch.equal(product(x[:count]), together[:count])
+
+
+def in_whole_numbers(x: torch.Tensor) -> torch.Tensor:
+    """What strips.c rounds x to: 16 bits of the largest of each 32 numbers."""
+    groups = x.double().unflatten(1, (-1, 32))
+    unit = groups.abs().amax(2, keepdim=True) / (127 * 256 + 127)
+    return ((groups / unit).round() * unit).flatten(1)
+
+
+@whole_numbers
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 131])
+def test_products_in_whole_numbers_round_x_to_16_bits_and_nothing_else(library, kind, tokens):
+    raw, x = blocks(kind, 71, 1536), torch.randn(tokens, 1536)
+    numbers = wide(kind, raw).double().t()
+    got = GgufProduct(library, [(kind, raw)], 1536, whole=True)(x)
+    scale = x.double().abs() @ numbers.abs()
+    assert not torch.equal(got, GgufProduct(library, [(kind, raw)], 1536)(x))
+    assert ((got - in_whole_numbers(x) @ numbers).abs() <= 2e-6 * scale).all()
+    assert ((got - x.double() @ numbers).abs() <= 1e-5 * scale).all()
+
+
+@whole_numbers
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_a_row_s_product_in_whole_numbers_is_the_same_in_every_batch(library, kind):
+    raw, x = blocks(kind, 64, 2048), torch.randn(40, 2048)
+    product = GgufProduct(library, [(kind, raw)], 2048, whole=True)
+    together = product(x)
+    for count in (0, 1, 2, 3, 5, 8, 9, 30):
+        assert torch.equal(product(x[:count]), together[:count])
+
+
+@whole_numbers
+def test_numbers_of_any_size_and_none_stay_in_their_own_token(library):
+    raw, x = blocks("Q8_0", 40, 640), torch.randn(7, 640)
+    product = GgufProduct(library, [("Q8_0", raw)], 640, whole=True)
+    x[1] = 0
+    x[2, 32:64] *= 1e12
+    x[3] *= 1e-33
+    finite = product(x)
+    assert finite.isfinite().all() and not finite[1].any()
+    assert finite[3].abs().max() < 1e-25
+    wanted = x[2].double() @ wide("Q8_0", raw).double().t()
+    assert (finite[2] - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+    x[4, 70], x[5, 3] = torch.nan, torch.inf
+    got = product(x)
+    assert not got[4].isfinite().any() and not got[5].isfinite().any()
+    others = [0, 1, 2, 3, 6]
+    assert torch.equal(got[others], finite[others])
 
 
 def test_rows_that_are_not_there_and_bytes_of_another_shape_are_refused(library):

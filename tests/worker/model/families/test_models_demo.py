@@ -57,7 +57,8 @@ def test_logits_of_a_prompt_longer_than_the_window_equal_transformers(demo_runne
     ours = driver.runner.logits(driver.output({3: 20}))
     with torch.inference_mode():
         theirs = demo_oracle(torch.tensor([tokens]), logits_to_keep=20).logits[0]
-    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    # The output head rounds its input to 16 bits on processors with VNNI.
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
 def test_ends_are_the_end_of_text_and_the_end_of_a_turn(demo_runner):

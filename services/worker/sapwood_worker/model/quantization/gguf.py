@@ -27,6 +27,8 @@ from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 class GgufMethod(TableMethod):
     """Multiplies blocks with float32 activations, as exactly as the float32 numbers that they stand for.
 
+    A table (the output head) may round them to 16 bits.
+
     Args:
         shape: The layer's.
         blocks: For each part the bytes of its rows and columns.
@@ -93,9 +95,11 @@ def _blocks(shape: LinearShape, stored: Stored) -> list[tuple[str, Tensor]] | No
     return found
 
 
-def _kept_table(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> GgufMethod | None:
+def _kept_blocks(
+    shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored, *, table: bool = False
+) -> GgufMethod | None:
     parts = None if ops.multiplies_groups else _blocks(shape, stored)
-    product = None if parts is None else ops.gguf_product(parts, shape.columns.size)
+    product = None if parts is None else ops.gguf_product(parts, shape.columns.size, whole=table)
     if parts is None or product is None:
         return None
     return GgufMethod(shape, [blocks for _, blocks in parts], product, dtype)
@@ -103,7 +107,7 @@ def _kept_table(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: 
 
 def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
     if not ops.multiplies_groups:
-        return _kept_table(shape, dtype, ops, stored)
+        return _kept_blocks(shape, dtype, ops, stored)
     parts = _blocks(shape, stored)
     if parts is None:
         return None
@@ -119,4 +123,4 @@ def _grouped(kind: str, blocks: Tensor, columns: int, ops: DeviceOps) -> Grouped
     return grouped_blocks(kind, blocks.to(ops.device), columns)
 
 
-GGUF = LinearFormat(keep=_kept, keep_table=_kept_table, widens=True)
+GGUF = LinearFormat(keep=_kept, keep_table=partial(_kept_blocks, table=True), widens=True)

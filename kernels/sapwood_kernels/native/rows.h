@@ -1,0 +1,37 @@
+// Rows of a matrix, and their products in whole numbers (strips.c).
+
+#ifndef SAPWOOD_ROWS_H
+#define SAPWOOD_ROWS_H
+
+#include "blocks.h"
+
+enum { LINE = 64 };  // bytes of a cache line
+
+typedef struct {
+    const uint8_t *data;  // the first row
+    int64_t stride;       // bytes from row to row
+    int64_t width;        // bytes of a row
+    int64_t rows;
+    int64_t type;   // ggml's number
+    int64_t first;  // the output's column of the first row
+    int64_t whole;  // 1: a GGUF type that may be multiplied in whole numbers, as all of its product's parts
+} matrix;
+
+// Whether there are products in whole numbers.
+#if defined(__AVX512VNNI__)
+enum { SAPWOOD_WHOLE = 1 };
+#else
+enum { SAPWOOD_WHOLE = 0 };
+#endif
+
+// Tokens in whole numbers.
+typedef struct whole_tokens whole_tokens;
+
+// So many tokens, which `sapwood_set_token` writes; `free` ends them. Null: there is no memory.
+whole_tokens *sapwood_whole_tokens(int64_t count, int64_t columns);
+void sapwood_set_token(whole_tokens *to, int64_t token, const float *x);
+
+// out[t][r - first] = token t . row r, for the rows `first` .. `last` - 1.
+void sapwood_whole_rows(const whole_tokens *in, const matrix *m, int64_t first, int64_t last, float *out, int64_t out_stride);
+
+#endif

@@ -24,7 +24,7 @@ from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.place import Place
+from sapwood_worker.records.ranks.place import Place
 from sapwood_worker.settings.names import DispatchName
 
 _EXCHANGE_SECONDS = 600.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def logits_of(loaded: LoadedModel, tokens: list[int], parallel: Parallel | None 
         return loaded.model.logits(hidden).float()
 
 
-def rank_process(rank: int, folder: Path, paths: list[Path], tokens: list[int], *layouts: dict[str, int]) -> None:
+def rank_process(rank: int, folder: Path, paths: list[Path], tokens: list[int], *layouts: dict[str, Any]) -> None:
     """A process: for each layout joins the others, tries the groups' exchanges and saves its logits of each model."""
     torch.set_num_threads(1)
     found = []

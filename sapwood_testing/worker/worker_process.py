@@ -29,7 +29,9 @@ class StartedWorker(NamedTuple):
 
 
 @contextlib.contextmanager
-def started_worker(model: Path, log: Path, *flags: str, inside: Namespace | None = None) -> Iterator[StartedWorker]:
+def started_worker(
+    model: Path, log: Path, *flags: str, inside: Namespace | None = None, module: str = "sapwood_worker"
+) -> Iterator[StartedWorker]:
     """Starts a worker, and kills it in the end.
 
     Args:
@@ -37,13 +39,14 @@ def started_worker(model: Path, log: Path, *flags: str, inside: Namespace | None
         log: Where it writes what it says.
         flags: Further flags.
         inside: The network that it is in; None: this machine's.
+        module: What is run.
 
     Raises:
         AssertionError: It has ended before it listened.
     """
     command = [
         *(() if inside is None else ("ip", "netns", "exec", inside.name)),
-        *(sys.executable, "-m", "sapwood_worker", "--model", str(model), "--port", "0", "--metrics-port", "0", *flags),
+        *(sys.executable, "-m", module, "--model", str(model), "--port", "0", "--metrics-port", "0", *flags),
     ]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

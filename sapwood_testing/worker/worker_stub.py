@@ -18,9 +18,14 @@ from sapwood_testing.worker.worker_process import started_worker
 
 
 @contextlib.contextmanager
-def worker(model: Path, log: Path, *flags: str, inside: Namespace | None = None) -> Iterator[Any]:
-    """A worker's stub; its process id is in ``pid``. ``inside``: the network that it is in."""
-    with started_worker(model, log, *flags, inside=inside) as found, grpc.insecure_channel(found.address) as channel:
+def worker(
+    model: Path, log: Path, *flags: str, inside: Namespace | None = None, module: str = "sapwood_worker"
+) -> Iterator[Any]:
+    """A worker's stub; its process id is in ``pid``. ``inside``: the network that it is in; ``module``: what is run."""
+    with (
+        started_worker(model, log, *flags, inside=inside, module=module) as found,
+        grpc.insecure_channel(found.address) as channel,
+    ):
         stub: Any = worker_pb2_grpc.WorkerStub(channel)
         stub.pid = found.pid
         yield stub

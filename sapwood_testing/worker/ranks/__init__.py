@@ -1,1 +1,1 @@
-"""Ranks that run a model together, as threads of one process, and what they are asked."""
+"""Ranks that run a model together: as threads of one process, what they are asked, and as processes that hang."""

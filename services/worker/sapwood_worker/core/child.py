@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -34,6 +35,7 @@ def begin(arguments: argparse.Namespace) -> WorkerConfig:
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2)
     config_class: type[WorkerConfig] = load(arguments.config_class)
     return config_class.model_validate_json(arguments.config)
 

@@ -15,7 +15,7 @@ from sapwood_worker.core.child import add_arguments, begin, load, spare_the_coll
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.ipc.progress import Pulse, progress_file
 from sapwood_worker.ipc.rank import last_words
-from sapwood_worker.records.place import Place
+from sapwood_worker.records.ranks.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ def main() -> int:
     parser.add_argument("--rendezvous", required=True, help="Where all ranks meet.")
     arguments = parser.parse_args()
     config = begin(arguments)
-    place = Place(arguments.rank, config.ranks, arguments.rendezvous, config.nnodes)
-    setup_logging(f"rank-{place.rank}", config.log_level, config.log_format)
-    Pulse(arguments.folder / progress_file(place.rank))
+    setup_logging(f"rank-{arguments.rank}", config.log_level, config.log_format)
+    pulse = Pulse(arguments.folder / progress_file(arguments.rank))
+    place = Place(arguments.rank, config.ranks, arguments.rendezvous, config.nnodes, waits=pulse.waits)
     leader: Connection | None = None
     try:
         if arguments.leader.isdecimal():
@@ -41,7 +41,7 @@ def main() -> int:
             leader = connect(arguments.leader, bytes.fromhex(arguments.key), place.rank)
         runner = load(arguments.runner)(config, place)
         spare_the_collector()
-        follow(runner, leader)
+        follow(runner, leader, place.waits)
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("%s failed", place)

@@ -46,7 +46,8 @@ from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
 from sapwood_worker.model.grammar.registry import make_backend
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.place import ALONE, Place
+from sapwood_worker.records.ranks.place import ALONE, Place
+from sapwood_worker.records.ranks.waits import Waits
 from sapwood_worker.records.step import RankGoneError, RankLostError
 
 logger = logging.getLogger(__name__)
@@ -162,9 +163,9 @@ def main() -> int:
     config = begin(arguments)
     setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
-    Pulse(arguments.folder / PROGRESS_FILE)
+    pulse = Pulse(arguments.folder / PROGRESS_FILE)
     try:
-        runner = _make_runner(arguments, config)
+        runner = _make_runner(arguments, config, pulse.waits)
         tiering = build_tiers(config, runner)
         grammars = build_grammars(config, runner)
         masks = None if grammars is None else grammars.masks
@@ -223,18 +224,18 @@ def main() -> int:
     return 0
 
 
-def _make_runner(arguments: argparse.Namespace, config: WorkerConfig) -> LoadedRunner:
+def _make_runner(arguments: argparse.Namespace, config: WorkerConfig, waits: Waits) -> LoadedRunner:
     factory: RunnerFactory = load(arguments.runner)
     if config.ranks == 1:
         return factory(config)
     followers = [Connection(int(descriptor)) for descriptor in arguments.followers.split(",") if descriptor]
-    place = Place(0, config.ranks, arguments.rendezvous, config.nnodes, arguments.store)
+    place = Place(0, config.ranks, arguments.rendezvous, config.nnodes, arguments.store, waits)
     if arguments.steps is not None:
         with socket.socket(fileno=arguments.steps) as listener:
             elsewhere = range(place.on_node, place.size)
             followers += accept(listener, bytes.fromhex(arguments.key), elsewhere, _COMING_SECONDS)
     runner = factory(config, place)
-    return (SplitRequestsRunner if runner.info.attention_ranks > 1 else GroupRunner)(runner, followers)
+    return (SplitRequestsRunner if runner.info.attention_ranks > 1 else GroupRunner)(runner, followers, waits)
 
 
 def _profiler() -> Profiler | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -50,10 +51,20 @@ class ChildProcess:
         fields = self._stat()
         return int(fields[11]) + int(fields[12]) if fields else 0
 
+    def state(self) -> str:
+        """What its main thread does: ``R`` runs or waits for a CPU, ``S`` sleeps, ``D`` waits for a disk, ``T`` is stopped;
+        ``R`` where the kernel does not tell."""
+        fields = self._stat()
+        return fields[0].decode() if fields else "R"
+
     def resident_bytes(self) -> int:
         """The memory that it has in use, what it shares with others included; 0 where the kernel does not tell."""
         fields = self._stat()
         return int(fields[21]) * _PAGE if fields else 0
+
+    def show_stacks(self) -> None:
+        """Has it write its threads' stacks to standard error (``core/child.py``)."""
+        self._process.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
         """Sends SIGKILL; nothing happens after the end."""

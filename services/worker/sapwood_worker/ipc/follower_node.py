@@ -11,8 +11,19 @@ from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_common.serving.stop_signal import stop_signal
 from sapwood_common.telemetry.logs import announce
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.node_link import Begin, End, Hello, LinkLostError, Loaded, NodeLink, RankEnded, Refused
+from sapwood_worker.ipc.node_link import (
+    Begin,
+    End,
+    Hello,
+    LinkLostError,
+    Loaded,
+    NodeLink,
+    RankEnded,
+    Refused,
+    Standings,
+)
 from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, Rank, RankSilence, rank_command
+from sapwood_worker.ipc.standing import RankStanding
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +160,7 @@ class _NodeRanks:
 
     async def _watch(self, epoch: int, link: NodeLink, ranks: Sequence[Rank]) -> None:
         silences = [RankSilence(rank, _POLL_SECONDS) for rank in ranks]
+        standings = [RankStanding(rank, _POLL_SECONDS) for rank in ranks]
         told: set[int] = set()
         while True:
             # Who was killed or says why comes before those that have only lost it.
@@ -161,4 +173,5 @@ class _NodeRanks:
                 if each.check() > self._limit and each.rank.number not in told:
                     told.add(each.rank.number)
                     link.send(RankEnded(epoch, each.rank.number, f"no sign of life for {each.seconds:.1f} s"))
+            link.send(Standings(epoch, [each.check() for each in standings]))
             await asyncio.sleep(_POLL_SECONDS)

@@ -27,6 +27,7 @@ from sapwood_worker.ipc.messages import (
 from sapwood_worker.ipc.nodes import Meeting, Nodes
 from sapwood_worker.ipc.progress import ProgressView
 from sapwood_worker.ipc.rank import Rank, rank_command
+from sapwood_worker.ipc.standing import Standing
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ _LAST_WORDS_SECONDS = 1.0
 _NEWS_SECONDS = 3.0
 """Seconds for which another host is waited for to say why a rank here has lost one there; it takes 0.2 s."""
 _EXIT_SECONDS = 10.0
+_STACKS_SECONDS = 0.1
+"""Seconds in which a process writes its threads' stacks."""
 
 
 class SchedulerProcess:
@@ -74,6 +77,16 @@ class SchedulerProcess:
     def progress(self) -> ProgressView:
         """Seconds that the process has been at its current step."""
         return self.ranks[0].progress
+
+    @property
+    def standings_elsewhere(self) -> list[Standing]:
+        """How far the ranks on other hosts have come."""
+        return [] if self._nodes is None else [each for node in self._nodes.standings.values() for each in node]
+
+    @property
+    def alike(self) -> int:
+        """How many ranks, next to each other, compute the same."""
+        return 1 if self._config.data_parallel_attention else self._config.tensor_parallel
 
     def start(self) -> None:
         """Binds the sockets and starts the processes, unless other hosts come first (:meth:`meet`). Called on the event loop."""
@@ -190,6 +203,18 @@ class SchedulerProcess:
         for each in self.ranks:
             if each.running:
                 each.process.kill()
+
+    async def end_hung(self, rank: int, seconds: float) -> None:
+        """Ends the processes since a rank has come no further for so long; if it is on this host, its log says where it hangs."""
+        here = next((each for each in self.ranks if each.number == rank), None)
+        if here is not None and here.running:
+            logger.error("%s hangs: its threads' stacks follow", here.name)
+            here.process.show_stacks()
+            await asyncio.sleep(_STACKS_SECONDS)
+        self.kill(
+            f"rank {rank} of {self.size} hangs: others wait for it, and for {seconds:.1f} s it has come no further",
+            rank,
+        )
 
     async def stop(self) -> None:
         """Asks the process to exit, kills it if it does not or is still loading, and removes the sockets. Never fails."""

@@ -12,6 +12,7 @@ import msgspec
 
 from sapwood_common.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.ipc.standing import Standing
 
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 16
@@ -101,11 +102,23 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
     how: str
 
 
+class Standings(msgspec.Struct, tag=True, frozen=True):
+    """How far the node's ranks have come.
+
+    Attributes:
+        epoch: As in :class:`Begin`.
+        ranks: Of each.
+    """
+
+    epoch: int
+    ranks: list[Standing]
+
+
 class Beat(msgspec.Struct, tag=True, frozen=True):
     """A sign of life."""
 
 
-Message = Hello | Refused | Begin | Loaded | End | RankEnded | Beat
+Message = Hello | Refused | Begin | Loaded | End | RankEnded | Standings | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

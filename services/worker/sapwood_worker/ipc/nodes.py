@@ -9,7 +9,18 @@ import secrets
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.keyed_ways import KEY_BYTES, listen
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.node_link import Begin, End, Hello, LinkLostError, Loaded, NodeLink, RankEnded, Refused
+from sapwood_worker.ipc.node_link import (
+    Begin,
+    End,
+    Hello,
+    LinkLostError,
+    Loaded,
+    NodeLink,
+    RankEnded,
+    Refused,
+    Standings,
+)
+from sapwood_worker.ipc.standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +64,7 @@ class Nodes:
     Attributes:
         host: The address at which ranks meet.
         one_left: Whether a node was lost in this epoch, which may come again.
+        standings: How far the other nodes' ranks have come in this epoch, by the node.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -67,6 +79,7 @@ class Nodes:
         self._epoch = 0
         self._was_whole = False
         self.one_left = False
+        self.standings: dict[int, list[Standing]] = {}
         self._lost: asyncio.Future[tuple[int, str]] | None = None
 
     async def start(self) -> None:
@@ -107,6 +120,7 @@ class Nodes:
         """Has the nodes start their ranks; the result is the first rank that is lost and how."""
         self._epoch += 1
         self.one_left = False
+        self.standings = {}
         self._lost = asyncio.get_running_loop().create_future()
         store, steps = (each.getsockname()[1] for each in (meeting.store, meeting.steps))
         message = Begin(self._epoch, store, steps, meeting.key)
@@ -161,6 +175,9 @@ class Nodes:
                     case RankEnded(epoch, rank, how):
                         if epoch == self._epoch:
                             self._lose(rank, f"rank {rank} of {self._all} (node {node}): {how}")
+                    case Standings(epoch, ranks):
+                        if epoch == self._epoch:
+                            self.standings[node] = ranks
                     case _:
                         raise LinkLostError("it speaks another language")
         except (LinkLostError, TimeoutError) as error:

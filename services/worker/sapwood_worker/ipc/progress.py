@@ -4,6 +4,7 @@ A step here is a round of the event loop: messages, plan, cache and model. Eight
 machine's monotonic clock; zero while the loop waits for messages. Writing them takes
 neither a lock nor a message, so that a step that hangs with the interpreter's lock held is seen too. Eight more hold a count that
 a thread of the process raises ten times a second, during a long step as well: where it stands still, the process does.
+What follows is what a rank of several shows of itself (``records/ranks/waits.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from sapwood_worker.records.ranks.waits import WAITS_BYTES, Shown, Waits
 
 PROGRESS_FILE = "progress"
 """Its name in the folder of the sockets."""
@@ -28,7 +31,8 @@ def progress_file(rank: int) -> str:
 _BEGAN = struct.Struct("=d")
 _PULSE = struct.Struct("=Q")
 _PULSE_AT = _BEGAN.size
-_SIZE = _BEGAN.size + _PULSE.size
+_WAITS_AT = _PULSE_AT + _PULSE.size
+_SIZE = _WAITS_AT + WAITS_BYTES
 _PULSE_SECONDS = 0.1
 
 
@@ -70,10 +74,14 @@ class Pulse:
 
     Args:
         path: The shared file; :class:`ProgressView` has made it.
+
+    Attributes:
+        waits: Shows for whom the process waits.
     """
 
     def __init__(self, path: Path) -> None:
         self._memory = _map(path)
+        self.waits = Waits(memoryview(self._memory)[_WAITS_AT:])
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._thread.start()
@@ -110,6 +118,10 @@ class ProgressView:
         """A number that changes ten times a second while the process runs."""
         (count,) = _PULSE.unpack_from(self._memory, _PULSE_AT)
         return int(count)
+
+    def waits(self) -> Shown:
+        """For whom the process waits, if it is a rank of several."""
+        return Shown.of(memoryview(self._memory)[_WAITS_AT:])
 
 
 def _map(path: Path) -> mmap.mmap:

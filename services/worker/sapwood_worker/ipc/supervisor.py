@@ -12,6 +12,7 @@ from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
 from sapwood_worker.ipc.pauses import Pauses
 from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, RankSilence
+from sapwood_worker.ipc.standing import RankStanding, hung
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo
 
@@ -41,6 +42,7 @@ class Supervisor:
         self._process: SchedulerProcess | None = None
         self._pauses = Pauses(time.monotonic)
         self._was_ready = False
+        self._patience = 1.0
 
     async def start(self) -> None:
         """Starts a process, after what is left of the last one is gone; where they end again and again, after a pause."""
@@ -123,6 +125,7 @@ class Supervisor:
     async def _watch(self, process: SchedulerProcess, vitals: Vitals, on_change: Callable[[], None]) -> None:
         interval = min(_POLL_SECONDS, self._timeout / 4)
         silences = [RankSilence(rank, interval) for rank in process.ranks]
+        standings = [RankStanding(rank, interval) for rank in process.ranks if process.size > 1]
         while True:
             silent = [each.check() for each in silences]
             was_well, was_stuck = vitals.well, vitals.stuck
@@ -141,6 +144,11 @@ class Supervisor:
             if vitals.well != was_well:
                 on_change()
             if _end_if_lost(process, silences, LOST_AFTER):
+                return
+            found = [*(each.check() for each in standings), *process.standings_elsewhere]
+            if (rank := hung(found, process.alike, self._patience)) is not None:
+                self._patience *= 2  # were it only slow, it would be so again
+                await process.end_hung(rank.rank, rank.seconds)
                 return
             if worst > self._restart:
                 logger.error("nothing done for %.1f s: its process is ended", worst)

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.records.ranks.waits import AT_REST, Waits
 from sapwood_worker.records.step import DeferredStep, LaunchedStep, Masks, ReadyMasks, Runner, Step
 from sapwood_worker.records.step_wire import read, read_masks
 
@@ -19,12 +20,14 @@ READY = b""
 COLLECT = b""
 """Asks for the report of the oldest step that has not been reported. Anything else is a step, or masks that one waits for."""
 
+_LEADER = 1 << 0
+"""The leader's bit among ranks that are waited for."""
 
 _ALONE_SECONDS = 1.0
 """Seconds after a step's failure within which the leader asks for its report, unless it waits for this rank inside the step."""
 
 
-def follow(runner: LoadedRunner, leader: Connection) -> None:
+def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None) -> None:
     """Runs until the leader is gone.
 
     A step that fails on all ranks alike, as where memory runs out, ends the requests in it; one that fails here alone ends the
@@ -33,6 +36,8 @@ def follow(runner: LoadedRunner, leader: Connection) -> None:
     Args:
         runner: This rank's part of the model.
         leader: Brings steps.
+        waits: Shows whether this rank waits for the leader, unless its runner is asynchronous: then ranks wait for their devices.
+            None: nobody looks.
 
     Raises:
         Exception: What a step failed with, here alone.
@@ -41,15 +46,25 @@ def follow(runner: LoadedRunner, leader: Connection) -> None:
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
     whole = runner.info.attention_ranks > 1
     lanes, unasked = runner.info.lanes > 1, 0
+    if waits is None or runner.asynchronous:
+        waits = Waits()
     while True:
         try:
-            message = leader.recv_bytes()
+            with waits.on(_LEADER if launched else AT_REST):
+                message = leader.recv_bytes()
         except (EOFError, ConnectionError):
             return
-        if message != COLLECT:
-            step = read(bytearray(message))
+        if message == COLLECT:
+            if unasked:
+                unasked -= 1
+            else:
+                with waits.on(0):
+                    leader.send_bytes(_report(*launched.popleft(), whole=whole).to_bytes())
+            continue
+        step = read(bytearray(message))
+        with waits.step(len(step.token_ids)):
             if len(step.masked):
-                coming = _ComingMasks(leader, len(step.masked))
+                coming = _ComingMasks(leader, len(step.masked), waits)
                 step.masks = coming if not lanes else ReadyMasks(coming.result())
             failed = attempt(runner, step)
             if lanes and not launched and not isinstance(failed, DeferredStep | Exception):
@@ -57,13 +72,7 @@ def follow(runner: LoadedRunner, leader: Connection) -> None:
                 leader.send_bytes(_report(step.number, failed).to_bytes())
                 unasked += 1
                 continue
-            launched.append((step.number, failed))
-        else:
-            if unasked:
-                unasked -= 1
-            else:
-                leader.send_bytes(_report(*launched.popleft(), whole=whole).to_bytes())
-            continue
+        launched.append((step.number, failed))
         # With lanes the leader goes on before it asks, and then waits for what this rank should have sent.
         if isinstance(failed, Exception) and (lanes or not leader.poll(_ALONE_SECONDS)):
             raise failed
@@ -105,11 +114,15 @@ class _ComingMasks:
     Args:
         leader: Where from.
         count: How many.
+        waits: Shows that they are waited for.
     """
 
-    def __init__(self, leader: Connection, count: int) -> None:
+    def __init__(self, leader: Connection, count: int, waits: Waits) -> None:
         self._leader = leader
         self._count = count
+        self._waits = waits
 
     def result(self) -> Masks:
-        return read_masks(bytearray(self._leader.recv_bytes()), self._count)
+        with self._waits.on(_LEADER):
+            message = self._leader.recv_bytes()
+        return read_masks(bytearray(message), self._count)

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.group.follower import COLLECT, READY, finished
 from sapwood_worker.core.group.report import RankReport
+from sapwood_worker.records.ranks.waits import Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankGoneError, RankLostError
 
 _ALONE_SECONDS = 1.0
@@ -21,12 +22,18 @@ class Followers:
     Args:
         ways: The ways to them; their models are waited for.
         asynchronous: Whether steps are computed while their leader goes on.
+        waits: Shows which of them the leader waits for, unless they are asynchronous: then ranks wait for their devices. None:
+            nobody looks.
+
+    Attributes:
+        waits: The same, or one at which nobody looks.
 
     Raises:
         ConfigError: A rank could not load its part of the model.
     """
 
-    def __init__(self, ways: Sequence[Connection], *, asynchronous: bool) -> None:
+    def __init__(self, ways: Sequence[Connection], waits: Waits | None, *, asynchronous: bool) -> None:
+        self.waits = Waits() if waits is None or asynchronous else waits
         self._ways = ways
         self._asynchronous = asynchronous
         for rank, way in enumerate(ways, 1):
@@ -85,7 +92,8 @@ class Followers:
         if isinstance(launched, Exception) and not way.poll(_ALONE_SECONDS):
             raise RankLostError(f"rank 0 failed alone: {launched}") from launched
         try:
-            return RankReport.from_bytes(way.recv_bytes())
+            with self.waits.on(1 << rank):
+                return RankReport.from_bytes(way.recv_bytes())
         except Exception as error:  # the end of the connection, or what the rank says of its own
             raise RankGoneError(f"rank {rank} is gone") from error
 

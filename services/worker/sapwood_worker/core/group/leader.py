@@ -12,6 +12,7 @@ from sapwood_worker.core.group.followers import Followers
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
+from sapwood_worker.records.ranks.waits import Waits
 from sapwood_worker.records.step import (
     LateMasks,
     LaunchedStep,
@@ -33,12 +34,13 @@ class GroupRunner:
     Args:
         runner: This rank's part of the model.
         followers: The ways to ranks 1 and up, whose models are waited for.
+        waits: Shows for which of them this one waits; None: nobody looks.
 
     Raises:
         ConfigError: A rank could not load its part of the model.
     """
 
-    def __init__(self, runner: LoadedRunner, followers: Sequence[Connection]) -> None:
+    def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
@@ -48,7 +50,7 @@ class GroupRunner:
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
         self._runner = runner
-        self._followers = Followers(followers, asynchronous=runner.asynchronous)
+        self._followers = Followers(followers, waits, asynchronous=runner.asynchronous)
         self._copies = _GroupCopies(1 + len(followers))
 
     def cache_identity(self) -> str:
@@ -61,12 +63,13 @@ class GroupRunner:
         return self.launch(step).result()
 
     def launch(self, step: Step) -> LaunchedStep:
-        self.tell(encode(step))
-        if step.masks is not None:
-            masks = _SentMasks(step.masks, self)
-            # Among the messages of several lanes they come right after their step.
-            step = replace(step, masks=masks if self.info.lanes == 1 else ReadyMasks(masks.result().copy()))
-        return _GroupStep(self, attempt(self._runner, step))
+        with self._followers.waits.step(len(step.token_ids)):
+            self.tell(encode(step))
+            if step.masks is not None:
+                masks = _SentMasks(step.masks, self)
+                # Among the messages of several lanes they come right after their step.
+                step = replace(step, masks=masks if self.info.lanes == 1 else ReadyMasks(masks.result().copy()))
+            return _GroupStep(self, attempt(self._runner, step))
 
     def tell(self, message: bytes | bytearray) -> None:
         """Sends a message to all followers. Raises RankLostError if one is gone."""
@@ -82,7 +85,8 @@ class GroupRunner:
             RankLostError: Some have not, or not the same.
             Exception: What the step failed with, on all ranks.
         """
-        output, reports = self._followers.collect(launched)
+        with self._followers.waits.on(0):
+            output, reports = self._followers.collect(launched)
         own = RankReport.of(output)
         for rank, report in enumerate(reports, 1):
             if (report.step, report.digest) != (own.step, own.digest):

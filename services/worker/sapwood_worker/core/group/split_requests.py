@@ -15,6 +15,7 @@ from sapwood_worker.core.group.follower import attempt
 from sapwood_worker.core.group.followers import Followers
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
+from sapwood_worker.records.ranks.waits import Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankLostError, Step
 from sapwood_worker.records.step_wire import encode, encode_masks
 
@@ -29,6 +30,7 @@ class SplitRequestsRunner:
     Args:
         runner: This rank's part of the model.
         followers: The ways to ranks 1 and up, whose models are waited for.
+        waits: Shows for which of them this one waits; None: nobody looks.
 
     Raises:
         ConfigError: A rank could not load its part of the model.
@@ -36,7 +38,7 @@ class SplitRequestsRunner:
 
     draft = None
 
-    def __init__(self, runner: LoadedRunner, followers: Sequence[Connection]) -> None:
+    def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
@@ -45,8 +47,7 @@ class SplitRequestsRunner:
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
         self._runner = runner
-        self._followers = Followers(followers, asynchronous=runner.asynchronous)
-
+        self._followers = Followers(followers, waits, asynchronous=runner.asynchronous)
         self._identity = functools.cache(runner.cache_identity)
         self._asking = threading.Lock()
 
@@ -66,12 +67,13 @@ class SplitRequestsRunner:
         if not step.parts:
             step = Step(step.number, parts=(step, *[Step(step.number)] * len(self._followers)))
         own, *others = together(step)
-        for rank, part in enumerate(others, 1):
-            self._followers.tell_one(rank, encode(part))
-        for rank, part in enumerate(others, 1):  # each rank reads its masks in the middle of a step that all are in
-            if part.masks is not None:
-                self._followers.tell_one(rank, encode_masks(part.masks.result()))
-        return _SplitStep(self, step.number, attempt(self._runner, own))
+        with self._followers.waits.step(len(own.token_ids)):
+            for rank, part in enumerate(others, 1):
+                self._followers.tell_one(rank, encode(part))
+            for rank, part in enumerate(others, 1):  # each rank reads its masks in the middle of a step that all are in
+                if part.masks is not None:
+                    self._followers.tell_one(rank, encode_masks(part.masks.result()))
+            return _SplitStep(self, step.number, attempt(self._runner, own))
 
     def collect(self, number: int, launched: LaunchedStep | Exception) -> ModelOutput:
         """Waits until all ranks have computed the oldest unfinished step, and returns their answers as its parts.
@@ -84,7 +86,8 @@ class SplitRequestsRunner:
             RankLostError: Some have not, or of other rows.
             Exception: What the step failed with, on all ranks.
         """
-        output, reports = self._followers.collect(launched)
+        with self._followers.waits.on(0):
+            output, reports = self._followers.collect(launched)
         parts = [output]
         for rank, report in enumerate(reports, 1):
             if report.step != number or report.output is None:

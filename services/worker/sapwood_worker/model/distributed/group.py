@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -47,6 +48,10 @@ class Group:
         """How often each method has summed, and how many of these sums ran beside a product."""
         found = {} if self.sums is None else self.sums.counts()
         return found if self.overlap is None else found | {OVERLAPPED: self.overlap.summed}
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While an exchange of all its ranks goes on, which is shown to who watches them."""
+        return nullcontext()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over the ranks, in place; returns x."""

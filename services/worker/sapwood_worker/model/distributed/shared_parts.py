@@ -41,6 +41,7 @@ class SharedMeeting:
 
     def __init__(self, group: Group, library: NativeLibrary, num_bytes: int, seconds: float) -> None:
         self._size, self._seconds = group.size, seconds
+        self._waiting = group.waiting
         own = SharedMemory.create(_PAGE + num_bytes) if group.rank == 0 else None
         memory = own or None
         path = group.exchange("" if own is None else own.path)[0]
@@ -58,13 +59,14 @@ class SharedMeeting:
             RuntimeError: One has not within the time.
         """
         self._signals.count_up()
-        late = self._signals.wait(_LOOK_SECONDS)
-        if late is None:
-            return
-        deadline = time.monotonic() + self._seconds
-        while (late := self._signals.wait(_LOOK_SECONDS)) is not None:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {late} of {self._size} has not come")
+        with self._waiting():
+            late = self._signals.wait(_LOOK_SECONDS)
+            if late is None:
+                return
+            deadline = time.monotonic() + self._seconds
+            while (late := self._signals.wait(_LOOK_SECONDS)) is not None:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"rank {late} of {self._size} has not come")
 
 
 class SharedParts:

@@ -10,7 +10,8 @@ import struct
 import sys
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -25,6 +26,7 @@ from sapwood_kernels.ops.device import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.records.ranks.waits import Waits
 
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put a host's GPUs, which others may share, out of service."""
@@ -44,13 +46,16 @@ class BackendSum:
         group: torch's handle of the group.
         rank: This process's place in it.
         size: Its ranks.
+        waiting: Shows that the others are waited for.
     """
 
     name = "backend"
     most_bytes = math.inf
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, size: int, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._group, self._rank, self._size, self._waiting = group, rank, size, waiting
 
     def sum(self, x: Tensor) -> None:
         if x.is_cpu:
@@ -60,7 +65,8 @@ class BackendSum:
 
     def gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self._size, *x.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
+        with self._waiting():
+            dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
         return parts
 
     def scatter_sum(self, x: Tensor) -> Tensor:
@@ -81,20 +87,25 @@ class TorchGroup(Group):
     Args:
         ranks: Its ranks among all, in order; this process is one of them.
         group: torch's handle of the group.
+        waits: Shows for which ranks this one waits.
 
     Attributes:
         ranks: The argument.
         sums: How it sums tensors, and brings ranks' tensors together; at first the backend does.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, waits: Waits) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.ranks = ranks
-        self.backend = BackendSum(group, self.rank, self.size)
+        self.backend = BackendSum(group, self.rank, self.size, self.waiting)
         self.sums: AllReduce = AllReduce([Choice(math.inf, self.backend)])
         self._group = group
-        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._waits, self._others = waits, sum(1 << rank for rank in ranks if rank != dist.get_rank())
+        self._sent: deque[tuple[dist.Work | None, Tensor, int]] = deque()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._waits.exchange(self._others)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.sums(x)
@@ -132,13 +143,15 @@ class TorchGroup(Group):
             dist.send(x, self.ranks[target], group=self._group)
             return
         if len(self._sent) == _MOST_SENT:
-            work, _ = self._sent.popleft()
+            work, _, receiver = self._sent.popleft()
             if work is not None:
-                work.wait()
-        self._sent.append((dist.isend(x, self.ranks[target], group=self._group), x))
+                with self._waits.exchange(1 << receiver):
+                    work.wait()
+        self._sent.append((dist.isend(x, self.ranks[target], group=self._group), x, self.ranks[target]))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        dist.recv(x, self.ranks[source], group=self._group)
+        with self._waits.exchange(1 << self.ranks[source]):
+            dist.recv(x, self.ranks[source], group=self._group)
         return x
 
     def exchange(self, value: ValueT) -> list[ValueT]:
@@ -174,6 +187,7 @@ def join_groups(
     timeout: float,
     exchange_timeout: float | None = None,
     listener: int | None = None,
+    waits: Waits | None = None,
 ) -> Parallel:
     """Meets the other ranks, ``tensor * pipeline * data`` in all, and forms the groups; torch's default group is the world.
 
@@ -191,6 +205,7 @@ def join_groups(
         timeout: Seconds for the meeting.
         exchange_timeout: Seconds for each exchange after it; None: as many.
         listener: Rank 0's file descriptor of the socket that listens at the rendezvous' port; None: it opens it.
+        waits: Shows for which ranks this one waits; None: nobody looks.
 
     Raises:
         ConfigError: The sizes do not fit, or the others did not come in time.
@@ -221,7 +236,7 @@ def join_groups(
         for ranks in groups:
             made = dist.new_group(ranks, timeout=later) if len(ranks) > 1 else None  # by all ranks, in this order
             if rank in ranks:
-                found[kind] = Group() if made is None else TorchGroup(ranks, made)
+                found[kind] = Group() if made is None else TorchGroup(ranks, made, waits or Waits())
     return Parallel(found["tp"], found["pp"], found["dp"], found["ep"])
 
 

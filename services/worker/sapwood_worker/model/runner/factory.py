@@ -26,7 +26,7 @@ from sapwood_worker.model.runner.builder import build_drafted_runner, build_head
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.place import ALONE, Place
+from sapwood_worker.records.ranks.place import ALONE, Place
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +230,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         timeout=_EXCHANGE_SECONDS if place.rank or place.nodes > 1 else _MEETING_SECONDS,
         exchange_timeout=_EXCHANGE_SECONDS,
         listener=place.listener,
+        waits=place.waits,
     )
     rows = OwnRows(parallel.tp, torch.device(device)) if config.data_parallel_attention else None
     parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows, dispatch=config.expert_dispatch)

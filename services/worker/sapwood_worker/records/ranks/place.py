@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from sapwood_worker.records.ranks.waits import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class Place:
         rendezvous: Where they meet: ``file://PATH`` or ``tcp://HOST:PORT``; empty: there is but one.
         nodes: Hosts that they are on, equally many on each.
         listener: File descriptor of the socket that listens at the rendezvous, of rank 0; None: it is opened there.
+        waits: Where it shows for whom it waits.
     """
 
     rank: int = 0
@@ -22,6 +25,7 @@ class Place:
     rendezvous: str = ""
     nodes: int = 1
     listener: int | None = None
+    waits: Waits = field(default_factory=Waits, compare=False)
 
     @property
     def on_node(self) -> int:

@@ -1,0 +1,52 @@
+"""Which rank of a group hangs, by what each shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from sapwood_worker.ipc.standing import Standing, hung
+from sapwood_worker.records.ranks.waits import AT_REST, Shown
+
+
+def at(
+    rank: int, waits_for: int, seconds: float, *, entered: int = 7, last: float = 0.1, allowed: float = 30.0
+) -> Standing:
+    return Standing(rank, Shown(99, entered, waits_for, last, allowed), seconds)
+
+
+COMPUTES = 0
+
+
+@pytest.mark.parametrize(
+    ("standings", "stage", "who"),
+    [
+        ([at(0, 0b10, 2.0), at(1, COMPUTES, 2.0)], 2, 1),
+        ([at(0, COMPUTES, 2.0), at(1, 0b01, 2.0)], 2, 0),
+        ([at(0, 0b10, 2.0), at(1, COMPUTES, 1.0)], 2, None),  # it has come further since
+        ([at(0, 0b10, 1.0), at(1, COMPUTES, 2.0)], 2, None),  # nobody has waited for so long
+        ([at(0, 0b10, 2.0, last=0.6), at(1, COMPUTES, 2.0)], 2, None),  # the other took long, too
+        ([at(0, 0b10, 2.5, last=0.6), at(1, COMPUTES, 2.5)], 2, 1),
+        ([at(0, COMPUTES, 9.0), at(1, COMPUTES, 9.0)], 2, None),  # nobody waits
+        ([at(0, AT_REST, 99.0), at(1, AT_REST, 99.0)], 2, None),
+        ([at(0, AT_REST, 99.0), at(1, 0b01, 99.0)], 2, None),  # the leader carries out what operators ask for
+        ([at(0, 0b10, 2.0), at(1, AT_REST, 2.0)], 2, 1),  # it has not taken the step
+        ([at(0, 0b10, 2.0), at(1, 0b01, 2.0)], 2, None),  # they say nothing of each other
+        ([at(0, 0b10, 2.0, entered=8), at(1, 0b01, 2.0)], 2, 1),  # the other has left the exchange that it is in
+        # Of two stages: rank 3 computes, rank 2 waits for it, and the first stage for what comes back.
+        ([at(0, 0b0100, 9.0), at(1, 0b1000, 9.0), at(2, 0b1000, 9.0), at(3, COMPUTES, 9.0)], 2, 3),
+        ([at(0, 0b10, 9.0), at(1, COMPUTES, 9.0)], 1, None),  # another stage is compared with itself
+        ([at(0, 0b10, 9.0), at(1, COMPUTES, 9.0, allowed=8.0)], 1, 1),
+        ([at(0, 0b10, 1.4), at(1, COMPUTES, 1.4, allowed=0.1)], 1, None),
+    ],
+)
+def test_a_rank_hangs_that_others_wait_for_and_that_waits_for_nobody(
+    standings: list[Standing], stage: int, who: int | None
+) -> None:
+    found = hung(standings, stage, 1.0)
+    assert (None if found is None else found.rank) == who
+
+
+def test_after_each_rank_that_hung_all_get_twice_the_time() -> None:
+    standings = [at(0, 0b10, 2.9), at(1, COMPUTES, 2.9)]
+    assert hung(standings, 2, 1.0) is standings[1]
+    assert hung(standings, 2, 2.0) is None

@@ -1,0 +1,79 @@
+"""Real workers of which a rank hangs in a step, alive: it is named by what the others show, and the model is loaded anew."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sapwood.v1 import common_pb2, worker_pb2
+from sapwood_testing.worker.split_models import SHAPE
+from sapwood_testing.worker.worker_stub import worker
+
+
+def ask(stub: Any, count: int, number: int = 0) -> Iterator[list[int]]:
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    request = worker_pb2.WorkerGenerateRequest(
+        request_id=f"r{number}", token_ids=range(3, 40 + number), sampling=sampling
+    )
+    for response in stub.Generate(request):
+        yield list(response.token_ids)
+
+
+def answer(stub: Any) -> list[int]:
+    """An answer, once the group is up."""
+    while True:
+        with contextlib.suppress(grpc.RpcError):
+            return [token for tokens in ask(stub, 20) for token in tokens]
+        time.sleep(0.1)
+
+
+SPLITS = {
+    "tensor": ("--tensor-parallel", "2"),
+    "gloo": ("--tensor-parallel", "2", "--all-reduce", "backend"),
+    "pipeline": ("--pipeline-parallel", "2"),
+    "four": ("--tensor-parallel", "2", "--pipeline-parallel", "2"),
+    "own requests": ("--tensor-parallel", "2", "--data-parallel-attention"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("split", "hangs"),
+    [
+        ("tensor", [(0, "loop"), (1, "blocked")]),
+        ("tensor", [(0, "computing"), (1, "blocked with the lock")]),
+        ("tensor", [(0, "blocked"), (1, "computing")]),
+        ("gloo", [(0, "blocked"), (1, "loop")]),
+        ("pipeline", [(0, "loop"), (1, "blocked")]),
+        ("pipeline", [(1, "loop"), (0, "blocked")]),
+        ("own requests", [(0, "loop"), (1, "blocked")]),
+        ("four", [(2, "loop"), (1, "blocked")]),
+    ],
+)
+def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
+    tiny_model: Any, tmp_path: Path, split: str, hangs: list[tuple[int, str]]
+) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    flags = [*SPLITS[split], "--num-pages", "240", "--no-structured-output", "--threads", "1"]
+    flags += ["--hang-folder", str(tmp_path)]
+    with worker(path, tmp_path / "log", *flags, module="sapwood_testing.worker.ranks.hanging_worker") as stub:
+        expected = answer(stub)
+        for rank, how in hangs:
+            streams = [ask(stub, 900, number) for number in range(3)]
+            for stream in streams:
+                next(stream)
+            (tmp_path / str(rank)).write_text(how)
+            for stream in streams:
+                with pytest.raises(grpc.RpcError) as lost:
+                    list(stream)
+                assert lost.value.code() == grpc.StatusCode.UNAVAILABLE
+                assert f"rank {rank} of " in str(lost.value.details())
+            assert answer(stub) == expected
+    said = (tmp_path / "log").read_text()
+    assert "hanging_model.py" in said, "the stacks say where"

@@ -257,6 +257,7 @@ class Session:
             stream.context.run(logger.info, "request ends %s: %s", row_of(error).grpc.name, error.message)
             response.outputs.add(stream_id=stream_id, error=_to_error(error))
             self._drop(stream_id)
+            size = ENOUGH_BYTES // A_FEW  # it is short, but to log it takes longer than many tokens
         elif stream.ended:
             self._drop(stream_id)
         elif stream.has_more:

@@ -10,13 +10,12 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_testing.models.same_logits import assert_same_logits
 
 K2_YARN = {
     "rope_type": "yarn", "rope_theta": 5e4, "factor": 32.0, "original_max_position_embeddings": 32,
     "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-# Differences are relative to the largest logit; float32 with other orders of summation.
-TOLERANCE = 2e-5
 NAMES = [
     "llama",
     "llama-llama3-rope",
@@ -43,13 +42,6 @@ NAMES = [
 
 def tokens_of(length, seed=0):
     return random.Random(seed).choices(range(3, 97), k=length)
-
-
-def assert_same_logits(ours, theirs):
-    worst = (ours - theirs).abs().max().item()
-    scale = theirs.abs().max().item()
-    assert scale > 1.0
-    assert worst <= TOLERANCE * scale, f"largest difference {worst:.2e} of {scale:.2e}"
 
 
 def test_every_tiny_model_is_tested(tiny_names):

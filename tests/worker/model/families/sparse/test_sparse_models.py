@@ -10,42 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sapwood_common.errors import ConfigError
+from sapwood_testing.models.same_logits import assert_mixed_steps_equal, assert_same_logits, tokens_of
 from sapwood_testing.models.sparse_models import SPARSE
 from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.distributed.parallel import Parallel
 
-# Differences are relative to the largest logit; float32 with other orders of summation.
-TOLERANCE = 2e-5
-
-
-def tokens_of(length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 97, (length,), generator=generator).tolist()
-
-
-def assert_same_logits(ours, theirs):
-    scale = theirs.abs().max().item()
-    assert scale > 1.0
-    worst = (ours - theirs).abs().max().item()
-    assert worst <= TOLERANCE * scale, f"largest difference {worst:.2e} of {scale:.2e}"
-
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_logits_of_chunks_and_decodes_together_equal_transformers(tiny_model, make_runner, make_driver, name):
     tiny = tiny_model(name)
-    driver = make_driver(make_runner(tiny.path, page_size=8))
-    prompts = {5: tokens_of(83), 2: tokens_of(47, seed=1)}
-    for slot, tokens in prompts.items():
-        driver.add(slot, tokens)
-    parts = {slot: [] for slot in prompts}
-    for chunks in ({5: 40, 2: 7}, {2: 38}, {5: 41}, {5: 1, 2: 1}, {2: 1, 5: 1}):
-        logits = driver.runner.logits(driver.output(chunks))
-        for slot, part in zip(chunks, logits.split(list(chunks.values())), strict=True):
-            parts[slot].append(part)
-    for slot, tokens in prompts.items():
-        assert_same_logits(torch.cat(parts[slot]), tiny.logits(tokens))
+    assert_mixed_steps_equal(make_driver(make_runner(tiny.path, page_size=8)), tiny)
 
 
 @pytest.mark.parametrize("whole_experts", [False, True])

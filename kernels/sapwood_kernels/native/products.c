@@ -314,11 +314,16 @@ static int small_product(product *p, const around *with, int64_t outputs, parall
     return 0;
 }
 
-// The product with a copy of x in whole numbers. Returns 1 where there is no memory.
-static int64_t whole_product(product *p, parallel run, unsigned threads) {
+// The product with a copy of x, normed, in whole numbers. Returns 1 where there is no memory.
+static int64_t whole_product(product *p, const around *with, parallel run, unsigned threads) {
+    float normed[with->norm ? p->columns : 1];
     p->whole = sapwood_whole_tokens(p->tokens, p->columns);
     if (!p->whole) return 1;
-    for (int64_t t = 0; t < p->tokens; t++) sapwood_set_token(p->whole, t, p->x + p->x_stride * t);
+    for (int64_t t = 0; t < p->tokens; t++) {
+        const float *x = p->x + p->x_stride * t;
+        if (with->norm) sapwood_norm_row(x, with->norm, p->columns, with->eps, normed);
+        sapwood_set_token(p->whole, t, with->norm ? normed : x);
+    }
     if (run && threads > 1) run(multiply, p, threads, 0);
     else multiply(p);
     free(p->whole);
@@ -338,7 +343,7 @@ EXPORT int64_t sapwood_gguf_multiply(
     product p = {parts, tokens, columns, x, x_stride, out, out_stride, NULL, 0, rows, 0};
     for (int64_t i = 0; i < count; i++) p.tasks += (parts[i].rows + p.task_rows - 1) / p.task_rows;
     const around with = {norm, eps, gate};
-    if (parts[0].whole && SAPWOOD_WHOLE && tokens && !norm && !gate) return whole_product(&p, run, threads);
+    if (parts[0].whole && SAPWOOD_WHOLE && tokens && !gate) return whole_product(&p, &with, run, threads);
     if (tokens <= SMALL && (tokens > 1 || norm || gate)) return small_product(&p, &with, outputs, run, threads);
     if (norm || gate) return 2;
     if (run && threads > 1) run(multiply, &p, threads, 0);

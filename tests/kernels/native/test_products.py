@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_kernels import reference
 from sapwood_kernels.native.build import compile_libraries, find_compiler, library_name
 from sapwood_kernels.native.library import NativeLibrary, load_library, processor
 from sapwood_kernels.native.products import TYPES, GgufProduct
@@ -110,6 +111,12 @@ def test_a_row_s_product_in_whole_numbers_is_the_same_in_every_batch(library, ki
     together = product(x)
     for count in (0, 1, 2, 3, 5, 8, 9, 30):
         assert torch.equal(product(x[:count]), together[:count])
+    weight = torch.rand(2048)
+    normed = product(reference.rms_norm(x, weight, 1e-6))
+    for count in (1, 8):  # which have the norm in the product
+        near = product(x[:count], norm=(weight, 1e-6))
+        assert (near - GgufProduct(library, [(kind, raw)], 2048)(x[:count], norm=(weight, 1e-6))).abs().max() > 0
+        assert (near - normed[:count]).norm() <= 2e-5 * near.norm()
 
 
 @whole_numbers

@@ -198,7 +198,9 @@ def test_processes_with_requests_of_their_own_answer_as_one(
 def test_prompts_are_handed_off_from_ranks_to_ranks(tiny_model: Any, tmp_path: Path) -> None:
     path = tiny_model("deepseek-v3", **SHAPE).path
     prompts = [[3 + (7 + each) * place % 90 for place in range(130)] for each in range(8)]
-    flags = ("--num-pages", "64", "--max-running", "5", "--threads", "1", "--no-structured-output")
+    # Half of a rank's host pages are for hand-offs: room for all prompts, since on a busy machine one rank may get more of them.
+    cache = ("--num-pages", "64", "--host-cache-ratio", "2")
+    flags = (*cache, "--max-running", "5", "--threads", "1", "--no-structured-output")
     port, ranks = port_of_its_own(), split(2, experts=True)
     with (
         started(path, tmp_path / "log-0", *flags, *ranks, "--role", "prefill", "--handoff-port", str(port)) as prefill,

@@ -92,6 +92,7 @@ class LossyMover:
         assert leases is not None
         lease = leases.find(ticket.transfer_id, ticket.epoch)
         if lease is None or not leases.readable(lease, index):
+            self._world.counts["given to another"] += lease is not None
             return None
         for _ in range(chance.randint(0, 3)):
             if not lease.entries[index].ready:  # it is coming

@@ -88,8 +88,8 @@ class Simulation:
             router.abort()
         if chance() < world.retries and router.try_again() and chance() < 0.5:
             self._fill()
-        if chance() < 0.3 and router.prefill.keeps_unpinned:
-            self._fill()  # its tickets' pages go to somebody else
+        if chance() < 0.2 and router.prefill.keeps_unpinned:
+            self._take_pages()
         if chance() < world.restarts:
             self._lose(world.chance.choice([router.prefill, router.decode]))
         if chance() < 0.2:
@@ -119,6 +119,14 @@ class Simulation:
         scheduler = self._router.prefill.scheduler
         if len(scheduler._requests) < _MOST_AT_SOURCE:
             scheduler.add(self.world.filler())
+
+    def _take_pages(self) -> None:
+        """Pages of tickets that nothing keeps any more go to strangers, before somebody reads them again."""
+        router, chance = self._router, self.world.chance
+        for _ in range(chance.randint(1, 8)):
+            self._fill()
+            router.take(router.prefill, self._turn_of(router.prefill))
+        router.try_again()
 
     def _lose(self, lost: SimulatedWorker) -> None:
         """A process is killed; another comes up at its place, and the router asks again for what was there."""

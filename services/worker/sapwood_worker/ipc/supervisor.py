@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
 """Seconds without a sign of life below which none are reported: the pulse also comes late when CPU is short."""
+_MOST_PATIENCE = 16.0
+"""How many times as long as at first a rank may hang in the end, where ranks that hung have been ended before."""
 
 
 class Supervisor:
@@ -147,7 +149,7 @@ class Supervisor:
                 return
             found = [*(each.check() for each in standings), *process.standings_elsewhere]
             if (rank := hung(found, process.alike, self._patience)) is not None:
-                self._patience *= 2  # were it only slow, it would be so again
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)  # were it only slow, it would be so again
                 await process.end_hung(rank.rank, rank.seconds)
                 return
             if worst > self._restart:

@@ -42,7 +42,6 @@ class FakeWorkerConfig(WorkerConfig):
     stall_computes: bool = Field(
         False, description="The stall is a computation that holds the interpreter's lock; else it waits."
     )
-    stall_rank: int | None = Field(None, ge=0, description="The rank whose steps stall; none: all do.")
     poison_token: int | None = Field(None, ge=0, description="A prompt that begins with it makes its step fail.")
     diverge_token: int | None = Field(
         None, ge=0, description="A prompt that begins with it has the last rank compute something else than the others."
@@ -82,7 +81,7 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
     memory = SharedMemory.create(pool_bytes(host_pages, size)) if host_pages and config.shares_host_cache else None
     host_pool = HostPool(host_pages, size, memory) if host_pages else None
     runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
-    if config.stall_token is not None and config.stall_rank in (None, place.rank):
+    if config.stall_token is not None:
         return StallingRunner(runner, config.stall_token, config.stall_seconds, computes=config.stall_computes)
     if config.diverge_token is not None and place.rank == place.size - 1:
         return DivergingRunner(runner, config.diverge_token)

@@ -32,17 +32,25 @@ def worker(
 
 
 @contextlib.contextmanager
-def two_hosts(model: Path, log: Path, inside: Namespace, *flags: str, others: Path | None = None) -> Iterator[Any]:
-    """A worker's stub whose first host is in a network of its own and whose second is this machine.
+def two_hosts(
+    model: Path,
+    log: Path,
+    inside: Namespace | None,
+    *flags: str,
+    others: Path | None = None,
+    module: str = "sapwood_worker",
+) -> Iterator[Any]:
+    """A worker's stub whose first host is in a network of its own, if one is given, and whose second is this machine.
 
-    ``others``: the second host's model, if it is another.
+    ``others``: the second host's model, if it is another; ``module``: what is run.
     """
-    flags = ("--nnodes", "2", "--rendezvous", f"{inside.host}:{port_of_its_own()}", *flags)
-    command = [sys.executable, "-m", "sapwood_worker", "--model", str(others or model), "--node-rank", "1", *flags]
+    host = "127.0.0.1" if inside is None else inside.host
+    flags = ("--nnodes", "2", "--rendezvous", f"{host}:{port_of_its_own()}", *flags)
+    command = [sys.executable, "-m", module, "--model", str(others or model), "--node-rank", "1", *flags]
     with log.with_suffix(".second").open("w") as output:
         second = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        with worker(model, log, "--host", inside.host, *flags, inside=inside) as stub:
+        with worker(model, log, "--host", host, *flags, inside=inside, module=module) as stub:
             yield stub
     finally:
         second.terminate()

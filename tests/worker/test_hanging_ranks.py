@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_testing.worker.split_models import SHAPE
-from sapwood_testing.worker.worker_stub import worker
+from sapwood_testing.worker.worker_stub import two_hosts, worker
 
 
 def ask(stub: Any, count: int, number: int = 0) -> Iterator[list[int]]:
@@ -35,6 +36,7 @@ def answer(stub: Any) -> list[int]:
 
 SPLITS = {
     "tensor": ("--tensor-parallel", "2"),
+    "two hosts": ("--tensor-parallel", "2"),
     "gloo": ("--tensor-parallel", "2", "--all-reduce", "backend"),
     "pipeline": ("--pipeline-parallel", "2"),
     "four": ("--tensor-parallel", "2", "--pipeline-parallel", "2"),
@@ -49,6 +51,7 @@ SPLITS = {
         ("tensor", [(0, "loop"), (1, "blocked")]),
         ("tensor", [(0, "computing"), (1, "blocked with the lock")]),
         ("tensor", [(0, "blocked"), (1, "computing")]),
+        ("two hosts", [(1, "loop"), (0, "blocked")]),
         ("gloo", [(0, "blocked"), (1, "loop")]),
         ("pipeline", [(0, "loop"), (1, "blocked")]),
         ("pipeline", [(1, "loop"), (0, "blocked")]),
@@ -62,7 +65,12 @@ def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
     path = tiny_model("llama", **SHAPE).path
     flags = [*SPLITS[split], "--num-pages", "240", "--no-structured-output", "--threads", "1"]
     flags += ["--hang-folder", str(tmp_path)]
-    with worker(path, tmp_path / "log", *flags, module="sapwood_testing.worker.ranks.hanging_worker") as stub:
+    started = (
+        partial(two_hosts, path, tmp_path / "log", None)
+        if split == "two hosts"
+        else partial(worker, path, tmp_path / "log")
+    )
+    with started(*flags, module="sapwood_testing.worker.ranks.hanging_worker") as stub:
         expected = answer(stub)
         for rank, how in hangs:
             streams = [ask(stub, 900, number) for number in range(3)]

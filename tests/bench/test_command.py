@@ -11,7 +11,7 @@ import sys
 from array import array
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -134,10 +134,24 @@ async def test_a_load_without_one_answer_is_exit_code_1(raw_server: Any, sapwood
     assert re.search(r"failed +3 x HTTP 500: out of tokens", out)
 
 
+class Gate(asyncio.Event):
+    """One that counts who waits at it."""
+
+    waiting = 0
+
+    async def wait(self) -> Literal[True]:
+        self.waiting += 1
+        try:
+            return await super().wait()
+        finally:
+            self.waiting -= 1
+
+
 async def test_ctrl_c_prints_what_was_measured(served: Any, tmp_path: Path) -> None:
+    gate = Gate()
+    gate.set()
     for worker in served.workers:
-        worker.script.gate = asyncio.Event()
-        worker.script.gate.set()
+        worker.script.gate = gate
     flags = ("--url", served.url, "--concurrency", "2", "--requests", "100000", "--warm-up", "0")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sapwood.cli.main", "bench", *flags, "--json", str(tmp_path / "json")),
@@ -145,17 +159,15 @@ async def test_ctrl_c_prints_what_was_measured(served: Any, tmp_path: Path) -> N
         stderr=asyncio.subprocess.PIPE,
     )
 
-    def calls(outcome: str) -> list[Any]:
-        return [call for worker in served.workers for call in worker.calls if call.outcome == outcome]
+    def finished() -> int:
+        return sum(call.outcome == "finished" for worker in served.workers for call in worker.calls)
 
     try:
         async with asyncio.timeout(120):
-            while len(calls("finished")) < 4:  # two that look at the server, two of the load
+            while finished() < 4:  # two that look at the server, two of the load
                 await asyncio.sleep(0.001)
-            for worker in served.workers:
-                worker.script.gate.clear()
-            # Both clients wait for answers that do not come: a call with more than its last token to send has to pass the gate.
-            while sum(call.sent_tokens < 31 for call in calls("running")) < 2:
+            gate.clear()
+            while gate.waiting < 2:  # both clients wait for answers that do not come
                 await asyncio.sleep(0.001)
             process.send_signal(signal.SIGINT)
             out, err = await process.communicate()

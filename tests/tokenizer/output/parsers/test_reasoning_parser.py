@@ -132,6 +132,7 @@ def test_a_prompt_tells_whether_the_output_begins_inside_reasoning(prompt, conti
     ("template", "family"),
     [
         ("<|im_start|>assistant {{ '<think>\n' }}", "qwen3"),
+        ("{{- ']~b]ai' ~ '\n' ~ '<think>' ~ '\n' }}", "minimax_m2"),
         ("{% if thinking %}<｜Assistant｜><think>{% else %}</think>", "deepseek_v3"),
         ("{{ content.split('</think>')[-1] }}<｜Assistant｜>", "deepseek_r1"),
         ("<tool_call><arg_key><think>", "glm45"),

@@ -147,6 +147,12 @@ TAGGED = {
         "</function>\n</tool_call>",
         "</parameter>",
     ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n',
+        '<parameter name="{}">{}</parameter>\n',
+        "</invoke>\n</minimax:tool_call>",
+        "</parameter>",
+    ),
     "deepseek_v32": (
         '<｜DSML｜invoke name="f">\n',
         '<｜DSML｜parameter name="{}" string="true">{}</｜DSML｜parameter>\n',

@@ -23,6 +23,7 @@ from sapwood_tokenizer.output.tool_parser.tools import Tools
         ("tools <｜tool▁calls▁begin｜>", "deepseek"),
         ("message['tool_calls'] <｜tool▁calls▁begin｜>", "deepseek"),
         ("tools ｜DSML｜ function_calls", "deepseek_v32"),
+        ("tools {%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax_m2"),
         ("tools <|tool_calls_section_begin|>", "kimi_k2"),
         ("{% if tools %}<|im_system|>tool_declare<|im_middle|>", "kimi_k2"),
         ("tools <|start|>assistant<|channel|>", "gpt_oss"),

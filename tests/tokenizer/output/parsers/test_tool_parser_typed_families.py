@@ -96,6 +96,15 @@ EXAMPLES = [
     ),
     ("qwen3_coder", "<tool_call> or <function=> alone", "<tool_call> or <function=> alone", []),
     (
+        "minimax_m2",
+        'Fine.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">1 < "2"\n</parameter>\n'
+        '<parameter name="days">3</parameter>\n<parameter name="tags">[1, "</invoke>"]</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "Fine.",
+        [("weather", {"city": '1 < "2"\n', "days": 3, "tags": [1, "</invoke>"]}), ("now", {})],
+    ),
+    ("minimax_m2", 'an <invoke name="> alone', 'an <invoke name="> alone', []),
+    (
         "deepseek_v32",
         'Fine.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
         '<｜DSML｜parameter name="city" string="true">1 < "2"\n</｜DSML｜parameter>\n'

@@ -145,6 +145,18 @@ def _deepseek_v32(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     return [_section("<｜DSML｜function_calls>\n", calls, "</｜DSML｜function_calls>", parallel)]
 
 
+def _minimax_m2(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
+    calls = [
+        tag(
+            f'<invoke name="{tool.name}">\n',
+            tagged(arguments_of(tool), lambda argument: f'<parameter name="{argument.name}">', "</parameter>\n"),
+            "</invoke>\n",
+        )
+        for tool in tools
+    ]
+    return [_section("<minimax:tool_call>\n", calls, "</minimax:tool_call>", parallel)]
+
+
 def _kimi_k2(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [
         tag(
@@ -230,6 +242,7 @@ _FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "deepseek_v32": CallFormat(
             _deepseek_v32, trigger="<｜DSML｜function_calls>", markers=("｜DSML｜",), many=False
         ),
+        "minimax_m2": CallFormat(_minimax_m2, trigger="<minimax:tool_call>", many=False),
         "kimi_k2": CallFormat(_kimi_k2, trigger="<|tool_calls_section_begin|>", many=False),
         "glm45": CallFormat(_glm45, trigger="<tool_call>", separator="\n"),
         "qwen3_coder": CallFormat(_qwen3_coder, trigger="<tool_call>", separator="\n"),

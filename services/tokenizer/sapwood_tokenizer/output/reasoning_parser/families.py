@@ -21,6 +21,8 @@ FAMILIES: tuple[ReasoningFamily, ...] = (
     ),
     # GLM 4.5 to 4.7: the model writes the tags.
     ReasoningFamily("glm45", "<think>", "</think>", signs=("<think>", "<arg_key>")),
+    # MiniMax M2, which always thinks: the template opens the tag.
+    ReasoningFamily("minimax_m2", "<think>", "</think>", signs=("<think>", "]~b]ai")),
     # DeepSeek V3.1 and later: the template opens or closes them as the request wants.
     ReasoningFamily("deepseek_v3", "<think>", "</think>", signs=("<think>", "</think>", "<｜Assistant｜>", "thinking")),
     # DeepSeek R1 and its distillations: the template has usually written the opening tag.

@@ -17,6 +17,7 @@ from sapwood_tokenizer.output.tool_parser.hermes import HERMES
 from sapwood_tokenizer.output.tool_parser.json_list import COHERE, GRANITE
 from sapwood_tokenizer.output.tool_parser.kimi_k2 import KIMI_K2
 from sapwood_tokenizer.output.tool_parser.llama3_json import LLAMA3_JSON
+from sapwood_tokenizer.output.tool_parser.minimax_m2 import MINIMAX_M2
 from sapwood_tokenizer.output.tool_parser.mistral import MISTRAL
 from sapwood_tokenizer.output.tool_parser.pythonic import PYTHONIC
 from sapwood_tokenizer.output.tool_parser.qwen3_coder import QWEN3_CODER
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
             HERMES,
             KIMI_K2,
             LLAMA3_JSON,
+            MINIMAX_M2,
             MISTRAL,
             PYTHONIC,
             QWEN3_CODER,
@@ -50,6 +52,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (KIMI_K2.name, ("<|im_system|>tool_declare",)),
     (DEEPSEEK_V32.name, ("｜DSML｜",)),
     (DEEPSEEK.name, ("<｜tool▁calls▁begin｜>",)),
+    (MINIMAX_M2.name, ("<minimax:tool_call>",)),
     (MISTRAL.name, ("[TOOL_CALLS]",)),
     (COHERE.name, ("<|START_ACTION|>",)),
     (GRANITE.name, ("<|tool_call|>",)),

@@ -55,6 +55,18 @@ class LoadedModel:
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
+def read_config(path: Path) -> tuple[ModelFamily, ModelConfig]:
+    """The family and the configuration of a ``.gguf`` file or a Hugging Face directory, without its weights.
+
+    Raises:
+        ConfigError: It cannot be read or is not supported; names the file and what.
+    """
+    if path.is_dir():
+        return read_hf_config(path)
+    with closing(_open_gguf(path)) as file:
+        return _read_gguf(file)
+
+
 def load_model(
     path: Path,
     load_format: LoadFormat,
@@ -109,10 +121,7 @@ def load_model(
                 stored = Stored(source.tensors(), quantized, str(path))
         else:
             file = files.enter_context(closing(_open_gguf(path)))
-            found = {name: file.tensors[name] for name in ROPE_TENSORS if name in file.tensors}
-            divisors = {name: tuple(read_tensor(file, tensor).tolist()) for name, tensor in found.items()}
-            family, config = read_gguf_config(file, divisors)
-            config = replace(config, norm_offset=0.0)  # these files hold the factor itself
+            family, config = _read_gguf(file)
             eos = read_gguf_eos(file)
             if load_format == "auto":
                 source = GgufSource(file, config, family)
@@ -139,6 +148,13 @@ def load_model(
     with torch.inference_mode():
         model.prepare()
     return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family, kv_scales)
+
+
+def _read_gguf(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
+    found = {name: file.tensors[name] for name in ROPE_TENSORS if name in file.tensors}
+    divisors = {name: tuple(read_tensor(file, tensor).tolist()) for name, tensor in found.items()}
+    family, config = read_gguf_config(file, divisors)
+    return family, replace(config, norm_offset=0.0)  # these files hold the factor itself
 
 
 def _exchanging(config: ModelConfig, parallel: Parallel | None, dtype: torch.dtype, ops: DeviceOps) -> Parallel:

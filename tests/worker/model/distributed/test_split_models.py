@@ -180,7 +180,7 @@ def test_parts_are_even_and_key_heads_are_shared_where_there_are_fewer_than_rank
     assert parts(2, 8, 16) == [Span(0, 64, 128), Span(64, 64, 128)]
     assert parts(4, 2, 16, copies=True) == [Span(0, 16, 32), Span(0, 16, 32), Span(16, 16, 32), Span(16, 16, 32)]
     for count, options in ((6, {}), (2, {}), (3, {"copies": True})):
-        with pytest.raises(ConfigError, match=f"heads: {count} cannot be split over 4 ranks"):
+        with pytest.raises(ConfigError, match=f"--tensor-parallel 4: heads is {count}, which cannot be split"):
             parts(4, count, **options)
 
 

@@ -88,7 +88,7 @@ class Parallel:
         elif copies and ranks % count == 0:
             each = 1
         else:
-            raise ConfigError(f"{what}: {count} cannot be split over {ranks} ranks")
+            raise ConfigError(f"--tensor-parallel {ranks}: {what} is {count}, which cannot be split over so many ranks")
         return Span(self.tp.rank * count // ranks * width, each * width, count * width)
 
     def own_experts(self, count: int) -> Span:

@@ -16,12 +16,14 @@ from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
 from sapwood_worker.model.compiled_kernels import take_kernels
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
 from sapwood_worker.model.gpu import check_gpu, read_gpu
+from sapwood_worker.model.loader import read_config
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -106,6 +108,8 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     else:
         _ready_gpu(config, device)
     if first:
+        if place.size > 1 and not encodes:
+            _check_split(config, path)
         parallel = _meet(config, place, device)
     options = _runner_options(config, place, path, device, parallel)
     if encodes:
@@ -136,6 +140,20 @@ def _choose_device(config: WorkerConfig, place: Place) -> str:
         device = f"cuda:{place.rank % place.on_node}"
         torch.cuda.set_device(place.rank % place.on_node)
     return device
+
+
+def _check_split(config: WorkerConfig, path: Path) -> None:
+    """Refuses ranks that the model's heads or layers cannot be split over, before these meet and load."""
+    model, group = read_config(path)[1], Group()
+    group.size = 1 if config.data_parallel_attention else config.tensor_parallel
+    heads = Parallel(tp=group)
+    heads.shard("num_attention_heads", model.num_heads)
+    if model.latent is None:
+        heads.shard("num_key_value_heads", model.num_kv_heads, copies=True)
+    if config.pipeline_parallel > model.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel {config.pipeline_parallel}: num_hidden_layers is {model.num_layers}, fewer than stages"
+        )
 
 
 def _ready_gpu(config: WorkerConfig, device: str) -> None:

@@ -188,6 +188,46 @@ def test_a_method_whose_sums_are_wrong_on_one_rank_is_used_on_none(caplog: Any) 
         chosen(make, "one-shot")
 
 
+def test_what_a_method_gives_of_a_size_for_the_first_time_while_ranks_compile_it_is_not_judged() -> None:
+    class Compiled(Named):
+        seen: set[int] = set()  # noqa: RUF012 - both ranks'
+
+        def sum(self, x: Tensor) -> None:
+            super().sum(x)
+            if self._group.rank and len(x) not in self.seen:
+                self.seen.add(len(x))
+                x += 1
+
+    def make(group: ThreadGroup) -> list[Named]:
+        return [Named(group, "backend"), Compiled(group, "one-shot")]
+
+    assert "one-shot" in {each.method for each in chosen(make)[0][1]}
+
+
+def test_a_method_that_fails_on_one_rank_is_used_on_none_at_once(caplog: Any) -> None:
+    sums: list[int] = []
+
+    class Failing(Named):
+        def gather(self, x: Tensor) -> Tensor:
+            sums.append(self._group.rank)
+            if self._group.rank:
+                raise RuntimeError("it does not compile")
+            return torch.zeros(2, len(x))  # this rank has given up: the other has not come
+
+        def scatter_sum(self, x: Tensor) -> Tensor:
+            return x[:1]
+
+        def sum(self, x: Tensor) -> None:
+            pass
+
+    def make(group: ThreadGroup) -> list[Named]:
+        return [Named(group, "backend"), Failing(group, "one-shot")]
+
+    assert [words for words, _, _ in chosen(make)] == ["backend"] * 2
+    assert sorted(sums) == [0, 1], "the others do not wait for it again and again"
+    assert "one-shot is not used: rank 1: RuntimeError: it does not compile" in caplog.text
+
+
 def test_a_method_that_one_rank_does_not_have_is_used_on_none() -> None:
     def make(group: ThreadGroup) -> list[Named]:
         return slow_and_quick(group)[: 2 + group.rank]

@@ -1,4 +1,5 @@
-"""On several GPUs: tiny random models split over them answer as on one. Prints a line for each; exits 1 if one does not.
+"""On several GPUs: tiny random models split over them answer as on one. Prints a line for each as it comes; exits 1
+if one does not. On one GPU the models answer side by side, in a process each.
 
 float32: the greedy tokens are equal. bfloat16 (CUDA graphs, NCCL in them): log probabilities of a prompt are as near to float32's
 as one GPU's are, and tokens are those of one GPU up to where two were about as likely. Ways: every layer split (tp); of
@@ -8,10 +9,14 @@ DeepSeek-V3's layers, whole experts on each rank (ep), which may have requests o
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import tempfile
+import time
 from array import array
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +31,17 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
 
+BEGAN = time.monotonic()
 REQUESTS, TOKENS = 12, 48
 SPARSE = "deepseek-v3"
 TIE = 4
 """Log probabilities nearer than so many times what bfloat16 on one GPU differs by from float32 are a tie."""
+
+Case = tuple[str, str]
+"""A model's name and its dtype."""
 
 WAYS = {"tp": Split(), "ep": Split(whole_experts=True), "dp": Split(whole_experts=True, own_requests=True)}
 
@@ -104,7 +115,7 @@ def largest_gap(found: list[Answer], other: list[Answer]) -> float:
     return max(gaps)
 
 
-def verdict(case: tuple[str, str], split: list[Answer], alone: dict[tuple[str, str], list[Answer]]) -> tuple[bool, str]:
+def verdict(case: Case, split: list[Answer], alone: dict[Case, list[Answer]]) -> tuple[bool, str]:
     """Whether ranks answer as one GPU does, and by how much they differ.
 
     Args:
@@ -123,43 +134,90 @@ def verdict(case: tuple[str, str], split: list[Answer], alone: dict[tuple[str, s
     return fine, f"prompts differ from float32 by {mine:.2e}, on one GPU by {theirs:.2e}; tokens by {gap:.2e}"
 
 
+def alone_answers(given: dict[Case, Options], device: str) -> dict[Case, list[Answer]]:
+    """Answers on one GPU, of all models at once: most of the time is that of compilers."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 1
+    workers = len(given) if device == "cuda" else 2
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        found = {
+            pool.submit(answer_alone, options, device, number % gpus): case
+            for number, (case, options) in enumerate(given.items())
+        }
+        for each in as_completed(found):
+            say(f"{' '.join(found[each])} on one GPU: built in {each.result()[1]:.0f} s")
+        return {case: each.result()[0] for each, case in found.items()}
+
+
+def answer_alone(options: Options, device: str, gpu: int) -> tuple[list[Answer], float]:
+    """Answers, and the seconds in which the model was built."""
+    if device == "cuda":
+        torch.cuda.set_device(gpu)
+        device = f"cuda:{gpu}"
+        # It compiles by itself, beside the others.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[3 * gpu :][:3])
+    else:
+        torch.set_num_threads(1)
+    began = time.monotonic()
+    runner = build_runner(RunnerOptions(device=device, **options))
+    return answers(runner), time.monotonic() - began
+
+
+def say(what: str) -> None:
+    print(f"# {time.monotonic() - BEGAN:.0f} s: {what}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sizes", default="2", help="GPUs to split over (default: 2); in stages of a pipeline: 2x2 for 2 of 2."
     )
     parser.add_argument("--ways", default="tp", help="Of tp, ep and dp, which (default: tp).")
+    parser.add_argument("--models", default=f"llama,qwen3,gemma3,{SPARSE}", help="Which (default: %(default)s).")
+    parser.add_argument("--all-reduce", default="auto", help="What sums, as the worker takes it (default: auto).")
+    parser.add_argument(
+        "--attention-backend",
+        default="triton",
+        help="For bfloat16 on GPUs (default: triton, which compiles in seconds; flashinfer takes minutes, auto takes it).",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself.")
     arguments = parser.parse_args()
+    ways, names = arguments.ways.split(","), arguments.models.split(",")
+    sparse = {"ep", "dp"} & set(ways)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        cases: list[tuple[str, str]] = []
-        options: list[Options] = []
-        for name, model in {**models(), SPARSE: sparse_model()}.items():
+        given: dict[Case, Options] = {}
+        for name in names:
+            if not (sparse if name == SPARSE else "tp" in ways):
+                continue
             path = Path(folder) / name
-            model.save_pretrained(path)
+            (sparse_model() if name == SPARSE else models()[name]).save_pretrained(path)
             for dtype in ("float32", "bfloat16"):
-                cases.append((name, dtype))
                 sizes = {"num_pages": 512, "max_running": REQUESTS, "max_step_tokens": 256}
-                options.append({"model_path": path, "dtype": dtype, **sizes})
-        given = dict(zip(cases, options, strict=True))
-        with group_runners(1, options, arguments.device) as runners:
-            alone = dict(zip(cases, map(answers, runners), strict=True))
-        for way in arguments.ways.split(","):
-            wanted = [case for case in cases if (case[0] == SPARSE) == (way != "tp")]
+                given[name, dtype] = {"model_path": path, "dtype": dtype, **sizes}
+                if arguments.device == "cuda" and dtype == "bfloat16":
+                    given[name, dtype]["attention_backend"] = arguments.attention_backend
+        say(f"{len(given)} models are made")
+        alone = alone_answers(given, arguments.device)
+        for way in ways:
+            wanted = [case for case in given if (case[0] == SPARSE) == (way != "tp")]
+            split = replace(WAYS[way], all_reduce=arguments.all_reduce)
             for split_in in arguments.sizes.split(","):
                 tensor, _, stages = split_in.partition("x")
                 count = int(stages or 1)
-                with group_runners(
-                    int(tensor) * count, [given[case] for case in wanted], arguments.device, count, WAYS[way]
-                ) as runners:
-                    for case, split in zip(wanted, map(answers, runners), strict=True):
-                        fine, said = verdict(case, split, alone)
+                of_case = [given[case] for case in wanted]
+                with group_runners(int(tensor) * count, of_case, arguments.device, count, split) as runners:
+                    say(f"{split_in} ranks have met, {way}")
+                    for case in wanted:
+                        runner = next(runners)
+                        say(f"{' '.join(case)} on {split_in} GPUs is built; sums: {runner.info.all_reduce.words}")
+                        fine, said = verdict(case, answers(runner), alone)
                         wrong += not fine
                         print(
                             f"{'ok' if fine else 'WRONG'}: {' '.join(case)} on {split_in} GPUs, {way}: {said}",
                             flush=True,
                         )
+    say(f"{wrong} wrong")
     return 1 if wrong else 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -59,7 +61,7 @@ def group_runners(
     size: int, models: Sequence[Options], device: str = "cuda", stages: int = 1, split: Split = Split()
 ) -> Iterator[Iterator[LoadedRunner]]:
     """The runners of models over so many GPUs, one after another, in so many stages; with one GPU there are no other processes.
-    Or ``cpu``."""
+    Or ``cpu``. Each is built when it is asked for."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"
         context = multiprocessing.get_context("spawn")
@@ -75,8 +77,8 @@ def group_runners(
         for process in processes:
             process.start()
         try:
-            runners = _build(Place(0, size, rendezvous), stages, models, device, split)
-            yield _lead(runners, [[here for here, _ in ways] for ways in pipes])
+            build = _join(Place(0, size, rendezvous), stages, device, split)
+            yield _lead(map(build, models), [[here for here, _ in ways] for ways in pipes])
         finally:
             for ways in pipes:
                 for here, there in ways:
@@ -89,7 +91,7 @@ def group_runners(
                 dist.destroy_process_group()
 
 
-def _lead(runners: list[ModelRunner], followers: list[list[Connection]]) -> Iterator[LoadedRunner]:
+def _lead(runners: Iterable[ModelRunner], followers: list[list[Connection]]) -> Iterator[LoadedRunner]:
     for number, runner in enumerate(runners):
         ways = [each[number] for each in followers]
         leader = GroupRunner if runner.info.attention_ranks == 1 else SplitRequestsRunner
@@ -101,11 +103,14 @@ def _lead(runners: list[ModelRunner], followers: list[list[Connection]]) -> Iter
 def _follow(
     place: Place, stages: int, models: Sequence[Options], device: str, split: Split, leader: list[Connection]
 ) -> None:
-    for runner, way in zip(_build(place, stages, models, device, split), leader, strict=True):
-        follow(runner, way)
+    build = _join(place, stages, device, split)
+    for model, way in zip(models, leader, strict=True):
+        follow(build(model), way)
 
 
-def _build(place: Place, stages: int, models: Sequence[Options], device: str, split: Split) -> list[ModelRunner]:
+def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Options], ModelRunner]:
+    """Meets the other ranks; returns what builds a runner."""
+    faulthandler.register(signal.SIGTERM, chain=True)  # where it hangs, if a time limit ends it
     if split.uniform_tokens:
         from uniform_routing import route_uniformly  # it needs Triton
 
@@ -128,7 +133,7 @@ def _build(place: Place, stages: int, models: Sequence[Options], device: str, sp
     choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
     if split.diverging_rank == place.rank:
         _diverge(parallel.tp)
-    return [build_runner(RunnerOptions(device=device, parallel=parallel, **each)) for each in models]
+    return lambda model: build_runner(RunnerOptions(device=device, parallel=parallel, **model))
 
 
 def _diverge(group: Group) -> None:

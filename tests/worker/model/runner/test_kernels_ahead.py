@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.compiled.side_by_side import Kernel
 from sapwood_testing.worker.eager_graphs import EagerGraphs, with_graphs
-from sapwood_worker.model.runner import kernels_ahead
+from sapwood_testing.worker.split_models import SHAPE
+from sapwood_testing.worker.steps import Part, step_for
+from sapwood_worker.model.distributed.torch_group import join_groups
+from sapwood_worker.model.runner import builder, kernels_ahead
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
+from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.step import Step
 
 
 class FakeCompilers:
@@ -69,6 +77,51 @@ def test_a_start_that_came_to_its_end_is_remembered(
     for _ in range(2):
         build_runner(options)
     assert [each is None for each in begun] == [False, True]
+
+
+def over_ranks(rank: int, path: Path, folder: Path) -> None:
+    """A process: a rank that builds its part as on a GPU, where the first rehearses alone; keeps what it says of a prompt."""
+    torch.set_num_threads(1)
+    parallel = join_groups(rank, tensor=2, rendezvous=f"file://{folder}/meeting", backend="gloo", timeout=60)
+    begin, rehearse = KernelsAhead.begin, builder._Builder._rehearse
+    rehearsed = []
+
+    def rehearsed_here(self: Any) -> None:
+        rehearse(self)
+        rehearsed.append(rank)
+
+    device = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        patch.setattr(kernels_ahead, "Compilers", FakeCompilers)
+        patch.setattr(kernels_ahead, "this_machine", dict)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(KernelsAhead, "begin", lambda options, ops: begin(options, device, cores=16))
+        patch.setattr(builder._Builder, "_rehearse", rehearsed_here)
+        runner = build_runner(
+            RunnerOptions(
+                model_path=path, num_pages=32, max_running=4, threads=1, max_step_tokens=64, parallel=parallel
+            )
+        )
+    assert rehearsed == [0] * (rank == 0)
+    torch.save(runner.logits(prompt(runner)), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def prompt(runner: ModelRunner) -> Step:
+    table = np.arange(4, dtype=np.int32).reshape(1, 4)
+    return step_for(runner.info, 0, table, [Part(0, [3, 5, 7, 9], 0, True, SamplingParams())])
+
+
+@pytest.mark.slow
+def test_of_ranks_that_share_layers_the_first_rehearses_alone_for_all(tiny_model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    path = tiny_model("llama", **SHAPE).path
+    torch.multiprocessing.spawn(over_ranks, (path, tmp_path), nprocs=2)
+    alone = build_runner(RunnerOptions(model_path=path, num_pages=32, max_running=4, threads=1))
+    expected = alone.logits(prompt(alone))
+    for rank in range(2):
+        assert torch.allclose(torch.load(tmp_path / f"{rank}.pt"), expected, atol=1e-4)
 
 
 def test_a_start_after_a_kernel_has_changed_looks_again(

@@ -47,21 +47,22 @@ class KernelsAhead:
         """Starts the processes; None: nothing is to be compiled here, or not so.
 
         Args:
-            options: The model's. Ranks that compute together compile as they go: one would wait for another; so do models with
-                experts.
+            options: The model's. Of ranks that share layers the first of a host compiles for all of them; stages compile as they
+                go, and so do models with experts.
             ops: The operations of the device.
             cores: The processors there are; None: they are counted, by a container's limit too.
         """
         count = min(_MOST_COMPILERS, (usable_cores() if cores is None else cores) // 2)
         config = options.model_path / "config.json"
-        alone = options.parallel.tp.size == options.parallel.pp.size == 1
-        if ops.device.type != "cuda" or not alone or count < 2 or not config.is_file():
+        ranks = options.parallel.tp
+        first = ranks.rank % max(1, ranks.size // options.nodes) == 0 and options.parallel.pp.size == 1
+        if ops.device.type != "cuda" or not first or count < 2 or not config.is_file():
             return None
         if read_hf_config(options.model_path)[1].sparse is not None:  # some of their kernels read where others say
             return None
         facts = this_machine()
         given = [getattr(options, each.name) for each in fields(options) if each.name not in _NO_MATTER]
-        known = hashlib.sha256(repr((sorted(facts.items()), given)).encode() + config.read_bytes())
+        known = hashlib.sha256(repr((sorted(facts.items()), given, ranks.size)).encode() + config.read_bytes())
         for source in sorted(_SOURCES.rglob("*.py")):  # a kernel that has changed is to be compiled again
             known.update(source.read_bytes())
         mark = places.triton_cache() / f"sapwood-{known.hexdigest()[:32]}"

@@ -3,7 +3,8 @@ if one does not. On one GPU the models answer side by side, in a process each.
 
 float32: the greedy tokens are equal. bfloat16 (CUDA graphs, NCCL in them): log probabilities of a prompt are as near to float32's
 as one GPU's are, and tokens are those of one GPU up to where two were about as likely. Ways: every layer split (tp); of
-DeepSeek-V3's layers, whole experts on each rank (ep), which may have requests of its own as well (dp).
+DeepSeek-V3's layers, whole experts on each rank (ep), which may have requests of its own as well (dp), whose rows may go to the
+ranks of their experts only (direct; in float8: direct-float8, of which only prompts are compared, as nothing else rounds so).
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ TIE = 4
 Case = tuple[str, str]
 """A model's name and its dtype."""
 
-WAYS = {"tp": Split(), "ep": Split(whole_experts=True), "dp": Split(whole_experts=True, own_requests=True)}
+OWN = Split(whole_experts=True, own_requests=True)
+WAYS = {
+    "tp": Split(), "ep": Split(whole_experts=True), "dp": OWN, "direct": replace(OWN, dispatch="direct"),
+    "direct-float8": replace(OWN, dispatch="direct-float8"),
+}  # fmt: skip
 
 
 def sparse_model() -> transformers.PreTrainedModel:
@@ -94,6 +99,13 @@ def answers(runner: LoadedRunner) -> list[Answer]:
     return found
 
 
+def exchanged(runner: LoadedRunner) -> float:
+    """Bytes that ranks have given each other for experts, as a part of those where all rows go to all ranks."""
+    assert runner.experts is not None
+    tokens = sum(map(sum, runner.experts()()))
+    return runner.exchanged_bytes(tokens) / (tokens * runner.info.expert_exchange)
+
+
 def distance(found: list[Answer], other: list[Answer]) -> float:
     """Root mean square difference of the prompts' log probabilities."""
     pairs = [
@@ -115,16 +127,21 @@ def largest_gap(found: list[Answer], other: list[Answer]) -> float:
     return max(gaps)
 
 
-def verdict(case: Case, split: list[Answer], alone: dict[Case, list[Answer]]) -> tuple[bool, str]:
+def verdict(case: Case, way: str, split: list[Answer], alone: dict[Case, list[Answer]]) -> tuple[bool, str]:
     """Whether ranks answer as one GPU does, and by how much they differ.
 
     Args:
         case: The model and the dtype.
+        way: How they share it.
         split: Answers of the ranks.
         alone: Those of one GPU.
     """
     name, dtype = case
     exact, one = alone[name, "float32"], alone[case]
+    if way == "direct-float8":
+        mine, theirs = distance(split, exact), distance(alone[name, "bfloat16"], exact)
+        said = f"prompts differ from float32 by {mine:.2e}, in bfloat16 on one GPU by {theirs:.2e}"
+        return mine <= 1.5 * theirs, said
     if dtype == "float32":
         fine = [each.tokens for each in split] == [each.tokens for each in one]
         return fine, f"prompts differ by {distance(split, one):.2e}"
@@ -172,7 +189,7 @@ def main() -> int:
     parser.add_argument(
         "--sizes", default="2", help="GPUs to split over (default: 2); in stages of a pipeline: 2x2 for 2 of 2."
     )
-    parser.add_argument("--ways", default="tp", help="Of tp, ep and dp, which (default: tp).")
+    parser.add_argument("--ways", default="tp", help=f"Of {', '.join(WAYS)}, which (default: tp).")
     parser.add_argument("--models", default=f"llama,qwen3,gemma3,{SPARSE}", help="Which (default: %(default)s).")
     parser.add_argument("--all-reduce", default="auto", help="What sums, as the worker takes it (default: auto).")
     parser.add_argument(
@@ -183,12 +200,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself.")
     arguments = parser.parse_args()
     ways, names = arguments.ways.split(","), arguments.models.split(",")
-    sparse = {"ep", "dp"} & set(ways)
     wrong = 0
+    if unknown := set(ways) - set(WAYS):
+        parser.error(f"--ways: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as folder:
         given: dict[Case, Options] = {}
         for name in names:
-            if not (sparse if name == SPARSE else "tp" in ways):
+            if not (set(ways) - {"tp"} if name == SPARSE else "tp" in ways):
                 continue
             path = Path(folder) / name
             (sparse_model() if name == SPARSE else models()[name]).save_pretrained(path)
@@ -211,7 +229,9 @@ def main() -> int:
                     for case in wanted:
                         runner = next(runners)
                         say(f"{' '.join(case)} on {split_in} GPUs is built; sums: {runner.info.all_reduce.words}")
-                        fine, said = verdict(case, answers(runner), alone)
+                        fine, said = verdict(case, way, answers(runner), alone)
+                        if "direct" in way and not (fewer := exchanged(runner)) < 1:
+                            fine, said = False, f"rows went to all ranks: {fewer:.2f} of their bytes"
                         wrong += not fine
                         print(
                             f"{'ok' if fine else 'WRONG'}: {' '.join(case)} on {split_in} GPUs, {way}: {said}",

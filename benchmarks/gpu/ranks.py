@@ -114,7 +114,7 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
     if split.uniform_tokens:
         from uniform_routing import route_uniformly  # it needs Triton
 
-        route_uniformly(split.uniform_tokens)
+        route_uniformly(split.uniform_tokens, 0 if split.dispatch == "gather" else place.rank)
     if device == "cuda":
         torch.cuda.set_device(place.rank)
         device = f"cuda:{place.rank}"

@@ -12,21 +12,25 @@ from sapwood_kernels.ops.cuda import CudaOps
 from sapwood_kernels.ops.device import RouteTokens
 
 
-def route_uniformly(most_tokens: int) -> None:
+def route_uniformly(most_tokens: int, rank: int = 0) -> None:
     """From now on models on a GPU choose experts by random numbers, the same in each step, in place of their router's logits.
 
     Logits are computed all the same. Ranks that make the same models choose the same. A row of a step chooses the same experts in
     every step, so that the load of decodes is as even as one step's is: of B rows by chance, of one row not at all.
 
     Args:
-        most_tokens: Of a step.
+        most_tokens: Of a step, of all ranks.
+        rank: Where ranks choose for rows of their own, whose: rows of others choose others.
     """
     router, made = CudaOps.router, count()
 
-    def uniform(ops: CudaOps, routing: Routing, correction: Tensor | None, counts: Tensor) -> RouteTokens:
-        choose = router(ops, routing, correction, counts)
+    def uniform(
+        ops: CudaOps, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1
+    ) -> RouteTokens:
+        choose = router(ops, routing, correction, counts, ranks)
+        before = rank if ranks == 1 else 0  # else each rank chooses for the rows of all
         numbers = torch.Generator(ops.device).manual_seed(next(made))
         noise = torch.rand(most_tokens, routing.experts, device=ops.device, generator=numbers)
-        return lambda logits: choose(noise[: len(logits)])
+        return lambda logits: choose(noise[before * len(logits) : (before + 1) * len(logits)])
 
     CudaOps.router = uniform  # type: ignore[method-assign]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 _ROOT = Path(__file__).parents[2]
 # What lies deeper are the processes that these start.
@@ -40,3 +42,36 @@ def test_a_run_over_ranks_checks_them_against_each_other(tmp_path: Path, flags: 
     assert sound.returncode == 0 and "all ranks" in sound.stdout, sound.stderr
     assert diverging.returncode == 1 and "all ranks" not in diverging.stdout
     assert f"rank 1 diverged: in step 0 it {found}" in diverging.stderr
+
+
+UNIFORM = """
+import sys
+
+import torch
+
+sys.path.insert(0, sys.argv[1])
+from uniform_routing import route_uniformly
+
+from sapwood_kernels.experts.routing import Routing
+from sapwood_kernels.ops.cuda import CudaOps
+
+routing, kept = Routing(16, 4), CudaOps.router
+
+
+def chosen(rank, ranks):
+    route_uniformly(64, rank)
+    route = CudaOps(torch.device("cpu")).router(routing, None, torch.zeros(16, dtype=torch.int64), ranks)
+    CudaOps.router = kept
+    return route(torch.zeros(8, 16))[0].tolist()
+
+
+own = [chosen(rank, 1) for rank in range(2)]
+assert own[0] != own[1] and own[0] == chosen(0, 2) == chosen(1, 2)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are a CPU's, which the interpreter takes")
+def test_uniform_routing_chooses_alike_for_all_ranks_rows_and_otherwise_for_each_ranks_own() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    interpreted = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", UNIFORM, _ROOT / "benchmarks/gpu"], check=True, env=interpreted, timeout=120)

@@ -9,6 +9,7 @@ measured through whole requests, for when time is short. Prints one JSON object 
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections import deque
@@ -196,6 +197,12 @@ class Engine:
         return {"steady": seconds / steps * 1000, "host": host / steps * 1000}
 
 
+def since_process_start() -> float:
+    """Seconds that this process has run, its imports too."""
+    began = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+
 def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randint(10, 99999) for _ in range(length)] for _ in range(count)]
@@ -300,7 +307,7 @@ def main() -> None:
         expert_tuning=arguments.expert_tuning, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
-        split=split, device=arguments.device,
+        split=split, device=arguments.device, kernels_wait=not arguments.as_a_worker,
     )  # fmt: skip
     variant = variant_of(arguments)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
@@ -308,6 +315,8 @@ def main() -> None:
     bench.report("start-up", engine.start_seconds, "s")
     info = engine.runner.info
     bench.report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
+    engine.generate(prompts_of(1, 16, seed=1), [1])
+    bench.report("start-up to first token", since_process_start(), "s")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if wanted & {"decode", "steady"}:
         for batch in map(int, arguments.batches.split(",")):

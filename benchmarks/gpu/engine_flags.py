@@ -45,6 +45,11 @@ def parse_arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--attention-backend", default="auto", help="As the worker takes it (default: auto).")
     parser.add_argument(
+        "--as-a-worker",
+        action="store_true",
+        help="Does not wait for FlashInfer's libraries, as a worker does not: until they are compiled Triton computes prompts.",
+    )
+    parser.add_argument(
         "--routing", choices=("own", "uniform"), default="own", help="How tokens get experts (default: own)."
     )
     parser.add_argument(

@@ -41,6 +41,8 @@ SPLITS = {
     "pipeline": ("--pipeline-parallel", "2"),
     "four": ("--tensor-parallel", "2", "--pipeline-parallel", "2"),
     "own requests": ("--tensor-parallel", "2", "--data-parallel-attention"),
+    "queued": ("--tensor-parallel", "2", "--as-on-gpus"),
+    "queued own requests": ("--tensor-parallel", "2", "--data-parallel-attention", "--as-on-gpus"),
 }
 
 
@@ -57,6 +59,9 @@ SPLITS = {
         ("pipeline", [(1, "loop"), (0, "blocked")]),
         ("own requests", [(0, "loop"), (1, "blocked")]),
         ("four", [(2, "loop"), (1, "blocked")]),
+        ("queued", [(0, "loop"), (1, "blocked")]),
+        ("queued", [(0, "blocked with the lock"), (1, "computing")]),
+        ("queued own requests", [(0, "blocked"), (1, "loop")]),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
@@ -76,7 +81,7 @@ def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
             streams = [ask(stub, 900, number) for number in range(3)]
             for stream in streams:
                 next(stream)
-            (tmp_path / str(rank)).write_text(how)
+            (tmp_path / f"{'launch-' * split.startswith('queued')}{rank}").write_text(how)
             for stream in streams:
                 with pytest.raises(grpc.RpcError) as lost:
                     list(stream)
@@ -85,3 +90,23 @@ def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
             assert answer(stub) == expected
     said = (tmp_path / "log").read_text()
     assert "hanging_model.py" in said, "the stacks say where"
+
+
+@pytest.mark.slow
+def test_a_device_that_hangs_with_a_step_that_all_ranks_have_launched_ends_the_group(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    flags = [*SPLITS["queued"], "--num-pages", "240", "--no-structured-output", "--threads", "1"]
+    flags += ["--hang-folder", str(tmp_path)]
+    module = "sapwood_testing.worker.ranks.hanging_worker"
+    with worker(path, tmp_path / "log", *flags, module=module) as stub:
+        expected = answer(stub)
+        stream = ask(stub, 900)
+        next(stream)
+        (tmp_path / "1").write_text("blocked")
+        with pytest.raises(grpc.RpcError) as lost:
+            list(stream)
+        assert lost.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "the ranks' devices hang" in str(lost.value.details())
+        assert answer(stub) == expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,19 @@ from pydantic import Field
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.runner.factory import make_runner as make_real_runner
 from sapwood_worker.records.ranks.place import ALONE, Place
+from sapwood_worker.records.ranks.waits import Waits
+from sapwood_worker.records.step import LaunchedStep, Step
+from sapwood_worker.records.step_wire import encode, read
 
 
 class HangingWorkerConfig(WorkerConfig):
     """A worker's configuration, and what makes it hang."""
 
     hang_folder: Path = Field(
-        description="A rank that finds a file there with its number removes it and hangs as it says."
+        description="A rank that finds a file there with its number removes it and hangs as it says: in the middle of a step or, "
+        "if the file's name begins with launch-, while it launches one."
     )
+    as_on_gpus: bool = Field(False, description="Steps are queued, and computed by a thread of their own.")
 
 
 def _loop() -> None:
@@ -38,8 +45,9 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 
 def make_runner(config: HangingWorkerConfig, place: Place = ALONE) -> Any:
-    """The real runner, which hangs in the middle of a step, before the last layer."""
-    runner: Any = make_real_runner(config, place)
+    """The real runner, which hangs in the middle of a step, before the last layer, or while it launches one."""
+    # What a GPU exchanges its host does not show.
+    runner: Any = make_real_runner(config, replace(place, waits=Waits()) if config.as_on_gpus else place)
     last = runner._model.layers[-1]
     forward = last.forward
 
@@ -48,7 +56,21 @@ def make_runner(config: HangingWorkerConfig, place: Place = ALONE) -> Any:
         return forward(*arguments)
 
     last.forward = hang_or_compute
+    if config.as_on_gpus:
+        _queue(runner, config.hang_folder / f"launch-{place.rank}")
     return runner
+
+
+def _queue(runner: Any, told: Path) -> None:
+    """Has a thread compute what is launched, in order, as a GPU does; the host goes on."""
+    compute, device = runner.launch, ThreadPoolExecutor(1, thread_name_prefix="device")
+
+    def launch(step: Step) -> LaunchedStep:
+        _hang(told)
+        kept = read(encode(step))  # its arrays are not read any more once it is launched
+        return device.submit(lambda: compute(kept).result())
+
+    runner.launch, runner.asynchronous = launch, True
 
 
 def _hang(told: Path) -> None:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood_worker.ipc.standing import Standing, hung
-from sapwood_worker.records.ranks.waits import AT_REST, Shown
+from sapwood_worker.ipc.standing import Standing, hung, stuck
+from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, Shown
 
 
 def at(
-    rank: int, waits_for: int, seconds: float, *, entered: int = 7, last: float = 0.1, allowed: float = 30.0
+    rank: int,
+    waits_for: int,
+    seconds: float,
+    *,
+    entered: int = 7,
+    last: float = 0.1,
+    allowed: float = 30.0,
+    launched: int = 0,
 ) -> Standing:
-    return Standing(rank, Shown(99, entered, waits_for, last, allowed), seconds)
+    return Standing(rank, Shown(99, entered, waits_for, last, allowed, launched), seconds)
+
+
+def ahead(rank: int, waits_for: int, launched: int, seconds: float = 2.0, allowed: float = 0.2) -> Standing:
+    """A rank whose device computes by itself."""
+    return at(rank, waits_for, seconds, allowed=allowed, launched=launched)
 
 
 COMPUTES = 0
@@ -50,3 +62,46 @@ def test_after_each_rank_that_hung_all_get_twice_the_time() -> None:
     standings = [at(0, 0b10, 2.9), at(1, COMPUTES, 2.9)]
     assert hung(standings, 2, 1.0) is standings[1]
     assert hung(standings, 2, 2.0) is None
+
+
+@pytest.mark.parametrize(
+    ("standings", "who"),
+    [
+        ([ahead(0, 0b10, 9), ahead(1, COMPUTES, 8)], 1),  # the leader waits for its report
+        ([ahead(0, COMPUTES, 8), ahead(1, 0b01, 9)], 0),
+        ([ahead(0, 0b10, 9), ahead(1, DEVICE, 9), ahead(2, COMPUTES, 8)], 2),
+        ([ahead(0, DEVICE, 9), ahead(1, AT_REST, 8)], 1),  # it has not taken the step
+        ([ahead(0, AT_REST, 9), ahead(1, COMPUTES, 8)], 1),
+        ([ahead(0, AT_REST, 9), ahead(1, 0b01, 9)], None),  # the leader carries out what operators ask for
+        ([ahead(0, 0b10, 9), ahead(1, COMPUTES, 8, 1.0)], None),  # it has come further since
+        ([ahead(0, 0b10, 9, 1.0), ahead(1, COMPUTES, 8)], None),  # nobody has waited for so long
+        ([ahead(0, 0b10, 9, allowed=2.5), ahead(1, COMPUTES, 8)], None),  # it has compiled for long itself
+        ([ahead(0, 0b10, 9), ahead(1, COMPUTES, 8, allowed=30.0)], None),  # a step as large has never been
+        ([ahead(0, COMPUTES, 9), ahead(1, COMPUTES, 8)], None),  # both launch
+        ([ahead(0, 0b10, 9), ahead(1, COMPUTES, 9)], None),  # it has launched as much: its device may be waited for
+        ([ahead(0, 0b10, 9), ahead(1, DEVICE, 8)], None),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_of_ranks_with_devices_one_hangs_that_launches_still_what_another_has_launched(
+    standings: list[Standing], stage: int, who: int | None
+) -> None:
+    found = hung(standings, stage, 1.0)
+    assert (None if found is None else found.rank) == who
+
+
+@pytest.mark.parametrize(
+    ("standings", "seconds"),
+    [
+        ([ahead(0, 0b10, 9, 33.0), ahead(1, DEVICE, 9, 31.0)], 31.0),
+        ([ahead(0, DEVICE, 9, 31.0), ahead(1, COMPUTES, 9, 40.0)], 31.0),
+        ([ahead(0, 0b10, 9, 33.0), ahead(1, DEVICE, 9, 29.0)], None),
+        ([ahead(0, 0b10, 9, 33.0), ahead(1, DEVICE, 9, 33.0, allowed=40.0)], None),  # such steps take long
+        ([ahead(0, 0b10, 9, 33.0), ahead(1, DEVICE, 8, 33.0)], None),  # one has not launched it
+        ([ahead(0, AT_REST, 9, 99.0), ahead(1, 0b01, 9, 99.0)], None),  # no device is waited for
+        ([at(0, 0b10, 99.0), at(1, COMPUTES, 99.0)], None),
+    ],
+)
+def test_devices_hang_together_where_all_ranks_have_launched(standings: list[Standing], seconds: float | None) -> None:
+    assert stuck(standings, 1.0) == seconds
+    assert stuck(standings, 2.0) is None

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import msgspec
 
 from sapwood_worker.ipc.rank import Rank
-from sapwood_worker.records.ranks.waits import AT_REST, Shown
+from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, Shown
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LEAST_SECONDS = 1.5
 """Seconds that a rank may always take, whatever the others took."""
+_LEAST_DEVICE_SECONDS = 30.0
+"""Seconds that devices may always take for a step which all ranks have launched."""
 _MARGIN = 4.0
 """How many times as long as the others a rank may take for the same."""
 
@@ -67,6 +69,7 @@ def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing
 
     Ranks of a stage compute the same: one that is behind the others by far more than they took hangs, however long a step takes.
     Of ranks that compute different things, as those of two stages do, it is compared with what it took itself for other steps.
+    So are ranks whose devices compute: there the one hangs that is still launching a step which another has launched.
 
     Args:
         standings: Of all ranks.
@@ -74,21 +77,45 @@ def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing
         patience: Factor of all limits.
     """
     for waiting in standings:
-        wanted = waiting.shown.waits_for
-        if wanted in (0, AT_REST):
-            continue
         for rank in standings:
-            if not wanted >> rank.rank & 1:
-                continue
             alike = rank.rank // stage == waiting.rank // stage
-            limit = patience * max(_LEAST_SECONDS, _MARGIN * waiting.shown.last if alike else rank.shown.allowed)
-            if min(rank.seconds, waiting.seconds) >= limit and _is_behind(rank, waiting, alike=alike):
+            if waiting.shown.launched:
+                limit = max(waiting.shown.allowed, rank.shown.allowed)
+                behind = _launches_still(rank.shown, waiting.shown)
+            else:
+                limit = _MARGIN * waiting.shown.last if alike else rank.shown.allowed
+                behind = _is_waited_for(rank, waiting, alike=alike)
+            if behind and min(rank.seconds, waiting.seconds) >= patience * max(_LEAST_SECONDS, limit):
                 return rank
     return None
 
 
-def _is_behind(rank: Standing, waiting: Standing, *, alike: bool) -> bool:
-    """Whether it waits for nobody, or for what those who wait for it have done long ago."""
+def stuck(standings: Sequence[Standing], patience: float) -> float | None:
+    """Seconds for which no device has come further, where one is waited for that has had all ranks' work for far too long; None:
+    there is no such. Which of them is at fault the hosts cannot tell.
+
+    Args:
+        standings: Of all ranks.
+        patience: Factor of all limits.
+    """
+    if not any(each.shown.waits_for == DEVICE for each in standings):
+        return None
+    seconds = min(each.seconds for each in standings)
+    limit = max(_LEAST_DEVICE_SECONDS, *(each.shown.allowed for each in standings))
+    launched = {each.shown.launched for each in standings}
+    return seconds if len(launched) == 1 and seconds >= patience * limit else None
+
+
+def _launches_still(rank: Shown, other: Shown) -> bool:
+    """Whether it has not yet launched a step that another has launched, which does not compute itself."""
+    return rank.launched < other.launched and rank.waits_for in (0, AT_REST) and other.waits_for != 0
+
+
+def _is_waited_for(rank: Standing, waiting: Standing, *, alike: bool) -> bool:
+    """Whether another waits for it while it waits for nobody, or for what those who wait for it have done long ago."""
+    wanted = waiting.shown.waits_for
+    if wanted in (0, AT_REST) or not wanted >> rank.rank & 1:
+        return False
     if rank.shown.waits_for in (0, AT_REST):
         # The leader at rest carries out what operators ask for, which may take long.
         return rank.rank > 0 or rank.shown.waits_for == 0

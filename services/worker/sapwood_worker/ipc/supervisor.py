@@ -12,7 +12,7 @@ from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
 from sapwood_worker.ipc.pauses import Pauses
 from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, RankSilence
-from sapwood_worker.ipc.standing import RankStanding, hung
+from sapwood_worker.ipc.standing import RankStanding, hung, stuck
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo
 
@@ -148,9 +148,13 @@ class Supervisor:
             if _end_if_lost(process, silences, LOST_AFTER):
                 return
             found = [*(each.check() for each in standings), *process.standings_elsewhere]
-            if (rank := hung(found, process.alike, self._patience)) is not None:
+            rank, seconds = hung(found, process.alike, self._patience), stuck(found, self._patience)
+            if rank is not None or seconds is not None:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)  # were it only slow, it would be so again
-                await process.end_hung(rank.rank, rank.seconds)
+                if rank is not None:
+                    await process.end_hung(rank.rank, rank.seconds)
+                else:
+                    process.kill(f"the ranks' devices hang: all {process.size} have had a step for {seconds:.1f} s")
                 return
             if worst > self._restart:
                 logger.error("nothing done for %.1f s: its process is ended", worst)

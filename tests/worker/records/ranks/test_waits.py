@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sapwood_worker.records.ranks.waits import AT_REST, WAITS_BYTES, Shown, Waits
+import pytest
+
+from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, WAITS_BYTES, Shown, Waits
 
 OTHERS = 0b1010
 
@@ -44,3 +46,26 @@ def test_a_computation_may_take_four_times_what_others_of_its_size_took_or_small
         with waits.step(tokens):
             found[tokens] = Shown.of(memory).allowed
     assert found == {1: 0.5, 2: 1.0, 31: 2.0, 32: 4.0, 256: 32.0}
+
+
+def test_a_rank_whose_device_computes_counts_what_it_has_launched_and_how_long_both_took() -> None:
+    now = 0.0
+    memory = bytearray(WAITS_BYTES)
+    waits = Waits(memory, lambda: now)
+    with pytest.raises(RuntimeError), waits.launch(8, asynchronous=True):
+        assert Shown.of(memory).launched == 0
+        now += 0.5
+        raise RuntimeError("it fails, and is over")
+    assert Shown.of(memory).launched == 1
+    with waits.on(0), waits.on(DEVICE):
+        assert Shown.of(memory).waits_for == DEVICE
+        now += 3.0
+    assert Shown.of(memory).allowed == 30.0
+    with waits.launch(8, asynchronous=True):
+        assert Shown.of(memory).allowed == 12.0, "the device's time counts"
+        now += 5.0
+    shown = Shown.of(memory)
+    assert (shown.launched, shown.allowed) == (2, 20.0), "others that launch the same may take as long"
+    with waits.launch(8, asynchronous=False):
+        pass
+    assert Shown.of(memory).launched == 2

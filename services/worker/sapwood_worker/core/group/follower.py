@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
-from sapwood_worker.records.ranks.waits import AT_REST, Waits
+from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, Waits
 from sapwood_worker.records.step import DeferredStep, LaunchedStep, Masks, ReadyMasks, Runner, Step
 from sapwood_worker.records.step_wire import read, read_masks
 
@@ -36,8 +37,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
     Args:
         runner: This rank's part of the model.
         leader: Brings steps.
-        waits: Shows whether this rank waits for the leader, unless its runner is asynchronous: then ranks wait for their devices.
-            None: nobody looks.
+        waits: Shows whether this rank waits for the leader or its device. None: nobody looks.
 
     Raises:
         Exception: What a step failed with, here alone.
@@ -46,8 +46,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
     whole = runner.info.attention_ranks > 1
     lanes, unasked = runner.info.lanes > 1, 0
-    if waits is None or runner.asynchronous:
-        waits = Waits()
+    waits = waits or Waits()
     while True:
         try:
             with waits.on(_LEADER if launched else AT_REST):
@@ -59,10 +58,12 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
                 unasked -= 1
             else:
                 with waits.on(0):
-                    leader.send_bytes(_report(*launched.popleft(), whole=whole).to_bytes())
+                    with waits.on(DEVICE) if runner.asynchronous else nullcontext():
+                        report = _report(*launched.popleft(), whole=whole)
+                    leader.send_bytes(report.to_bytes())
             continue
         step = read(bytearray(message))
-        with waits.step(len(step.token_ids)):
+        with waits.launch(len(step.token_ids), asynchronous=runner.asynchronous):
             if len(step.masked):
                 coming = _ComingMasks(leader, len(step.masked), waits)
                 step.masks = coming if not lanes else ReadyMasks(coming.result())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.group.follower import COLLECT, READY, finished
 from sapwood_worker.core.group.report import RankReport
-from sapwood_worker.records.ranks.waits import Waits
+from sapwood_worker.records.ranks.waits import DEVICE, Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankGoneError, RankLostError
+
+ResultT = TypeVar("ResultT")
 
 _ALONE_SECONDS = 1.0
 """Seconds that followers get to report a step that has failed here."""
@@ -22,8 +26,7 @@ class Followers:
     Args:
         ways: The ways to them; their models are waited for.
         asynchronous: Whether steps are computed while their leader goes on.
-        waits: Shows which of them the leader waits for, unless they are asynchronous: then ranks wait for their devices. None:
-            nobody looks.
+        waits: Shows which of them the leader waits for, or that it waits for its device. None: nobody looks.
 
     Attributes:
         waits: The same, or one at which nobody looks.
@@ -33,7 +36,7 @@ class Followers:
     """
 
     def __init__(self, ways: Sequence[Connection], waits: Waits | None, *, asynchronous: bool) -> None:
-        self.waits = Waits() if waits is None or asynchronous else waits
+        self.waits = waits or Waits()
         self._ways = ways
         self._asynchronous = asynchronous
         for rank, way in enumerate(ways, 1):
@@ -76,7 +79,8 @@ class Followers:
         if failed and (len(failed) < len(reports) or (self._asynchronous and not isinstance(launched, Exception))):
             raise RankLostError("rank {} failed: {}".format(*failed[0]))
         try:
-            output = _result(launched)
+            with self.waits.on(DEVICE) if self._asynchronous else nullcontext():
+                output = _result(launched)
         except Exception as error:
             if failed:
                 raise
@@ -85,6 +89,15 @@ class Followers:
             if report.error:
                 raise RankLostError(f"rank {rank} failed: {report.error}")
         return output, reports
+
+    def shown(self, ask: Callable[[], ResultT]) -> Callable[[], ResultT]:
+        """A call that waits for the device, and shows it."""
+
+        def asked() -> ResultT:
+            with self.waits.on(DEVICE):
+                return ask()
+
+        return asked
 
     def _report_of(self, rank: int, launched: LaunchedStep | Exception) -> RankReport:
         """A follower's report: it comes when the step is over there, which it never is if this rank alone has failed."""

@@ -41,16 +41,17 @@ class GroupRunner:
     """
 
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
+        self._followers = group = Followers(followers, waits, asynchronous=runner.asynchronous)
+        experts, sums = runner.experts, runner.sums
+        self.experts = None if experts is None else lambda: group.shown(experts())
+        self.sums = None if sums is None else group.shown(sums)
         self.info = runner.info
         self.vocabulary = runner.vocabulary
-        self.experts = runner.experts
         self.exchanged_bytes = runner.exchanged_bytes
-        self.sums = runner.sums
         self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
         self._runner = runner
-        self._followers = Followers(followers, waits, asynchronous=runner.asynchronous)
         self._copies = _GroupCopies(1 + len(followers))
 
     def cache_identity(self) -> str:
@@ -63,7 +64,7 @@ class GroupRunner:
         return self.launch(step).result()
 
     def launch(self, step: Step) -> LaunchedStep:
-        with self._followers.waits.step(len(step.token_ids)):
+        with self._followers.waits.launch(len(step.token_ids), asynchronous=self.asynchronous):
             self.tell(encode(step))
             if step.masks is not None:
                 masks = _SentMasks(step.masks, self)

@@ -39,15 +39,16 @@ class SplitRequestsRunner:
     draft = None
 
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
+        self._followers = group = Followers(followers, waits, asynchronous=runner.asynchronous)
+        experts, sums = runner.experts, runner.sums
+        self.experts = None if experts is None else lambda: group.shown(experts())
+        self.sums = None if sums is None else group.shown(sums)
         self.info = runner.info
         self.vocabulary = runner.vocabulary
-        self.experts = runner.experts
         self.exchanged_bytes = runner.exchanged_bytes
-        self.sums = runner.sums
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
         self._runner = runner
-        self._followers = Followers(followers, waits, asynchronous=runner.asynchronous)
         self._identity = functools.cache(runner.cache_identity)
         self._asking = threading.Lock()
 
@@ -67,7 +68,7 @@ class SplitRequestsRunner:
         if not step.parts:
             step = Step(step.number, parts=(step, *[Step(step.number)] * len(self._followers)))
         own, *others = together(step)
-        with self._followers.waits.step(len(own.token_ids)):
+        with self._followers.waits.launch(len(own.token_ids), asynchronous=self.asynchronous):
             for rank, part in enumerate(others, 1):
                 self._followers.tell_one(rank, encode(part))
             for rank, part in enumerate(others, 1):  # each rank reads its masks in the middle of a step that all are in

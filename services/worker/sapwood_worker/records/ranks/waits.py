@@ -1,7 +1,9 @@
 """What a rank shows of itself while it lives: whether it computes, or waits for which other ranks.
 
 A rank that hangs in a computation gives signs of life as one that works does. The others tell them apart: they wait for it, and
-it waits for nobody. So each rank writes down before an exchange whom it needs, in memory that its host's front reads.
+it waits for nobody. So each rank writes down before an exchange whom it needs, in memory that its host's front reads. A rank with
+a device that computes by itself exchanges nothing on the host; it counts the steps that it has launched, and shows when it waits
+for its device, which needs all the others.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import msgspec
 
 Buffer: TypeAlias = bytearray | memoryview
 
-_LAYOUT = struct.Struct("=QQQdd")
+_LAYOUT = struct.Struct("=QQQddQ")
 WAITS_BYTES = _LAYOUT.size
 """Bytes of what is shown."""
 
 AT_REST = 1 << 63
 """In the place of ranks waited for: the rank has nothing to do."""
+DEVICE = 1 << 62
+"""In the place of ranks waited for: the rank's own device, which computes with those of all others."""
 
 _UNKNOWN_SECONDS = 30.0
 """How long the first computation of an epoch may take."""
@@ -35,9 +39,10 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         moves: A number that changes whenever it comes further.
         entered: Exchanges that it has entered, which are the same for all ranks of a stage.
-        waits_for: A bit for each rank that it waits for; 0: it computes; :data:`AT_REST`.
+        waits_for: A bit for each rank that it waits for; 0: it computes; :data:`DEVICE`; :data:`AT_REST`.
         last: Seconds of its last computation between two waits.
-        allowed: Seconds that its current one may take, by those of steps before.
+        allowed: Seconds that its current one may take, by those before.
+        launched: Steps that it has launched on a device which computes by itself; 0: it has none.
     """
 
     moves: int
@@ -45,6 +50,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
     waits_for: int
     last: float
     allowed: float
+    launched: int = 0
 
     @staticmethod
     def of(memory: Buffer) -> Shown:
@@ -63,7 +69,7 @@ class Waits:
     def __init__(self, memory: Buffer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._memory = bytearray(WAITS_BYTES) if memory is None else memory
         self._clock = clock
-        self._moves = self._entered = 0
+        self._moves = self._entered = self._launched = 0
         self._now = AT_REST
         self._since = clock()
         self._last = 0.0
@@ -79,6 +85,15 @@ class Waits:
         self._size, self._longest_here = tokens.bit_length(), 0.0
         self._allowed = self._expected()
         return self.on(0)
+
+    @contextmanager
+    def launch(self, tokens: int, *, asynchronous: bool) -> Iterator[None]:
+        """While it computes a step of so many tokens or, where its device does that, launches it."""
+        with self.step(tokens):
+            try:
+                yield
+            finally:
+                self._launched += asynchronous
 
     def exchange(self, ranks: int) -> AbstractContextManager[None]:
         """While it exchanges something with ranks, a bit for each, as all ranks of its stage do at once."""
@@ -99,13 +114,17 @@ class Waits:
         now = self._clock()
         if self._now == 0:
             self._last = now - self._since
-            self._longest_here = max(self._longest_here, self._last)
+        if self._now in (0, DEVICE):
+            self._longest_here = max(self._longest_here, now - self._since)
+            self._allowed = max(self._allowed, _MARGIN * self._longest_here)
         self._now, self._since = ranks, now
         self._moves += 1
         self._show()
 
     def _show(self) -> None:
-        _LAYOUT.pack_into(self._memory, 0, self._moves, self._entered, self._now, self._last, self._allowed)
+        _LAYOUT.pack_into(
+            self._memory, 0, self._moves, self._entered, self._now, self._last, self._allowed, self._launched
+        )
 
     def _expected(self) -> float:
         """Seconds for a computation of this step: by the longest in steps as large or, if there was none, in smaller ones."""

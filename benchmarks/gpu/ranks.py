@@ -47,7 +47,9 @@ class Split:
         own_requests: Whether each has requests of its own.
         dispatch: How rows go to experts where ranks have requests of their own.
         all_reduce: What sums over them, as ``--all-reduce`` of the worker names it.
+        redundant_experts: Slots of a layer beyond one for each expert, to which experts may move.
         uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
+        skew: Standard deviation of the logarithms of how likely a layer's experts are then, but for a factor; 0: all alike.
         diverging_rank: The rank that gets other numbers of all ranks than the others, to try whether that is found; -1: none.
     """
 
@@ -55,7 +57,9 @@ class Split:
     own_requests: bool = False
     dispatch: DispatchName = "gather"
     all_reduce: str = "auto"
+    redundant_experts: int = 0
     uniform_tokens: int = 0
+    skew: float = 0.0
     diverging_rank: int = -1
 
 
@@ -141,7 +145,7 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
     if split.uniform_tokens:
         from uniform_routing import route_uniformly  # it needs Triton
 
-        route_uniformly(split.uniform_tokens, 0 if split.dispatch == "gather" else place.rank)
+        route_uniformly(split.uniform_tokens, 0 if split.dispatch == "gather" else place.rank, split.skew)
     if device == "cuda":
         torch.cuda.set_device(place.rank)
         device = f"cuda:{place.rank}"
@@ -157,6 +161,10 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
     )
     if split.own_requests and place.size > 1:
         parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device(device)), dispatch=split.dispatch)
+    if split.redundant_experts:
+        parallel = replace(parallel, redundant_experts=split.redundant_experts)
+        if device != "cpu":
+            parallel.ep.connect(torch.device(device))
     choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
     if split.diverging_rank == place.rank:
         _diverge(parallel.tp)

@@ -84,6 +84,7 @@ class Machine:
         kv, only = (str(KV_GB // size), "steady") if shape == QWEN else ("0", "steady,prefill")
         command += ["--kv-gb", kv, "--only", f"{only},offline" if shape == QWEN and way in OFFLINE else only]
         command += ["--batches", "1,64,256", "--prefills", "1x8192", "--routing", "uniform"]
+        command += ["--attention-backend", "triton"]  # FlashInfer's kernels would be waited for
         command += ["--expert-tuning", str(given.tuning)] if given.tuning else []
         return command + (["--profile", str(given.profile)] if given.profile else [])
 

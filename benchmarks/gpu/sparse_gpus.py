@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import IO
 
 import sparse_shape
-from check_tensor_parallel import WAYS
 
 HERE = Path(__file__).parent
 QWEN, DEEPSEEK = "qwen3-30b-a3b", "deepseek-v3"
@@ -186,7 +185,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=4, help="Of this machine (default: 4).")
     parser.add_argument("--sizes", default="4,2", help="How many to split over (default: 4,2).")
     parser.add_argument("--shapes", default=f"{QWEN},{DEEPSEEK}", help="Which (default: both).")
-    parser.add_argument("--ways", default=",".join(WAYS), help="Which (default: %(default)s).")
+    parser.add_argument("--ways", default=",".join(FLAGS), help="Which (default: %(default)s).")
     parser.add_argument("--layers", type=int, default=0, help="Of DeepSeek-V3 (default: as many as fit).")
     parser.add_argument(
         "--tuning", type=float, default=0.0, help="Seconds to measure experts' tiles in (default: none)."

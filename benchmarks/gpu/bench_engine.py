@@ -49,11 +49,13 @@ SAMPLED = {
 
 
 class TimedRunner:
-    """Attributes: info, experts, sums: The runner's; waited: Seconds that the host waited for results; steps: Results so far."""
+    """Attributes: info, experts, exchanged_bytes, sums: The runner's; waited: Seconds that the host waited for results; steps:
+    Results so far."""
 
     def __init__(self, runner: LoadedRunner) -> None:
         self._runner = runner
         self.info, self.experts, self.sums = runner.info, runner.experts, runner.sums
+        self.exchanged_bytes = runner.exchanged_bytes
         self.waited, self.steps = 0.0, 0
 
     def launch(self, planned: Step) -> LaunchedStep:
@@ -89,6 +91,7 @@ class Engine:
         stages: int = 1,
         split: Split = Split(),  # noqa: B008 - it holds nothing
         device: str = "cuda",
+        turn: Path | None = None,
         **options: Any,
     ) -> None:
         self.overlap = overlap
@@ -100,7 +103,7 @@ class Engine:
             kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
             max_step_tokens=max_step_tokens, **options,
         )  # fmt: skip
-        runners = self._ranks.enter_context(group_runners(ranks, [wanted], device, stages, split))
+        runners = self._ranks.enter_context(group_runners(ranks, [wanted], device, stages, split, turn))
         self.runner = TimedRunner(next(runners))
         self.wait()
         self.start_seconds = time.perf_counter() - started
@@ -185,6 +188,14 @@ class Engine:
         self._experts, self._steps = np.array(self.runner.experts()()), self.runner.steps
         fresh = self._experts - before
         return expert_load(fresh.tolist()).balance if fresh.sum() >= steps * fresh.size else None
+
+    def exchanged(self) -> float | None:
+        """Bytes that ranks have given each other for experts, as a part of those of all rows to all ranks; None: none do."""
+        each = self.runner.info.expert_exchange
+        if self.runner.experts is None or not each:
+            return None
+        tokens = sum(map(sum, self.runner.experts()()))
+        return self.runner.exchanged_bytes(tokens) / (tokens * each)
 
     def time_steps(self, step: Callable[[], None], steps: int) -> dict[str, float]:
         """Mean milliseconds of a steady step, and of what the host does in one but wait."""
@@ -307,16 +318,17 @@ def main() -> None:
         expert_tuning=arguments.expert_tuning, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
-        split=split, device=arguments.device, kernels_wait=not arguments.as_a_worker,
+        split=split, device=arguments.device, turn=arguments.turn, kernels_wait=not arguments.as_a_worker,
     )  # fmt: skip
     variant = variant_of(arguments)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     bench = Bench(engine, variant, {"device": device, "commit": commit}, arguments.profile)
-    bench.report("start-up", engine.start_seconds, "s")
     info = engine.runner.info
     bench.report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
     engine.generate(prompts_of(1, 16, seed=1), [1])
-    bench.report("start-up to first token", since_process_start(), "s")
+    if arguments.turn is None:  # else it has waited
+        bench.report("start-up", engine.start_seconds, "s")
+        bench.report("start-up to first token", since_process_start(), "s")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if wanted & {"decode", "steady"}:
         for batch in map(int, arguments.batches.split(",")):
@@ -328,6 +340,8 @@ def main() -> None:
             bench.prefill(count, length)
     if "offline" in wanted:
         bench.offline(both_loops=arguments.both_loops)
+    if (exchanged := engine.exchanged()) is not None:
+        bench.report("exchanged", exchanged, "of the bytes of all rows to all ranks")
     if engine.runner.sums is not None:
         print(
             json.dumps({"what": f"{variant} all-reduce", "chosen": info.all_reduce.words, "sums": engine.runner.sums()})

@@ -84,6 +84,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
     parser.add_argument(
+        "--turn", type=Path, help="File whose lock is held while the GPUs are used, for what is started meanwhile."
+    )
+    parser.add_argument(
         "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."
     )
     arguments = parser.parse_args()

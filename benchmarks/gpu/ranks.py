@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import multiprocessing
 import signal
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.ranks.place import Place
 from sapwood_worker.settings.names import DispatchName
 
+_MEETING_SECONDS = 300.0
 _EXCHANGE_SECONDS = 600.0
 
 Options = dict[str, Any]
@@ -44,7 +47,9 @@ class Split:
         own_requests: Whether each has requests of its own.
         dispatch: How rows go to experts where ranks have requests of their own.
         all_reduce: What sums over them, as ``--all-reduce`` of the worker names it.
+        redundant_experts: Slots of a layer beyond one for each expert, to which experts may move.
         uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
+        skew: Standard deviation of the logarithms of how likely a layer's experts are then, but for a factor; 0: all alike.
         diverging_rank: The rank that gets other numbers of all ranks than the others, to try whether that is found; -1: none.
     """
 
@@ -52,16 +57,31 @@ class Split:
     own_requests: bool = False
     dispatch: DispatchName = "gather"
     all_reduce: str = "auto"
+    redundant_experts: int = 0
     uniform_tokens: int = 0
+    skew: float = 0.0
     diverging_rank: int = -1
 
 
 @contextmanager
 def group_runners(
-    size: int, models: Sequence[Options], device: str = "cuda", stages: int = 1, split: Split = Split()
+    size: int,
+    models: Sequence[Options],
+    device: str = "cuda",
+    stages: int = 1,
+    split: Split = Split(),
+    turn: Path | None = None,
 ) -> Iterator[Iterator[LoadedRunner]]:
     """The runners of models over so many GPUs, one after another, in so many stages; with one GPU there are no other processes.
-    Or ``cpu``. Each is built when it is asked for."""
+
+    Args:
+        size: How many.
+        models: What is built, each when it is asked for.
+        device: ``cuda`` or ``cpu``.
+        stages: Of a pipeline.
+        split: How ranks share each model.
+        turn: A file that is locked from when all is imported on: what else wants the GPUs imports meanwhile, and waits.
+    """
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"
         context = multiprocessing.get_context("spawn")
@@ -76,19 +96,30 @@ def group_runners(
         ]
         for process in processes:
             process.start()
-        try:
-            build = _join(Place(0, size, rendezvous), stages, device, split)
-            yield _lead(map(build, models), [[here for here, _ in ways] for ways in pipes])
-        finally:
-            for ways in pipes:
-                for here, there in ways:
-                    here.close()
-                    there.close()
-            for process in processes:
-                process.join(20)
-                process.kill()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        with _locked(turn):
+            try:
+                build = _join(Place(0, size, rendezvous), stages, device, split)
+                yield _lead(map(build, models), [[here for here, _ in ways] for ways in pipes])
+            finally:
+                for ways in pipes:
+                    for here, there in ways:
+                        here.close()
+                        there.close()
+                for process in processes:
+                    process.join(20)
+                    process.kill()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+
+
+@contextmanager
+def _locked(turn: Path | None) -> Iterator[None]:
+    if turn is None:
+        yield
+        return
+    with turn.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _lead(runners: Iterable[ModelRunner], followers: list[list[Connection]]) -> Iterator[LoadedRunner]:
@@ -114,7 +145,7 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
     if split.uniform_tokens:
         from uniform_routing import route_uniformly  # it needs Triton
 
-        route_uniformly(split.uniform_tokens, 0 if split.dispatch == "gather" else place.rank)
+        route_uniformly(split.uniform_tokens, 0 if split.dispatch == "gather" else place.rank, split.skew)
     if device == "cuda":
         torch.cuda.set_device(place.rank)
         device = f"cuda:{place.rank}"
@@ -125,11 +156,15 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
         expert=place.size // stages if split.whole_experts else 1,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        timeout=120,
+        timeout=_MEETING_SECONDS,
         exchange_timeout=_EXCHANGE_SECONDS,
     )
     if split.own_requests and place.size > 1:
         parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device(device)), dispatch=split.dispatch)
+    if split.redundant_experts:
+        parallel = replace(parallel, redundant_experts=split.redundant_experts)
+        if device != "cpu":
+            parallel.ep.connect(torch.device(device))
     choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
     if split.diverging_rank == place.rank:
         _diverge(parallel.tp)

@@ -1,4 +1,4 @@
-"""Routers that spread tokens evenly over experts: random weights send tokens that are alike to the same experts."""
+"""Routers that spread tokens evenly over experts, or as unevenly as is wanted; random weights send like tokens to one expert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sapwood_kernels.ops.cuda import CudaOps
 from sapwood_kernels.ops.device import RouteTokens
 
 
-def route_uniformly(most_tokens: int, rank: int = 0) -> None:
+def route_uniformly(most_tokens: int, rank: int = 0, skew: float = 0.0) -> None:
     """From now on models on a GPU choose experts by random numbers, the same in each step, in place of their router's logits.
 
     Logits are computed all the same. Ranks that make the same models choose the same. A row of a step chooses the same experts in
@@ -21,6 +21,7 @@ def route_uniformly(most_tokens: int, rank: int = 0) -> None:
     Args:
         most_tokens: Of a step, of all ranks.
         rank: Where ranks choose for rows of their own, whose: rows of others choose others.
+        skew: Standard deviation of the logarithms of how likely a layer's experts are to come first; 0: all alike.
     """
     router, made = CudaOps.router, count()
 
@@ -31,6 +32,9 @@ def route_uniformly(most_tokens: int, rank: int = 0) -> None:
         before = rank if ranks == 1 else 0  # else each rank chooses for the rows of all
         numbers = torch.Generator(ops.device).manual_seed(next(made))
         noise = torch.rand(most_tokens, routing.experts, device=ops.device, generator=numbers)
+        if skew:
+            likely = torch.randn(routing.experts, device=ops.device, generator=numbers) * skew
+            noise = likely - noise.log().neg().log()  # Gumbel's: without replacement, by their weights
         return lambda logits: choose(noise[before * len(logits) : (before + 1) * len(logits)])
 
     CudaOps.router = uniform  # type: ignore[method-assign]

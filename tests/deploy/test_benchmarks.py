@@ -32,7 +32,7 @@ def test_a_benchmark_says_how_it_is_called(program: Path) -> None:
 )
 def test_a_run_over_ranks_checks_them_against_each_other(tmp_path: Path, flags: tuple[str, ...], found: str) -> None:
     gpu, shape = _ROOT / "benchmarks/gpu", tmp_path / "shape"
-    subprocess.run([sys.executable, gpu / "eight_shape.py", "make", shape, "--gpus", "2"], check=True, timeout=60)
+    subprocess.run([sys.executable, gpu / "sparse_shape.py", "make", shape, "--gpus", "2"], check=True, timeout=60)
     command = [sys.executable, gpu / "bench_engine.py", "--model", shape, "--device", "cpu", "--tensor-parallel", "2"]
     command += ["--expert-parallel", *flags, "--kv-gb", "0.2", "--only", "prefill", "--prefills", "1x64"]
     sound, diverging = (

@@ -26,18 +26,20 @@ from sapwood_kernels.experts.triton_widen import widened
 _SUM_BLOCK = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["COUNT"])
 def _product_kernel(
     x, weight, scales, zeros, bias, out, places, experts, COUNT, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    # Programs that run at the same time share an expert's tokens and matrix, which the L2 cache then holds.
+    blocks = tl.cdiv(N, BLOCK_N)
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     expert = tl.load(experts + tile)
     if expert < EXPERTS:
         pair = tl.load(places + tile * BLOCK_M + tl.arange(0, BLOCK_M))
         valid = pair < COUNT
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < N
         # Offsets of 64 bits: all experts of a layer may have more than 2^31 numbers.
         matrix = weight + (expert.to(tl.int64) * N + columns.to(tl.int64)) * K
@@ -85,7 +87,7 @@ def product(
         weight, scales, zeros, group, bits = stack.codes, stack.scales, stack.zeros, stack.group, stack.bits
     experts, outputs = weight.shape[:2]
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
-    _product_kernel[(len(tiles.experts), triton.cdiv(outputs, shape.width))](
+    _product_kernel[(len(tiles.experts) * triton.cdiv(outputs, shape.width),)](
         x, weight, scales, weight if zeros is None else zeros, weight if stack.bias is None else stack.bias, out,
         tiles.places, tiles.experts, pairs, outputs, experts, SHARE=share, K=x.shape[1], HAS_BIAS=stack.bias is not None,
         GROUP=group, BITS=bits, INTEGERS=zeros is not None, BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth,

@@ -181,6 +181,8 @@ class DecoderModel(Layer):
         for layer, following in pairwise(layers):
             layer.precedes(following)
         self.layers = nn.ModuleList(layers)
+        # Looked for once: a walk over all modules takes the host milliseconds, and experts may move before each step.
+        self._mixtures = tuple(each for each in self.layers.modules() if isinstance(each, SparseMLP))
         self.norm = _norm(config, inside.inside("norm"))
         if config.labels is None:
             table = self.embedding.table if tied and self.embedding is not None else None
@@ -216,25 +218,22 @@ class DecoderModel(Layer):
         met = sum(shape.rows * shape.columns.size for shape in shapes)
         if (sparse := self.config.sparse) is not None:
             expert = 3 * self.config.hidden_size * sparse.intermediate_size
-            mixtures = sum(isinstance(each, SparseMLP) for each in self.layers.modules())
-            met += mixtures * sparse.routing.chosen * expert
+            met += len(self._mixtures) * sparse.routing.chosen * expert
         return met
 
     def expert_tokens(self) -> Tensor:
         """int64 [layers with experts, E]: how many tokens each expert has got so far."""
-        return torch.stack([each.counts for each in self.modules() if isinstance(each, Router)])
+        return torch.stack([each.router.counts for each in self._mixtures])
 
     def move_experts(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""
-        layers = [each.experts for each in self.modules() if isinstance(each, SparseMLP)]
         for layer in dict.fromkeys(move.layer for move in moves):
-            layers[layer].move([move for move in moves if move.layer == layer])
+            self._mixtures[layer].experts.move([move for move in moves if move.layer == layer])
 
     def forget_expert_tokens(self) -> None:
         """Begins anew to count the tokens of experts."""
-        for each in self.modules():
-            if isinstance(each, Router):
-                each.counts.zero_()
+        for each in self._mixtures:
+            each.router.counts.zero_()
         if self.exchange is not None:
             self.exchange.forget()
 

@@ -5,7 +5,8 @@
 For each length of prompt (random tokens, dummy weights), medians over ``--repeats``: of one worker that does both, the
 time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
 and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a
-pair takes to the second token than one worker. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small
+pair takes to the second token than one worker, ``same_answers`` how many were what the prefill worker generates itself, and
+``pull...`` what the decode worker counted. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small
 model, or ``--worker-module sapwood_testing.worker.fake_worker``.
 """
 
@@ -13,12 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import queue
 import random
+import re
 import shlex
+import socket
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -26,7 +31,7 @@ from typing import Any, NamedTuple
 
 import grpc
 from commit import measured_commit
-from serving_load.services import Service
+from serving_load.services import Service, gpus_of_pair
 from serving_load.synthetic_model import write_model
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
@@ -44,8 +49,10 @@ class Answer(NamedTuple):
     ticket: worker_pb2.HandoffTicket | None
 
 
-def ask(stub: Any, prompt: Sequence[int], **fields: Any) -> Answer:
-    """Has a worker generate."""
+def ask(
+    stub: Any, prompt: Sequence[int], announced: Callable[[worker_pb2.HandoffTicket], object] = id, **fields: Any
+) -> Answer:
+    """Has a worker generate; ``announced`` is called with what can be read before the ticket."""
     request = worker_pb2.WorkerGenerateRequest(request_id=f"bench-{time.perf_counter_ns()}", token_ids=prompt, **fields)
     request.sampling.temperature, request.sampling.max_tokens, request.sampling.ignore_eos = 0, 8, True
     begun = time.perf_counter()
@@ -56,9 +63,70 @@ def ask(stub: Any, prompt: Sequence[int], **fields: Any) -> Answer:
         now = time.perf_counter() - begun
         times += [now] * len(response.token_ids)
         tokens += response.token_ids
+        if response.HasField("announced"):
+            announced(response.announced)
         if response.HasField("ticket"):
             ticket, ticket_at = response.ticket, now
     return Answer(times[0], times[1] if len(times) > 1 else 0.0, ticket_at, tokens, ticket)
+
+
+class Pair:
+    """A prefill worker and a decode worker, which hears of pages as a router tells of them.
+
+    Args:
+        prefill, decode: Their stubs.
+        stack: Ends the call over which the decode worker hears.
+    """
+
+    def __init__(self, prefill: Any, decode: Any, stack: ExitStack) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._said: queue.SimpleQueue[worker_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._said.put(worker_pb2.SessionRequest(heartbeat_ms=1000))
+        call = decode.Session(iter(self._said.get, None))
+        threading.Thread(target=lambda: list(call), daemon=True).start()
+        stack.callback(self._said.put, None)
+
+    def ask(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
+        """An answer of both."""
+        told: list[worker_pb2.HandoffTicket] = []
+
+        def tell(ticket: worker_pb2.HandoffTicket) -> None:
+            ticket.source = "127.0.0.1" + ticket.source
+            pages = worker_pb2.HandoffAnnouncement(ticket=ticket, token_ids=() if told else prompt)
+            told.append(ticket)
+            self._said.put(worker_pb2.SessionRequest(announced_handoffs=[pages]))
+
+        one = ask(self.prefill, prompt, tell, hand_off=True)
+        assert one.ticket is not None
+        one.ticket.source = "127.0.0.1" + one.ticket.source
+        return one, ask(self.decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
+
+
+class Counters:
+    """What a worker counts, by its metrics page.
+
+    Args:
+        port: Where that is.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._before: dict[str, float] = {}
+
+    def since(self) -> dict[str, int]:
+        """What was counted of pulls since the last call."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        now = {name: float(value) for name, value in re.findall(r"^sapwood_worker_(pull\w+)_total (\S+)$", text, re.M)}
+        before, self._before = self._before, now
+        return {name: int(value - before.get(name, 0)) for name, value in now.items()}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
 
 
 def main() -> None:
@@ -77,44 +145,46 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-handoff-")))
         write_model(options.model, folder)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-        flags = ["--port", "0", "--metrics-port", "0", "--max-running", "8", "--max-step-tokens", "8192"]
-        flags += ["--kv-cache-gb", str(options.kv_gb), "--host-cache-gb", str(options.host_gb)]
+        flags = ["--port", "0", "--max-running", "8", "--max-step-tokens", "8192"]
+        flags += ["--host-cache-gb", str(options.host_gb)]
         if options.worker_module == REAL_WORKER:
             flags += ["--model", str(folder), "--load-format", "dummy", "--device", options.device]
-            flags += ["--context-length", "16384"]
+            flags += ["--kv-cache-gb", str(options.kv_gb), "--context-length", "16384"]
         else:
             flags += ["--vocab-size", str(vocabulary), "--context-length", "16384", "--num-pages", "4096"]
         flags += shlex.split(options.worker_flags)
-        services = []
-        for gpu, role in enumerate(("prefill", "decode")):
-            if options.device == "cuda":
-                os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-            services.append(Service(role, options.worker_module, [*flags, "--role", role], folder))
+        services, metrics = [], free_port()
+        for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
+            port = str(metrics if role == "decode" else 0)
+            its = [*flags, "--role", role, "--metrics-port", port]
+            services.append(Service(role, options.worker_module, its, folder, gpu))
             stack.callback(services[-1].stop)
         prefill, decode = (
             worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each.address()))) for each in services
         )
+        both, counters = Pair(prefill, decode, stack), Counters(metrics)
 
         def prompt_of(length: int) -> list[int]:
             return [chance.randrange(vocabulary) for _ in range(length)]
 
-        def pair(prompt: Sequence[int]) -> tuple[Answer, Answer]:
-            one = ask(prefill, prompt, hand_off=True)
-            assert one.ticket is not None
-            one.ticket.source = "127.0.0.1" + one.ticket.source
-            two = ask(decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
-            return one, two
-
         for length in map(int, options.lengths.split(",")):
             for _ in range(2):  # kernels are compiled, pages of memory touched
-                pair(prompt_of(length))
+                both.ask(prompt_of(length))
                 ask(decode, prompt_of(length))
             alone = [ask(decode, prompt_of(length)) for _ in range(options.repeats)]
-            pairs = [pair(prompt_of(length)) for _ in range(options.repeats)]
+            counters.since()
+            prompts = [prompt_of(length) for _ in range(options.repeats)]
+            pairs = [both.ask(prompt) for prompt in prompts]
+            pulled = counters.since()
+            again = [ask(prefill, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
+            same = sum(
+                whole == [*one.tokens, *two.tokens][: len(whole)]
+                for whole, (one, two) in zip(again, pairs, strict=True)
+            )
             first = median(one.first for one in alone)
             between = median(one.second - one.first for one in alone)
             ticket = median(one.ticket_at - one.first for one, _ in pairs)
-            pulled = median(two.first for _, two in pairs)
+            to_second = median(two.first for _, two in pairs)
             whole = median(one.ticket_at + two.first for one, two in pairs)
             figures = {
                 "prompt_tokens": length,
@@ -122,13 +192,14 @@ def main() -> None:
                 "alone_between_ms": between,
                 "pair_first_ms": median(one.first for one, _ in pairs),
                 "to_ticket_ms": ticket,
-                "ticket_to_second_ms": pulled,
+                "ticket_to_second_ms": to_second,
                 "added_ms": whole - (first + between),
+                "same_answers": same,
             }
             named = {name: round(1000 * value, 2) if name.endswith("_ms") else value for name, value in figures.items()}
             pages = len(pairs[-1][0].ticket.page_hashes) if pairs[-1][0].ticket is not None else 0
             print(
-                json.dumps({"commit": measured_commit(), "model": options.model.name, "pages": pages} | named),
+                json.dumps({"commit": measured_commit(), "model": options.model.name, "pages": pages} | named | pulled),
                 flush=True,
             )
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import tempfile
@@ -30,7 +29,7 @@ from pathlib import Path
 import grpc
 from commit import measured_commit
 from serving_load.load import run_load
-from serving_load.services import Service, ServiceFailedError
+from serving_load.services import Service, ServiceFailedError, gpus_of_pair
 from serving_load.stream import Stream, percentile
 from serving_load.synthetic_model import write_model
 from serving_load.workload import Planned
@@ -76,10 +75,8 @@ class Pair:
         ]
         flags += ["--max-running", "256", "--max-step-tokens", str(options.step_tokens)]
         started = []
-        for number, role in enumerate(("prefill", "decode")):
-            if options.device == "cuda":
-                os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
-            started.append(Service(f"worker-{number}", "sapwood_worker", [*shared, *flags, "--role", role], folder))
+        for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
+            started.append(Service(role, "sapwood_worker", [*shared, *flags, "--role", role], folder, gpu))
             stack.callback(started[-1].stop)
         tokenizer = Service("tokenizer", "sapwood_tokenizer", shared, folder)
         stack.callback(tokenizer.stop)

@@ -12,11 +12,12 @@ class ProcessMemory:
 
     Attributes:
         copied: Bytes that were copied.
+        copies: In how many pieces.
         broken: Whether copies fail.
     """
 
     def __init__(self) -> None:
-        self.copied = 0
+        self.copied = self.copies = 0
         self.broken = False
 
     def export(self, address: int) -> tuple[bytes, int]:
@@ -28,9 +29,10 @@ class ProcessMemory:
     def close(self, address: int) -> None:
         pass
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, batched: bool = True) -> None:
         if self.broken:
             raise RuntimeError("cuMemcpyAsync: CUDA error 719")
-        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
-        self.copied += size * len(targets)
+            self.copied += size
+            self.copies += 1

@@ -47,12 +47,12 @@ def send_headers(
     coming: list[int] = []
     for index in indices:
         if in_parts and lease is not None and source.is_coming(lease, index):
-            wire.send(LATER)
+            wire.put(LATER)
             coming.append(index)
         elif lease is None or not _comes(wire, source, lease, index):
-            wire.send(NO)
+            wire.put(NO)
         else:
-            wire.send(
+            wire.put(
                 YES + (source.header(source.record(lease, index), lease, index) if sealed else lease.keys[index].proof)
             )
             had.append(index)
@@ -108,10 +108,11 @@ def send_parts(
     had = []
     for place, index in enumerate(coming):
         if _comes(wire, source, lease, index):
-            wire.send(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
+            wire.put(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
             had.append(index)
         else:
-            wire.send(NO)
+            wire.put(NO)
+    wire.flush()
     return had
 
 

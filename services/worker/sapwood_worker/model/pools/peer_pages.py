@@ -7,8 +7,10 @@ place, and look afterwards whether it still was.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -38,6 +40,18 @@ class LayerPages(msgspec.Struct, frozen=True, array_like=True):
     first: int
     size: int
     at: int
+
+
+class Exported(msgspec.Struct, frozen=True, array_like=True):
+    """A device pool, as it travels to another process.
+
+    Attributes:
+        process: The process whose it is, and the namespace of processes in which that is its number.
+        layers: Its layers.
+    """
+
+    process: tuple[int, int]
+    layers: list[LayerPages]
 
 
 class DeviceMemory(Protocol):
@@ -164,7 +178,7 @@ class OwnPool:
             RuntimeError: The driver does not export this memory.
         """
         layers = [LayerPages(*self.memory.export(address), size, at) for at, (address, size) in self._layers.items()]
-        return msgspec.msgpack.encode(layers)
+        return msgspec.msgpack.encode(Exported((os.getpid(), _namespace()), layers))
 
     def targets(self, pages: Sequence[int]) -> Targets:
         """Where the content of pages goes."""
@@ -209,17 +223,29 @@ class PeerPool:
         exported: What :meth:`OwnPool.export` gave it.
         memory: Opens it.
 
+    Attributes:
+        process: A file descriptor that can be read once that process has ended.
+
     Raises:
-        RuntimeError, msgspec.DecodeError: It cannot be opened.
+        OSError, RuntimeError, msgspec.DecodeError: It cannot be opened.
     """
 
     def __init__(self, exported: bytes, memory: DeviceMemory) -> None:
+        there = msgspec.msgpack.decode(exported, type=Exported)
+        number, namespace = there.process
+        if namespace != _namespace():
+            raise RuntimeError("the other worker's process is not seen from here")
+        self.process = os.pidfd_open(number)
         self._memory = memory
-        self._layers = msgspec.msgpack.decode(exported, type=list[LayerPages])
+        self._layers = there.layers
         self._opened: dict[bytes, int] = {}
-        for layer in self._layers:
-            if layer.handle not in self._opened:
-                self._opened[layer.handle] = memory.open(layer.handle)
+        try:
+            for layer in self._layers:
+                if layer.handle not in self._opened:
+                    self._opened[layer.handle] = memory.open(layer.handle)
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, pages: Sequence[int], targets: Targets, start: int, end: int) -> None:
         """Reads the layers that lie between two places of a page's content.
@@ -249,3 +275,10 @@ class PeerPool:
         """Gives its memory back."""
         for address in self._opened.values():
             self._memory.close(address)
+        self._opened.clear()
+        os.close(self.process)
+
+
+def _namespace() -> int:
+    """Names the namespace of processes that this one is in."""
+    return Path("/proc/self/ns/pid").stat().st_ino

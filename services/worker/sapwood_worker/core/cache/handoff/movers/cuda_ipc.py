@@ -11,13 +11,13 @@ on the device, and sources on another machine, without this mover or without a G
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, receive_parts, send_headers
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.movers.peers import NotReachedError, Peers
 from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
 from sapwood_worker.core.cache.handoff.movers.shm import boot_name
 from sapwood_worker.core.cache.handoff.source import PageSource
@@ -67,8 +67,7 @@ class CudaIpcMover:
         self.parts = self._otherwise.parts
         self.barrier = pool.mark
         self.fill = pool.fill
-        self._lock = threading.Lock()
-        self._peers: dict[str, tuple[int, PeerPool]] = {}
+        self._peers = Peers(pool.memory)
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         def take(number: int, header: bytes) -> bool:
@@ -105,54 +104,56 @@ class CudaIpcMover:
     ) -> list[bool | None]:
         """Reads to ``targets`` of the pages with some numbers; ``take`` looks at a page's header or proof and says whether it is
         good. Returns whether each page was had; None: it is not in the source's GPU."""
-        sealed = way == "cuda"
         with dialled(ticket, way, indices, self._tls) as wire:
             name, length = _WHERE.unpack(wire.receive(_WHERE.size))
             if name != boot_name() or not 0 < length <= _MOST_BYTES:
                 return [None] * len(indices)
             try:
-                peer = self._peer(ticket, wire.receive(length))
-            except (RuntimeError, ValueError):
+                with self._peers.reading(wire.receive(length)) as peer:
+                    return self._read_from(peer, wire, len(indices), targets, take, sealed=way == "cuda")
+            except NotReachedError:
                 return [None] * len(indices)
-            places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * len(indices)))]
-            there = [number for number, place in enumerate(places) if place >= 0]
-            headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))
 
-            def read(numbers: list[int], start: int, end: int) -> None:
-                try:
-                    peer.read([places[number] for number in numbers], targets(numbers), start, end)
-                except (RuntimeError, KeyError) as error:
-                    raise MoverError(str(error)) from error
+    def _read_from(
+        self,
+        peer: PeerPool,
+        wire: Wire,
+        count: int,
+        targets: Callable[[list[int]], Targets],
+        take: Callable[[int, bytes], bool],
+        *,
+        sealed: bool,
+    ) -> list[bool | None]:
+        """The rest of a read of so many pages."""
+        places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * count))]
+        there = [number for number, place in enumerate(places) if place >= 0]
+        headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))
 
-            had = [number for number, header in headers.items() if header]
-            if had:
-                read(had, 0, self._pool.page_bytes)
-            coming = [number for number, header in headers.items() if header == COMING]
-            if coming:
+        def read(numbers: list[int], start: int, end: int) -> None:
+            try:
+                peer.read([places[number] for number in numbers], targets(numbers), start, end)
+            except (RuntimeError, KeyError) as error:
+                raise MoverError(str(error)) from error
 
-                def read_part(place: int, start: int, end: int) -> None:
-                    if not place:  # all pages at once
-                        read(coming, start, end)
+        had = [number for number, header in headers.items() if header]
+        if had:
+            read(had, 0, self._pool.page_bytes)
+        coming = [number for number, header in headers.items() if header == COMING]
+        if coming:
 
-                size = self._pool.page_bytes
-                came = receive_parts(wire, len(coming), size, self.parts, read_part, sealed=sealed)
-                headers.update(zip(coming, came, strict=True))
-                had += [number for number in coming if headers[number]]
-            wire.send(YES)
-            answers: list[bool | None] = [None if place < 0 else False for place in places]
-            for number in had:
-                answers[number] = wire.says_yes() and take(number, headers[number] or b"")
-            return answers
+            def read_part(place: int, start: int, end: int) -> None:
+                if not place:  # all pages at once
+                    read(coming, start, end)
 
-    def _peer(self, ticket: HandoffTicket, exported: bytes) -> PeerPool:
-        """The pool of a ticket's source, opened once for each start of its process."""
-        with self._lock:
-            epoch, peer = self._peers.get(ticket.source, (0, None))
-            if peer is None or epoch != ticket.epoch:
-                opened = PeerPool(exported, self._pool.memory)
-                self._peers[ticket.source] = ticket.epoch, opened
-                return opened
-            return peer
+            size = self._pool.page_bytes
+            came = receive_parts(wire, len(coming), size, self.parts, read_part, sealed=sealed)
+            headers.update(zip(coming, came, strict=True))
+            had += [number for number in coming if headers[number]]
+        wire.send(YES)
+        answers: list[bool | None] = [None if place < 0 else False for place in places]
+        for number in had:
+            answers[number] = wire.says_yes() and take(number, headers[number] or b"")
+        return answers
 
 
 def send_where(

@@ -71,6 +71,10 @@ class DeviceRoom(Protocol):
 class DeviceMover(PageMover, Protocol):
     """A mover that reads into the device's pages, too."""
 
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        """Whether a ticket's source may have pages on a device that can be read from here, as far as is known."""
+        ...
+
     def read_to_device(
         self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
     ) -> list[bool | None]:
@@ -153,6 +157,10 @@ class Landing:
     def room(self) -> int:
         """How many pages could be reserved now."""
         return self._device.room.num_takable
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        """As :meth:`DeviceMover.reaches`."""
+        return self._mover.reaches(ticket)
 
     def expect(self, serial: int, prompt: Prompt) -> None:
         """Notes which prompt a request has."""

@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, r
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.movers.peers import NotReachedError, Peers
-from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover, Sources
 from sapwood_worker.core.cache.handoff.movers.shm import boot_name
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
@@ -28,7 +28,7 @@ from sapwood_worker.model.pools.peer_pages import OwnPool, PeerPool, Targets, ho
 from sapwood_worker.records.handoff import HandoffTicket
 
 _WHERE = struct.Struct("<16sI")
-"""The boot's name, and how many bytes follow that say what the pool is; zeros: it cannot be read."""
+"""The boot's name, and how many bytes follow that say what the pool is; 0: there is no such lease. Zeros alone: no pool."""
 _PLACE = struct.Struct("<i")
 _MOST_BYTES = 1 << 20
 
@@ -68,6 +68,10 @@ class CudaIpcMover:
         self.barrier = pool.mark
         self.fill = pool.fill
         self._peers = Peers(pool.memory)
+        self._apart = Sources()
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        return ticket not in self._apart
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         def take(number: int, header: bytes) -> bool:
@@ -77,7 +81,8 @@ class CudaIpcMover:
         def targets(numbers: list[int]) -> Targets:
             return host_targets([buffers[number][HEADER_BYTES:] for number in numbers])
 
-        answers = self._read(ticket, "cuda", indices, targets, take)
+        unread: list[bool | None] = [None] * len(indices)
+        answers = self._read(ticket, "cuda", indices, targets, take) if self.reaches(ticket) else unread
         left = [number for number, answer in enumerate(answers) if answer is None]
         if left:
             others = [buffers[number] for number in left]
@@ -106,13 +111,15 @@ class CudaIpcMover:
         good. Returns whether each page was had; None: it is not in the source's GPU."""
         with dialled(ticket, way, indices, self._tls) as wire:
             name, length = _WHERE.unpack(wire.receive(_WHERE.size))
-            if name != boot_name() or not 0 < length <= _MOST_BYTES:
-                return [None] * len(indices)
-            try:
-                with self._peers.reading(wire.receive(length)) as peer:
-                    return self._read_from(peer, wire, len(indices), targets, take, sealed=way == "cuda")
-            except NotReachedError:
-                return [None] * len(indices)
+            if name != boot_name() or length > _MOST_BYTES:
+                self._apart.add(ticket)
+            elif length:
+                try:
+                    with self._peers.reading(wire.receive(length)) as peer:
+                        return self._read_from(peer, wire, len(indices), targets, take, sealed=way == "cuda")
+                except NotReachedError:
+                    self._apart.add(ticket)
+        return [None] * len(indices)
 
     def _read_from(
         self,
@@ -166,8 +173,11 @@ def send_where(
     sealed: bool,
 ) -> None:
     """The source's side; ``sealed``: with checksums, for a reader whose host pages are read into."""
-    if device is None or not device.exported or lease is None:
+    if device is None or not device.exported:
         wire.send(_WHERE.pack(bytes(16), 0))
+        return
+    if lease is None:
+        wire.send(_WHERE.pack(boot_name(), 0))
         return
     places = [device.place(lease, index) for index in asked]
     wire.send(_WHERE.pack(boot_name(), len(device.exported)) + device.exported + b"".join(map(_PLACE.pack, places)))

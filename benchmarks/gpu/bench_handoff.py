@@ -13,6 +13,7 @@ model, or ``--worker-module sapwood_testing.worker.fake_worker``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import random
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -83,7 +84,13 @@ class Pair:
         self._said: queue.SimpleQueue[worker_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._said.put(worker_pb2.SessionRequest(heartbeat_ms=1000))
         call = decode.Session(iter(self._said.get, None))
-        threading.Thread(target=lambda: list(call), daemon=True).start()
+
+        def hear() -> None:
+            with contextlib.suppress(grpc.RpcError):  # the channel is closed in the end
+                for _ in call:
+                    pass
+
+        threading.Thread(target=hear, daemon=True).start()
         stack.callback(self._said.put, None)
 
     def ask(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
@@ -129,6 +136,58 @@ def free_port() -> int:
         return port
 
 
+def measure(
+    prefill: str, decode: str, metrics: int, vocabulary: int, options: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    """Figures for each length of prompt.
+
+    Args:
+        prefill, decode: The workers' addresses.
+        metrics: The port of the decode worker's metrics.
+        vocabulary: Prompts are of ids below.
+        options: ``lengths`` and ``repeats``.
+    """
+    chance = random.Random(1)
+
+    def prompts_of(length: int, count: int) -> list[list[int]]:
+        return [[chance.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+
+    with ExitStack() as stack:
+        one, other = (
+            worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each))) for each in (prefill, decode)
+        )
+        both, counters = Pair(one, other, stack), Counters(metrics)
+        for length in map(int, options.lengths.split(",")):
+            for prompt, alike in zip(prompts_of(length, 2), prompts_of(length, 2), strict=True):
+                both.ask(prompt)  # kernels are compiled, pages of memory touched
+                ask(other, alike)
+            alone = [ask(other, prompt) for prompt in prompts_of(length, options.repeats)]
+            counters.since()
+            prompts = prompts_of(length, options.repeats)
+            pairs = [both.ask(prompt) for prompt in prompts]
+            pulled = counters.since()
+            again = [ask(one, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
+            answers = [[*first.tokens, *rest.tokens] for first, rest in pairs]
+            between = median(each.second - each.first for each in alone)
+            seconds = {
+                "alone_first_ms": median(each.first for each in alone),
+                "alone_between_ms": between,
+                "pair_first_ms": median(each.first for each, _ in pairs),
+                "to_ticket_ms": median(each.ticket_at - each.first for each, _ in pairs),
+                "ticket_to_second_ms": median(rest.first for _, rest in pairs),
+                "added_ms": median(each.ticket_at + rest.first for each, rest in pairs)
+                - median(each.first for each in alone)
+                - between,
+            }
+            yield {
+                "prompt_tokens": length,
+                "pages": 0 if pairs[-1][0].ticket is None else len(pairs[-1][0].ticket.page_hashes),
+                **{name: round(1000 * value, 2) for name, value in seconds.items()},
+                "same_answers": sum(one == two[: len(one)] for one, two in zip(again, answers, strict=True)),
+                **pulled,
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True, help="A folder with a config.json.")
@@ -140,7 +199,6 @@ def main() -> None:
     parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
     parser.add_argument("--worker-flags", default="", help="More flags of the workers, in one argument.")
     options = parser.parse_args()
-    chance = random.Random(1)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-handoff-")))
         write_model(options.model, folder)
@@ -159,49 +217,9 @@ def main() -> None:
             its = [*flags, "--role", role, "--metrics-port", port]
             services.append(Service(role, options.worker_module, its, folder, gpu))
             stack.callback(services[-1].stop)
-        prefill, decode = (
-            worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each.address()))) for each in services
-        )
-        both, counters = Pair(prefill, decode, stack), Counters(metrics)
-
-        def prompt_of(length: int) -> list[int]:
-            return [chance.randrange(vocabulary) for _ in range(length)]
-
-        for length in map(int, options.lengths.split(",")):
-            for _ in range(2):  # kernels are compiled, pages of memory touched
-                both.ask(prompt_of(length))
-                ask(decode, prompt_of(length))
-            alone = [ask(decode, prompt_of(length)) for _ in range(options.repeats)]
-            counters.since()
-            prompts = [prompt_of(length) for _ in range(options.repeats)]
-            pairs = [both.ask(prompt) for prompt in prompts]
-            pulled = counters.since()
-            again = [ask(prefill, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
-            same = sum(
-                whole == [*one.tokens, *two.tokens][: len(whole)]
-                for whole, (one, two) in zip(again, pairs, strict=True)
-            )
-            first = median(one.first for one in alone)
-            between = median(one.second - one.first for one in alone)
-            ticket = median(one.ticket_at - one.first for one, _ in pairs)
-            to_second = median(two.first for _, two in pairs)
-            whole = median(one.ticket_at + two.first for one, two in pairs)
-            figures = {
-                "prompt_tokens": length,
-                "alone_first_ms": first,
-                "alone_between_ms": between,
-                "pair_first_ms": median(one.first for one, _ in pairs),
-                "to_ticket_ms": ticket,
-                "ticket_to_second_ms": to_second,
-                "added_ms": whole - (first + between),
-                "same_answers": same,
-            }
-            named = {name: round(1000 * value, 2) if name.endswith("_ms") else value for name, value in figures.items()}
-            pages = len(pairs[-1][0].ticket.page_hashes) if pairs[-1][0].ticket is not None else 0
-            print(
-                json.dumps({"commit": measured_commit(), "model": options.model.name, "pages": pages} | named | pulled),
-                flush=True,
-            )
+        prefill, decode = (each.address() for each in services)
+        for found in measure(prefill, decode, metrics, vocabulary, options):
+            print(json.dumps({"commit": measured_commit(), "model": options.model.name} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,10 @@ class StagedStorer:
 
     def layer_storer(self, copy: PageCopy) -> Callable[[Iterable[int]], None]:
         """As :class:`PageStorer`. Mutates the staging memory: to be called on one stream only."""
-        ids = [page_ids(copy.of(group)[0], self._device.device) for group in range(len(self._device.counts))]
-        targets = record_addresses(self._host, copy.host)
+        of_groups = map(copy.of, range(len(self._device.counts)))
+        groups = [
+            (page_ids(pages, self._device.device), record_addresses(self._host, places)) for pages, places in of_groups
+        ]
         stream = torch.cuda.current_stream(self._device.device).cuda_stream
 
         def store_layers(layers: Iterable[int]) -> None:
@@ -138,7 +140,7 @@ class StagedStorer:
             for part in self._parts:
                 places = [place for place, layer in enumerate(part.layers) if layer in wanted]
                 if places:
-                    self._store(part, places[0], len(places), ids[part.group], targets, stream)
+                    self._store(part, places[0], len(places), *groups[part.group], stream)
 
         return store_layers
 

@@ -5,7 +5,8 @@
 For each length of prompt (random tokens, dummy weights), medians over ``--repeats``: of one worker that does both, the
 time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
 and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a
-pair takes to the second token than one worker, ``same_answers`` how many were what the prefill worker generates itself, and
+pair takes to the second token than one worker, ``cached_first_ms`` how long
+the decode worker takes to a token after a prompt that it has, ``same_answers`` how many were what the prefill worker generates itself, and
 ``pull...`` what the decode worker counted. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small
 model, or ``--worker-module sapwood_testing.worker.fake_worker``.
 """
@@ -166,6 +167,10 @@ def measure(
             prompts = prompts_of(length, options.repeats)
             pairs = [both.ask(prompt) for prompt in prompts]
             pulled = counters.since()
+            cached = [
+                ask(other, [*prompt, *first.tokens], output_tokens=1).first
+                for prompt, (first, _) in zip(prompts, pairs, strict=True)
+            ]
             again = [ask(one, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
             answers = [[*first.tokens, *rest.tokens] for first, rest in pairs]
             between = median(each.second - each.first for each in alone)
@@ -175,6 +180,7 @@ def measure(
                 "pair_first_ms": median(each.first for each, _ in pairs),
                 "to_ticket_ms": median(each.ticket_at - each.first for each, _ in pairs),
                 "ticket_to_second_ms": median(rest.first for _, rest in pairs),
+                "cached_first_ms": median(cached),
                 "added_ms": median(each.ticket_at + rest.first for each, rest in pairs)
                 - median(each.first for each in alone)
                 - between,
@@ -197,6 +203,7 @@ def main() -> None:
     parser.add_argument("--kv-gb", type=float, default=12.0, help="KV cache of each worker in GiB.")
     parser.add_argument("--host-gb", type=float, default=6.0, help="Its second tier in GiB.")
     parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
+    parser.add_argument("--logs", type=Path, help="A folder for the workers' logs.")
     parser.add_argument("--worker-flags", default="", help="More flags of the workers, in one argument.")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -215,7 +222,7 @@ def main() -> None:
         for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
             port = str(metrics if role == "decode" else 0)
             its = [*flags, "--role", role, "--metrics-port", port]
-            services.append(Service(role, options.worker_module, its, folder, gpu))
+            services.append(Service(role, options.worker_module, its, options.logs or folder, gpu))
             stack.callback(services[-1].stop)
         prefill, decode = (each.address() for each in services)
         for found in measure(prefill, decode, metrics, vocabulary, options):

@@ -59,12 +59,12 @@ class Pair:
 
     Args:
         options: As parsed.
-        folder: The model's, and where logs go.
+        folder: The model's.
         stack: Ends them.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
-        self.options, self.folder = options, folder
+        self.options, self.logs = options, options.logs or folder
         self.vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         self._draw = random.Random(1)
         shared = ["--port", "0", "--model", str(folder), "--served-model-name", "pair"]
@@ -75,9 +75,9 @@ class Pair:
         started, self.metrics = [], free_port()
         for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
             its = [*shared, *flags, "--role", role, "--metrics-port", str(self.metrics if role == "decode" else 0)]
-            started.append(Service(role, "sapwood_worker", its, folder, gpu))
+            started.append(Service(role, "sapwood_worker", its, self.logs, gpu))
             stack.callback(started[-1].stop)
-        tokenizer = Service("tokenizer", "sapwood_tokenizer", [*shared, "--metrics-port", "0"], folder)
+        tokenizer = Service("tokenizer", "sapwood_tokenizer", [*shared, "--metrics-port", "0"], self.logs)
         stack.callback(tokenizer.stop)
         self.workers = [each.address() for each in started]
         self.tokenizer = tokenizer.address()
@@ -95,7 +95,7 @@ class Pair:
         """A router in front of the workers."""
         flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
         flags += ["--disaggregate", disaggregate, "--workers", *self.workers]
-        service = Service("router", "sapwood_router", flags, self.folder)
+        service = Service(f"router-{disaggregate}", "sapwood_router", flags, self.logs)
         try:
             front = Front(service.address("gRPC"), service.address("HTTP"), self.options.clients)
             front.ask([Planned(self.prompt(32), 2) for _ in range(4)])
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
     parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")
     parser.add_argument("--scale", type=float, default=1.0, help="By which a mix's lengths are multiplied.")
+    parser.add_argument("--logs", type=Path, help="A folder for the services' logs.")
     parser.add_argument("--clients", type=int, default=4, help="Processes of the load generator.")
     options = parser.parse_args()
     with ExitStack() as stack:

@@ -4,11 +4,11 @@
 
 For each length of prompt (random tokens, dummy weights), medians over ``--repeats``: of one worker that does both, the
 time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
-and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a
-pair takes to the second token than one worker, ``cached_first_ms`` how long
-the decode worker takes to a token after a prompt that it has, ``same_answers`` how many were what the prefill worker generates itself, and
-``pull...`` what the decode worker counted. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small
-model, or ``--worker-module sapwood_testing.worker.fake_worker``.
+and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a pair takes
+to the second token than one worker, ``cached_first_ms`` how long the decode worker takes to a token after a prompt that it has,
+``same_answers`` how many were what the prefill worker generates itself, and ``pull...`` what the decode worker counted. Prints
+one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or ``--worker-module
+sapwood_testing.worker.fake_worker``.
 """
 
 from __future__ import annotations

@@ -4,21 +4,28 @@
 
 For each length of prompt (random tokens, dummy weights), medians over ``--repeats``: of one worker that does both, the
 time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
-and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a
-pair takes to the second token than one worker. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small
-model, or ``--worker-module sapwood_testing.worker.fake_worker``.
+and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a pair takes
+to the second token than one worker, ``cached_first_ms`` how long the decode worker takes to a token after a prompt that it has,
+``same_answers`` how many were what the prefill worker generates itself, and ``pull...`` what the decode worker counted. Prints
+one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or ``--worker-module
+sapwood_testing.worker.fake_worker``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
+import queue
 import random
+import re
 import shlex
+import socket
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -26,7 +33,7 @@ from typing import Any, NamedTuple
 
 import grpc
 from commit import measured_commit
-from serving_load.services import Service
+from serving_load.services import Service, gpus_of_pair
 from serving_load.synthetic_model import write_model
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
@@ -44,8 +51,10 @@ class Answer(NamedTuple):
     ticket: worker_pb2.HandoffTicket | None
 
 
-def ask(stub: Any, prompt: Sequence[int], **fields: Any) -> Answer:
-    """Has a worker generate."""
+def ask(
+    stub: Any, prompt: Sequence[int], announced: Callable[[worker_pb2.HandoffTicket], object] = id, **fields: Any
+) -> Answer:
+    """Has a worker generate; ``announced`` is called with what can be read before the ticket."""
     request = worker_pb2.WorkerGenerateRequest(request_id=f"bench-{time.perf_counter_ns()}", token_ids=prompt, **fields)
     request.sampling.temperature, request.sampling.max_tokens, request.sampling.ignore_eos = 0, 8, True
     begun = time.perf_counter()
@@ -56,9 +65,133 @@ def ask(stub: Any, prompt: Sequence[int], **fields: Any) -> Answer:
         now = time.perf_counter() - begun
         times += [now] * len(response.token_ids)
         tokens += response.token_ids
+        if response.HasField("announced"):
+            announced(response.announced)
         if response.HasField("ticket"):
             ticket, ticket_at = response.ticket, now
     return Answer(times[0], times[1] if len(times) > 1 else 0.0, ticket_at, tokens, ticket)
+
+
+class Pair:
+    """A prefill worker and a decode worker, which hears of pages as a router tells of them.
+
+    Args:
+        prefill, decode: Their stubs.
+        stack: Ends the call over which the decode worker hears.
+    """
+
+    def __init__(self, prefill: Any, decode: Any, stack: ExitStack) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._said: queue.SimpleQueue[worker_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._said.put(worker_pb2.SessionRequest(heartbeat_ms=1000))
+        call = decode.Session(iter(self._said.get, None))
+
+        def hear() -> None:
+            with contextlib.suppress(grpc.RpcError):  # the channel is closed in the end
+                for _ in call:
+                    pass
+
+        threading.Thread(target=hear, daemon=True).start()
+        stack.callback(self._said.put, None)
+
+    def ask(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
+        """An answer of both."""
+        told: list[worker_pb2.HandoffTicket] = []
+
+        def tell(ticket: worker_pb2.HandoffTicket) -> None:
+            ticket.source = "127.0.0.1" + ticket.source
+            pages = worker_pb2.HandoffAnnouncement(ticket=ticket, token_ids=() if told else prompt)
+            told.append(ticket)
+            self._said.put(worker_pb2.SessionRequest(announced_handoffs=[pages]))
+
+        one = ask(self.prefill, prompt, tell, hand_off=True)
+        assert one.ticket is not None
+        one.ticket.source = "127.0.0.1" + one.ticket.source
+        return one, ask(self.decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
+
+
+class Counters:
+    """What a worker counts, by its metrics page.
+
+    Args:
+        port: Where that is.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._before: dict[str, float] = {}
+
+    def since(self) -> dict[str, int]:
+        """What was counted of pulls since the last call."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        now = {name: float(value) for name, value in re.findall(r"^sapwood_worker_(pull\w+)_total (\S+)$", text, re.M)}
+        before, self._before = self._before, now
+        return {name: int(value - before.get(name, 0)) for name, value in now.items()}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def measure(
+    prefill: str, decode: str, metrics: int, vocabulary: int, options: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    """Figures for each length of prompt.
+
+    Args:
+        prefill, decode: The workers' addresses.
+        metrics: The port of the decode worker's metrics.
+        vocabulary: Prompts are of ids below.
+        options: ``lengths`` and ``repeats``.
+    """
+    chance = random.Random(1)
+
+    def prompts_of(length: int, count: int) -> list[list[int]]:
+        return [[chance.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+
+    with ExitStack() as stack:
+        one, other = (
+            worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each))) for each in (prefill, decode)
+        )
+        both, counters = Pair(one, other, stack), Counters(metrics)
+        for length in map(int, options.lengths.split(",")):
+            for prompt, alike in zip(prompts_of(length, 2), prompts_of(length, 2), strict=True):
+                both.ask(prompt)  # kernels are compiled, pages of memory touched
+                ask(other, alike)
+            alone = [ask(other, prompt) for prompt in prompts_of(length, options.repeats)]
+            counters.since()
+            prompts = prompts_of(length, options.repeats)
+            pairs = [both.ask(prompt) for prompt in prompts]
+            pulled = counters.since()
+            cached = [
+                ask(other, [*prompt, *first.tokens], output_tokens=1).first
+                for prompt, (first, _) in zip(prompts, pairs, strict=True)
+            ]
+            again = [ask(one, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
+            answers = [[*first.tokens, *rest.tokens] for first, rest in pairs]
+            between = median(each.second - each.first for each in alone)
+            seconds = {
+                "alone_first_ms": median(each.first for each in alone),
+                "alone_between_ms": between,
+                "pair_first_ms": median(each.first for each, _ in pairs),
+                "to_ticket_ms": median(each.ticket_at - each.first for each, _ in pairs),
+                "ticket_to_second_ms": median(rest.first for _, rest in pairs),
+                "cached_first_ms": median(cached),
+                "added_ms": median(each.ticket_at + rest.first for each, rest in pairs)
+                - median(each.first for each in alone)
+                - between,
+            }
+            yield {
+                "prompt_tokens": length,
+                "pages": 0 if pairs[-1][0].ticket is None else len(pairs[-1][0].ticket.page_hashes),
+                **{name: round(1000 * value, 2) for name, value in seconds.items()},
+                "same_answers": sum(one == two[: len(one)] for one, two in zip(again, answers, strict=True)),
+                **pulled,
+            }
 
 
 def main() -> None:
@@ -70,67 +203,30 @@ def main() -> None:
     parser.add_argument("--kv-gb", type=float, default=12.0, help="KV cache of each worker in GiB.")
     parser.add_argument("--host-gb", type=float, default=6.0, help="Its second tier in GiB.")
     parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
+    parser.add_argument("--logs", type=Path, help="A folder for the workers' logs.")
     parser.add_argument("--worker-flags", default="", help="More flags of the workers, in one argument.")
     options = parser.parse_args()
-    chance = random.Random(1)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-handoff-")))
         write_model(options.model, folder)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-        flags = ["--port", "0", "--metrics-port", "0", "--max-running", "8", "--max-step-tokens", "8192"]
-        flags += ["--kv-cache-gb", str(options.kv_gb), "--host-cache-gb", str(options.host_gb)]
+        flags = ["--port", "0", "--max-running", "8", "--max-step-tokens", "8192"]
+        flags += ["--host-cache-gb", str(options.host_gb)]
         if options.worker_module == REAL_WORKER:
             flags += ["--model", str(folder), "--load-format", "dummy", "--device", options.device]
-            flags += ["--context-length", "16384"]
+            flags += ["--kv-cache-gb", str(options.kv_gb), "--context-length", "16384"]
         else:
             flags += ["--vocab-size", str(vocabulary), "--context-length", "16384", "--num-pages", "4096"]
         flags += shlex.split(options.worker_flags)
-        services = []
-        for gpu, role in enumerate(("prefill", "decode")):
-            if options.device == "cuda":
-                os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-            services.append(Service(role, options.worker_module, [*flags, "--role", role], folder))
+        services, metrics = [], free_port()
+        for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
+            port = str(metrics if role == "decode" else 0)
+            its = [*flags, "--role", role, "--metrics-port", port]
+            services.append(Service(role, options.worker_module, its, options.logs or folder, gpu))
             stack.callback(services[-1].stop)
-        prefill, decode = (
-            worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each.address()))) for each in services
-        )
-
-        def prompt_of(length: int) -> list[int]:
-            return [chance.randrange(vocabulary) for _ in range(length)]
-
-        def pair(prompt: Sequence[int]) -> tuple[Answer, Answer]:
-            one = ask(prefill, prompt, hand_off=True)
-            assert one.ticket is not None
-            one.ticket.source = "127.0.0.1" + one.ticket.source
-            two = ask(decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
-            return one, two
-
-        for length in map(int, options.lengths.split(",")):
-            for _ in range(2):  # kernels are compiled, pages of memory touched
-                pair(prompt_of(length))
-                ask(decode, prompt_of(length))
-            alone = [ask(decode, prompt_of(length)) for _ in range(options.repeats)]
-            pairs = [pair(prompt_of(length)) for _ in range(options.repeats)]
-            first = median(one.first for one in alone)
-            between = median(one.second - one.first for one in alone)
-            ticket = median(one.ticket_at - one.first for one, _ in pairs)
-            pulled = median(two.first for _, two in pairs)
-            whole = median(one.ticket_at + two.first for one, two in pairs)
-            figures = {
-                "prompt_tokens": length,
-                "alone_first_ms": first,
-                "alone_between_ms": between,
-                "pair_first_ms": median(one.first for one, _ in pairs),
-                "to_ticket_ms": ticket,
-                "ticket_to_second_ms": pulled,
-                "added_ms": whole - (first + between),
-            }
-            named = {name: round(1000 * value, 2) if name.endswith("_ms") else value for name, value in figures.items()}
-            pages = len(pairs[-1][0].ticket.page_hashes) if pairs[-1][0].ticket is not None else 0
-            print(
-                json.dumps({"commit": measured_commit(), "model": options.model.name, "pages": pages} | named),
-                flush=True,
-            )
+        prefill, decode = (each.address() for each in services)
+        for found in measure(prefill, decode, metrics, vocabulary, options):
+            print(json.dumps({"commit": measured_commit(), "model": options.model.name} | found), flush=True)
 
 
 if __name__ == "__main__":

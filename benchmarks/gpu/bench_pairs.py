@@ -4,11 +4,13 @@
 
 Two workers on two GPUs, a tokenizer and a router. Random prompts, greedy, end tokens ignored:
 
+handoff what ``bench_handoff.py`` measures
 decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile of the times between their pieces: alone, while
         prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
         do both. ``ratio`` is to that alone
 mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
-        and auto; ``ratio`` is to the better of always and never, ``pairs`` how many were handed over
+        and auto; ``ratio`` is auto's to the better of always and never (medians of ``--rounds``), ``pairs`` how many were handed
+        over
 
 Prints one JSON object a line. Without GPUs: ``--device cpu``, a small model and small numbers.
 """
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import tempfile
@@ -26,11 +27,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import grpc
+from bench_handoff import free_port, measure
 from commit import measured_commit
 from serving_load.load import run_load
-from serving_load.services import Service, ServiceFailedError
+from serving_load.services import Service, ServiceFailedError, gpus_of_pair
 from serving_load.stream import Stream, percentile
 from serving_load.synthetic_model import write_model
 from serving_load.workload import Planned
@@ -56,32 +59,25 @@ class Pair:
 
     Args:
         options: As parsed.
-        folder: The model's, and where logs go.
+        folder: The model's.
         stack: Ends them.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
-        self.options, self.folder = options, folder
+        self.options, self.logs = options, options.logs or folder
         self.vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         self._draw = random.Random(1)
-        shared = ["--port", "0", "--metrics-port", "0", "--model", str(folder), "--served-model-name", "pair"]
+        shared = ["--port", "0", "--model", str(folder), "--served-model-name", "pair"]
         flags = ["--load-format", "dummy", "--device", options.device, "--kv-cache-gb", str(options.kv_gb)]
-        flags += [
-            "--host-cache-gb",
-            str(options.host_gb),
-            "--handoff-mover",
-            options.mover,
-            "--context-length",
-            "16384",
-        ]
+        flags += ["--host-cache-gb", str(options.host_gb), "--handoff-mover", options.mover]
+        flags += ["--context-length", "16384"]
         flags += ["--max-running", "256", "--max-step-tokens", str(options.step_tokens)]
-        started = []
-        for number, role in enumerate(("prefill", "decode")):
-            if options.device == "cuda":
-                os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
-            started.append(Service(f"worker-{number}", "sapwood_worker", [*shared, *flags, "--role", role], folder))
+        started, self.metrics = [], free_port()
+        for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
+            its = [*shared, *flags, "--role", role, "--metrics-port", str(self.metrics if role == "decode" else 0)]
+            started.append(Service(role, "sapwood_worker", its, self.logs, gpu))
             stack.callback(started[-1].stop)
-        tokenizer = Service("tokenizer", "sapwood_tokenizer", shared, folder)
+        tokenizer = Service("tokenizer", "sapwood_tokenizer", [*shared, "--metrics-port", "0"], self.logs)
         stack.callback(tokenizer.stop)
         self.workers = [each.address() for each in started]
         self.tokenizer = tokenizer.address()
@@ -99,13 +95,17 @@ class Pair:
         """A router in front of the workers."""
         flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
         flags += ["--disaggregate", disaggregate, "--workers", *self.workers]
-        service = Service("router", "sapwood_router", flags, self.folder)
+        service = Service(f"router-{disaggregate}", "sapwood_router", flags, self.logs)
         try:
             front = Front(service.address("gRPC"), service.address("HTTP"), self.options.clients)
             front.ask([Planned(self.prompt(32), 2) for _ in range(4)])
             yield front
         finally:
             service.stop()
+
+    def planned(self, length: int, outputs: int) -> Planned:
+        """A request with a new prompt."""
+        return Planned(self.prompt(length), outputs)
 
     def prompt(self, length: int) -> list[int]:
         """A new one."""
@@ -143,6 +143,13 @@ class Front:
         return sum(float(value) for value in re.findall(rf"^sapwood_router_{name}\S* (\S+)$", text, re.MULTILINE))
 
 
+def handoff(pair: Pair, say: Say) -> None:
+    """What a hand-over adds."""
+    pair.set_roles("prefill", "decode")
+    for found in measure(*pair.workers, pair.metrics, pair.vocabulary, pair.options):
+        say(what="hand-over", **found)
+
+
 def decode(pair: Pair, say: Say) -> None:
     """The times between pieces of those who generate."""
     options = pair.options
@@ -154,7 +161,7 @@ def decode(pair: Pair, say: Say) -> None:
     ):
         pair.set_roles(*roles)
         with pair.router(mode) as front:
-            streams = [Planned(pair.prompt(128), options.outputs) for _ in range(options.streams)]
+            streams = [pair.planned(128, options.outputs) for _ in range(options.streams)]
             draw, at, prompts = random.Random(2), 1.0, []
             while loaded and at < options.seconds:
                 prompts.append(Planned(pair.prompt(options.long), 4, at))
@@ -176,26 +183,30 @@ def decode(pair: Pair, say: Say) -> None:
 
 
 def mixes(pair: Pair, say: Say) -> None:
-    """Answers a second."""
-    options = pair.options
-    for name, lengths in MIXES.items():
-        best = 0.0
-        for mode in ("always", "never", "auto"):
-            pair.set_roles("prefill", "decode")
-            with pair.router(mode) as front:
-                shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
-                scale = options.scale
-                requests = [Planned(pair.prompt(int(scale * p)), max(2, int(scale * a))) for p, a in shapes]
-                front.ask(requests[: options.requests // 4])  # what it measures
-                requests = [Planned(pair.prompt(len(each.prompt)), each.outputs) for each in requests]
-                before = front.count("handoffs_total")
-                found = front.ask(requests)
-                seconds = max(each.arrivals[-1] for each in found) - min(each.began for each in found)
-                pairs = front.count("handoffs_total") - before
-            rate = len(found) / seconds
-            figures = {"ratio": rate / best} if mode == "auto" else {}
-            best = max(best, rate)
-            say(what=f"{name}, {mode}", answers_per_s=rate, pairs=int(pairs), **figures)
+    """Answers a second; the three ways in turns, so often as ``--rounds`` says."""
+    options, modes = pair.options, ("always", "never", "auto")
+    with ExitStack() as stack:
+        fronts = {mode: stack.enter_context(pair.router(mode)) for mode in modes}
+        for name, lengths in MIXES.items():
+            shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
+            shapes = [(int(options.scale * p), max(2, int(options.scale * a))) for p, a in shapes]
+            rates: dict[str, list[float]] = {mode: [] for mode in modes}
+            fronts["auto"].ask([pair.planned(*each) for each in shapes[: options.requests // 4]])  # what it measures
+            for turn in range(options.rounds):
+                for mode in modes[turn % 3 :] + modes[: turn % 3]:
+                    pair.set_roles("prefill", "decode")
+                    front = fronts[mode]
+                    before = front.count("handoffs_total")
+                    found = front.ask([pair.planned(*each) for each in shapes])
+                    seconds = max(each.arrivals[-1] for each in found) - min(each.began for each in found)
+                    rates[mode].append(len(found) / seconds)
+                    say(
+                        what=f"{name}, {mode}",
+                        answers_per_s=rates[mode][-1],
+                        pairs=int(front.count("handoffs_total") - before),
+                    )
+            always, never, auto = (median(rates[mode]) for mode in modes)
+            say(what=name, always=always, never=never, auto=auto, ratio=auto / max(always, never))
 
 
 class Say:
@@ -212,11 +223,11 @@ class Say:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="A folder with a config.json.")
-    parser.add_argument("--only", default="decode,mixes", help="Which parts.")
+    parser.add_argument("--only", default="handoff,decode,mixes", help="Which parts.")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--mover", default="auto", help="--handoff-mover of the workers.")
     parser.add_argument("--kv-gb", type=float, default=40.0, help="KV cache of each worker in GiB.")
-    parser.add_argument("--host-gb", type=float, default=24.0, help="Its second tier in GiB.")
+    parser.add_argument("--host-gb", type=float, default=12.0, help="Its second tier in GiB.")
     parser.add_argument("--step-tokens", type=int, default=8192, help="Most tokens of a step.")
     parser.add_argument("--streams", type=int, default=16, help="Answers at a time in decode.")
     parser.add_argument("--outputs", type=int, default=1500, help="Their tokens.")
@@ -224,7 +235,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="Of these a second.")
     parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
     parser.add_argument("--requests", type=int, default=48, help="Of a mix.")
+    parser.add_argument("--rounds", type=int, default=1, help="Of the three ways, for each mix.")
+    parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
+    parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")
     parser.add_argument("--scale", type=float, default=1.0, help="By which a mix's lengths are multiplied.")
+    parser.add_argument("--logs", type=Path, help="A folder for the services' logs.")
     parser.add_argument("--clients", type=int, default=4, help="Processes of the load generator.")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -233,7 +248,7 @@ def main() -> None:
         pair = Pair(options, folder, stack)
         say = Say(options.model.name)
         for part in options.only.split(","):
-            {"decode": decode, "mixes": mixes}[part](pair, say)
+            {"handoff": handoff, "decode": decode, "mixes": mixes}[part](pair, say)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ class MemcpyBatch:
         self._attributes[0] = _IN_STREAM_ORDER
         self._first = np.zeros(1, np.uint64)
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int, stream: int) -> None:
-        """Queues copies of ``size`` bytes from each source to its target; their order is undefined.
+    def copy(self, targets: Addresses, sources: Addresses, size: int | Addresses, stream: int) -> None:
+        """Queues copies from each source to its target; their order is undefined.
 
         Args:
             targets: uint64 [N]: addresses of device memory or of pinned host memory.
             sources: uint64 [N]: addresses of either kind.
-            size: Bytes of each copy.
+            size: Bytes of each copy: one number for all, or uint64 [N].
             stream: Handle of a stream of the current device, not the default one.
 
         Raises:
@@ -45,7 +45,7 @@ class MemcpyBatch:
         """
         if not len(targets):
             return
-        sizes = np.full(len(targets), size, np.uint64)
+        sizes = np.ascontiguousarray(np.broadcast_to(np.asarray(size, np.uint64), targets.shape))
         failed = np.zeros(1, np.uint64)
         targets, sources = np.ascontiguousarray(targets, np.uint64), np.ascontiguousarray(sources, np.uint64)
         error = self._call(

@@ -39,16 +39,14 @@ def _copy(
 
 
 @triton.jit
-def _gather(
-    pools, staged, pages, STRIDE: tl.constexpr, START: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _gather(pools, staged, pages, stride, start, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     item = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = words < WORDS
     pool = tl.load(pools + part).to(tl.pointer_type(tl.int32))
     content = tl.load(pool + tl.load(pages + item) * WORDS + words, mask=mask)
-    tl.store(staged + item * STRIDE + START + part * WORDS + words, content, mask=mask)
+    tl.store(staged + item * stride + start + part * WORDS + words, content, mask=mask)
 
 
 def store_pages(
@@ -87,7 +85,7 @@ def gather_pages(pools: Tensor, staged: Tensor, start: int, words: int, pages: T
     assert staged.is_contiguous() and len(pages) == len(staged)
     if len(pages):
         _gather[(len(pages), len(pools), triton.cdiv(words, _BLOCK))](
-            pools, staged, pages, STRIDE=staged.shape[1], START=start, WORDS=words, BLOCK=_BLOCK, num_warps=8
+            pools, staged, pages, staged.shape[1], start, WORDS=words, BLOCK=_BLOCK, num_warps=8
         )
 
 

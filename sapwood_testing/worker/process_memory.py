@@ -12,25 +12,33 @@ class ProcessMemory:
 
     Attributes:
         copied: Bytes that were copied.
+        copies: In how many pieces.
         broken: Whether copies fail.
+        open_now: Allocations that are open.
     """
 
     def __init__(self) -> None:
-        self.copied = 0
+        self.copied = self.copies = 0
         self.broken = False
+        self.open_now: list[int] = []
 
     def export(self, address: int) -> tuple[bytes, int]:
         return (address - 64).to_bytes(8, "little"), 64
 
     def open(self, handle: bytes) -> int:
-        return int.from_bytes(handle, "little")
+        address = int.from_bytes(handle, "little")
+        if not address:
+            raise RuntimeError("cuIpcOpenMemHandle_v2: CUDA error 1")
+        self.open_now.append(address)
+        return address
 
     def close(self, address: int) -> None:
-        pass
+        self.open_now.remove(address)
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, batched: bool = True) -> None:
         if self.broken:
             raise RuntimeError("cuMemcpyAsync: CUDA error 719")
-        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
-        self.copied += size * len(targets)
+            self.copied += size
+            self.copies += 1

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 
 import grpc
 
+from sapwood.cli.local.gpus import VISIBLE, gpus_here
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -29,6 +30,20 @@ class ServiceFailedError(Exception):
     """A service did not start."""
 
 
+def gpus_of_pair(device: str) -> list[str]:
+    """The GPUs of two workers, of those that this process may use; without names where there are no GPUs to choose from.
+
+    Raises:
+        ServiceFailedError: There are too few.
+    """
+    if device == "cpu":
+        return ["", ""]
+    found = gpus_here(os.environ)
+    if len(found) < 2:
+        raise ServiceFailedError(f"a pair of workers takes two GPUs, of which {len(found)} can be used here")
+    return found[:2]
+
+
 class Service:
     """A running service; what it writes goes to ``NAME.log``.
 
@@ -37,9 +52,10 @@ class Service:
         module: Its package.
         flags: Its command line.
         logs: Folder for the log.
+        gpu: The one GPU that it sees, as CUDA_VISIBLE_DEVICES names it; empty: as it is here.
     """
 
-    def __init__(self, name: str, module: str, flags: Sequence[str], logs: Path) -> None:
+    def __init__(self, name: str, module: str, flags: Sequence[str], logs: Path, gpu: str = "") -> None:
         self.name = name
         self._log = logs / f"{name}.log"
         self._addresses: dict[str, str] = {}
@@ -50,7 +66,7 @@ class Service:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"} | ({VISIBLE: gpu} if gpu else {}),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

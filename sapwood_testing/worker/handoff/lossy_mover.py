@@ -133,6 +133,9 @@ class _LossyDevice:
         self.parts, self.read = mover.parts, mover.read
         self._mover, self._runner = mover, runner
 
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        return True
+
     def read_to_device(
         self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
     ) -> list[bool | None]:

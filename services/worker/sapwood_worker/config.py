@@ -282,8 +282,8 @@ class WorkerConfig(ServiceConfig):
     handoff_mover: HandoffMover = Field(
         "auto",
         description="What carries pages from a prefill to a decode worker: tcp, shm (memory that both share, on one host and as "
-        "one user), auto, which takes shm where it can, or, where both workers name it, cuda (out of the other's GPU by CUDA "
-        "IPC, on one host), nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
+        "one user), cuda (out of the other's GPU by CUDA IPC, on one host), auto, which takes cuda or shm where it can, or, "
+        "where both workers name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
     )
     handoff_share: float = Field(
         0.5,

@@ -289,6 +289,7 @@ class EventLoop:
         elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
         outputs += self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
+        outputs += self._scheduler.handed_off()  # with the first token goes the ticket
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
         """Waits for the launched steps, oldest first, but for ``keep`` of them."""

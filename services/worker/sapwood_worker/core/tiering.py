@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
@@ -45,9 +45,11 @@ from sapwood_worker.settings.names import HandoffMover, Role
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MOVERS: dict[HandoffMover, Callable[[PageTls | None, HostPool], PageMover]] = {
     "auto": lambda tls, _: QuickestMover(tls),
-    "cuda": lambda tls, _: QuickestMover(tls),  # of what is not in one piece on a GPU
+    "cuda": lambda tls, _: QuickestMover(tls),  # of a model whose pages are in pieces
     "tcp": lambda tls, _: TcpMover(tls),
     "shm": lambda tls, _: SharedMemoryMover(tls),
     "nixl": NixlMover,
@@ -58,8 +60,7 @@ _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str]
     "mooncake": MooncakeSource,
 }
 _LEAST_PARTS = 32
-"""Pages of a chunk from which on they are handed off layer by layer: what a shorter one computes is read in a moment anyway. On a
-GPU, where that has not run yet, only ``--handoff-mover cuda`` asks for it."""
+"""Pages of a chunk from which on they are handed off layer by layer: what a shorter one computes is read in a moment anyway."""
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 
@@ -230,12 +231,9 @@ def _build_leases(
     if mover == "nixl" or mover == "mooncake":
         engines[mover] = _ENGINES[mover](tls, pool)
     device = None
-    if (own := _own_pool(config, runner)) is not None:
-        try:
-            # The scheduler, which knows, is made afterwards.
-            device = ExportedPages(own.export(), lambda page: cache.device_epoch(page))  # noqa: PLW0108
-        except RuntimeError as error:
-            raise ConfigError(f"--handoff-mover cuda: {error}") from error
+    if (own := _own_pool(config, runner)) is not None and (exported := _on_gpu(config, own.export)) is not None:
+        # The scheduler, which knows, is made afterwards.
+        device = ExportedPages(exported, lambda page: cache.device_epoch(page))  # noqa: PLW0108
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
     fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
@@ -247,7 +245,7 @@ def _build_leases(
         source,
         config.handoff_share,
         time.monotonic,
-        in_parts=_LEAST_PARTS if pool.in_one and (mover == "cuda" or not runner.asynchronous) else 0,
+        in_parts=_LEAST_PARTS if pool.in_one else 0,
     )
     server.serve(leases, pool, fingerprint, engines, device)
     logger.info("pages are handed off on port %d", server.port)
@@ -268,17 +266,25 @@ def _build_takeover(config: WorkerConfig, runner: TieredRunner, cache: Hierarchi
 
 
 def _own_pool(config: WorkerConfig, runner: TieredRunner) -> OwnPool | None:
-    """The device's pages, if they are read and filled among processes.
+    """The device's pages, if they are read and filled among processes. Raises as :func:`_on_gpu`."""
+    if config.handoff_mover == "cuda" or (config.handoff_mover == "auto" and runner.asynchronous):
+        return _on_gpu(config, runner.own_pool)
+    return None
+
+
+def _on_gpu(config: WorkerConfig, made: Callable[[], T | None]) -> T | None:
+    """What CUDA IPC needs; None where it cannot be had, and is not named.
 
     Raises:
-        ConfigError: There is no GPU.
+        ConfigError: It cannot be had.
     """
-    if config.handoff_mover != "cuda":
-        return None
     try:
-        return runner.own_pool()
+        return made()
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"--handoff-mover cuda: {error}") from error
+        if config.handoff_mover == "cuda":
+            raise ConfigError(f"--handoff-mover cuda: {error}") from error
+        logger.info("pages do not go from GPU to GPU: %s", error)
+        return None
 
 
 def _page_tls(config: WorkerConfig) -> PageTls | None:

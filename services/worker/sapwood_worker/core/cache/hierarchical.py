@@ -66,7 +66,6 @@ class HierarchicalCache:
         pulls: Brings pages from other workers; None: this one takes nothing over.
 
     Attributes:
-
         host: The second tier.
         storage: The third tier.
         leases, pulls: The arguments; may be set later, when the worker's role changes.
@@ -103,12 +102,14 @@ class HierarchicalCache:
         self._rows: dict[int, _Row] = {}
         self._next = PagesToStore()
         self._during = PagesToStore()
+        # Pulled pages go to the second tier a step later, so that no first token waits while their copies are launched.
+        self._adopted: dict[int, None] = {}
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
         self._given = 0
         self._fence = False
         self._stores: dict[int, PagesToStore] = {}
-        self._storing: dict[int, int] = {}
+        self._storing: Counter[int] = Counter()
         self._numbers = 0
         self._windows: Sequence[WindowPages] = ()
         self.device_epoch: Callable[[int], int] = lambda page: 0
@@ -121,7 +122,7 @@ class HierarchicalCache:
 
     @property
     def _copying(self) -> bool:
-        return bool(self._next.device or self._during.device or self._loads or self._stores)
+        return bool(self._next.device or self._during.device or self._loads or self._stores or self._adopted)
 
     def announce(self, events: KvEventLog) -> None:
         """Has ``events`` record what enters and leaves these tiers; called while they are empty."""
@@ -233,18 +234,20 @@ class HierarchicalCache:
         chain = self._rows[slot].chain
         chain.extend(token_ids, (start + len(pages)) * self._page_size)
         self._cached(chain.pages[start:], pages, new)
+        if self._threshold == 1:
+            self._store(new)
 
     def adopted(self, token_ids: array[int], namespace: bytes, start: int, pages: PageIds) -> None:
         chain = PageChain(namespace, self._page_size)
         chain.extend(token_ids, (start + len(pages)) * self._page_size)
         self._cached(chain.pages[start:], pages, pages)
+        if self._threshold == 1:
+            self._adopted.update(dict.fromkeys(pages.tolist()))
 
     def _cached(self, names: list[PageName], pages: PageIds, new: PageIds) -> None:
         for page, name in zip(pages.tolist(), names, strict=False):
             self._names[page] = name
         self._wanted[new] = 1
-        if self._threshold == 1:
-            self._store(new)
 
     def computes(self, slot: int, serial: int, prompt: array[int], first: int, pages: PageIds) -> None:
         """The coming step computes the last tokens of some pages of a prompt that is handed off: they go to the second tier while
@@ -263,9 +266,7 @@ class HierarchicalCache:
         for entry in self.host.reserve(names):
             page, *beside = pages[:, place[entry.key]].tolist()
             entry.coming = True
-            entry.device = page, self.device_epoch(page)
-            self._during.add(page, beside, entry)
-            self._storing[page] = self._storing.get(page, 0) + 1
+            self._stores_to(self._during, page, beside, entry)
 
     def close(self, slot: int) -> None:
         self.host.unpin(self._rows.pop(slot).found)
@@ -276,6 +277,8 @@ class HierarchicalCache:
         self.dropped(pages)
 
     def dropped(self, pages: PageIds) -> None:
+        for page in pages.tolist() if self._adopted else ():
+            self._adopted.pop(page, None)
         if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
             self._fence = True
 
@@ -299,11 +302,13 @@ class HierarchicalCache:
         self.counters.fences += fence
         stored = self._begin(store)
         during, self._during = self._begin(self._during), PagesToStore()
+        if self._adopted:
+            self._store(np.array(list(self._adopted), np.int32))
+            self._adopted.clear()
         loaded = None
         if loads:
-            loaded = self._copy(
-                np.concatenate([pages for pages, _ in loads], 1), [each for _, row in loads for each in row]
-            )
+            device = np.concatenate([pages for pages, _ in loads], 1)
+            loaded = self._copy(device, [each for _, row in loads for each in row])
         return Copies(stored, loaded, fence, tuple(started), during)
 
     def _begin(self, store: PagesToStore) -> PageCopy | None:
@@ -322,8 +327,7 @@ class HierarchicalCache:
             if self._stores[number].unwanted:
                 self._abandon(number)
                 continue
-            entries = self._end(number)
-            self.host.written(entries)
+            self.host.written(entries := self._end(number))
             self.counters.stored += len(entries)
             if self.storage is not None:
                 self.storage.write(entries)
@@ -350,13 +354,12 @@ class HierarchicalCache:
         """
         stores = [*self._stores.values(), self._next, self._during]
         pins = Counter({} if self.storage is None else self.storage.check())
-        fetching = (0 if self.storage is None else self.storage.arrivals.reading) + (
-            0 if self.pulls is None else self.pulls.host.arrivals.reading
-        )
+        fetching = 0 if self.storage is None else self.storage.arrivals.reading
+        fetching += 0 if self.pulls is None else self.pulls.host.arrivals.reading
         for passing in (self.leases, self.pulls):
             pins.update({} if passing is None else passing.pins())
         putting = 0 if self.storage is None else self.storage.writing
-        assert Counter(page for store in stores for page in store.device) == Counter(self._storing)
+        assert Counter(page for store in stores for page in store.device) == self._storing
         pins.update(entry.page for row in self._rows.values() for entry in row.found)
         check_host(self.host, {entry.page for store in stores for entry in store.host}, fetching, pins, putting)
 
@@ -375,9 +378,12 @@ class HierarchicalCache:
         self.counters.no_room += len(wanted) - len(reserved)
         for entry in reserved:
             page = place[entry.key]
-            entry.device = page, self.device_epoch(page)
-            self._next.add(page, [window.page_beside(page) for window in self._windows], entry)
-            self._storing[page] = self._storing.get(page, 0) + 1
+            self._stores_to(self._next, page, [window.page_beside(page) for window in self._windows], entry)
+
+    def _stores_to(self, store: PagesToStore, page: int, beside: list[int], entry: HostPage) -> None:
+        entry.device = page, self.device_epoch(page)
+        store.add(page, beside, entry)
+        self._storing[page] += 1
 
     def _end(self, number: int) -> list[HostPage]:
         store = self._stores.pop(number)
@@ -385,12 +391,7 @@ class HierarchicalCache:
         return store.host
 
     def _stop_storing(self, store: PagesToStore) -> None:
-        for page in store.device:
-            left = self._storing[page] - 1
-            if left:
-                self._storing[page] = left
-            else:
-                del self._storing[page]
+        self._storing -= Counter(store.device)
 
     def _copy(self, device: PageIds, host: list[HostPage]) -> PageCopy:
         number, self._numbers = self._numbers, self._numbers + 1

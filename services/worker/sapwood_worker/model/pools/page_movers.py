@@ -9,7 +9,7 @@ pages for the copy engines reaches 52 GB/s and slows them by 1.05.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ class PageStorer(Protocol):
 
     def store(self, copy: PageCopy) -> None:
         """Queues the copies on the current stream; they are done when that has reached this point."""
+        ...
+
+    def layer_storer(self, copy: PageCopy) -> Callable[[Iterable[int]], None]:
+        """What copies layers of these pages, queued on the current stream: the one on which this was called."""
         ...
 
 
@@ -62,7 +66,7 @@ class KernelMover:
         self.layer_storer(copy)(list(self._device.pages))
 
     def layer_storer(self, copy: PageCopy) -> Callable[[Iterable[int]], None]:
-        """What copies layers of these pages to the host, queued on the current stream: the one on which this was called."""
+        """As :class:`PageStorer`."""
         groups = _ids_of_groups(copy, self._device)
 
         def store_layers(layers: Iterable[int]) -> None:
@@ -80,8 +84,19 @@ class KernelMover:
             yield layer
 
 
+class _Part(NamedTuple):
+    """A component's layers, which lie one after the other in a record: their page table, where their pages are, where the first
+    begins in a record and the words of a page of one."""
+
+    layers: tuple[int, ...]
+    group: int
+    pools: Tensor
+    first: int
+    words: int
+
+
 class StagedStorer:
-    """Implements :class:`PageStorer`: a kernel collects whole pages in device memory, the copy engines take them from there.
+    """Implements :class:`PageStorer`: a kernel collects pages in device memory, the copy engines take them from there.
 
     So the multiprocessors are busy with a page for a microsecond, not for its whole way to the host.
 
@@ -99,30 +114,49 @@ class StagedStorer:
         self._batch = batch
         self._gather = triton_page_copy.gather_pages
         layout, offsets = device.layout, device.layout.offsets()
-        # For each component: its group, its layers' addresses, where its first layer begins in a record, the words of a layer.
-        self._parts: list[tuple[int, Tensor, int, int]] = []
+        self._parts: list[_Part] = []
         for each in layout.components:
             addresses = [device.pages[layer].data_ptr() for layer in each.layers]
-            words = layout.layer_bytes(each) // 4
             pools = torch.tensor(addresses, device=device.device)
-            self._parts.append((layout.group_of(each), pools, offsets[each.layers[0]] // 4, words))
+            first, words = offsets[each.layers[0]] // 4, layout.layer_bytes(each) // 4
+            self._parts.append(_Part(each.layers, layout.group_of(each), pools, first, words))
         count = max(1, _STAGING_BYTES // host.part_bytes)
-        self._staged = torch.empty((count, host.part_bytes // 4), dtype=torch.int32, device=device.device)
+        self._staged = torch.empty(count * (host.part_bytes // 4), dtype=torch.int32, device=device.device)
 
     def store(self, copy: PageCopy) -> None:
-        """Mutates the staging memory: to be called on one stream only. Pages go whole: those of all groups."""
-        groups = [pages for pages, _ in _ids_of_groups(copy, self._device)]
-        targets = record_addresses(self._host, copy.host)
+        """Pages go whole: those of all groups."""
+        self.layer_storer(copy)(list(self._device.pages))
+
+    def layer_storer(self, copy: PageCopy) -> Callable[[Iterable[int]], None]:
+        """As :class:`PageStorer`. Mutates the staging memory: to be called on one stream only."""
+        of_groups = map(copy.of, range(len(self._device.counts)))
+        groups = [
+            (page_ids(pages, self._device.device), record_addresses(self._host, places)) for pages, places in of_groups
+        ]
         stream = torch.cuda.current_stream(self._device.device).cuda_stream
-        most = len(self._staged)
-        places = np.uint64(self._staged.data_ptr()) + np.arange(most, dtype=np.uint64) * np.uint64(
-            self._host.part_bytes
-        )
-        for start in range(0, len(targets), most):
-            part = targets[start : start + most]
-            for group, pools, first, words in self._parts:
-                self._gather(pools, self._staged[: len(part)], first, words, groups[group][start : start + most])
-            self._batch.copy(part, places[: len(part)], self._host.part_bytes, stream)
+
+        def store_layers(layers: Iterable[int]) -> None:
+            wanted = set(layers)
+            for part in self._parts:
+                places = [place for place, layer in enumerate(part.layers) if layer in wanted]
+                if places:
+                    self._store(part, places[0], len(places), *groups[part.group], stream)
+
+        return store_layers
+
+    def _store(self, part: _Part, place: int, layers: int, pages: Tensor, targets: Addresses, stream: int) -> None:
+        """Copies so many of a part's layers, from the ``place``-th on."""
+        words = layers * part.words
+        rows = len(self._staged) // words
+        staged = self._staged[: rows * words].view(rows, words)
+        sources = np.uint64(staged.data_ptr()) + np.arange(rows, dtype=np.uint64) * np.uint64(4 * words)
+        targets = targets + np.uint64(4 * (part.first + place * part.words))
+        for start in range(0, len(targets), rows):
+            to = targets[start : start + rows]
+            self._gather(
+                part.pools[place : place + layers], staged[: len(to)], 0, part.words, pages[start : start + rows]
+            )
+            self._batch.copy(to, sources[: len(to)], 4 * words, stream)
 
 
 def _ids_of_groups(copy: PageCopy, pool: DevicePool) -> list[tuple[Tensor, Tensor]]:

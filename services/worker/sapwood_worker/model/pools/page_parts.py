@@ -70,8 +70,11 @@ class PartsOfPages:
 
 
 def layer_groups(layers: Sequence[int], most: int) -> list[list[int]]:
-    """Cuts layers, in the order in which they are computed, into at most so many groups."""
-    return [part.tolist() for part in np.array_split(np.array(sorted(layers)), min(most, len(layers)))]
+    """Cuts layers, in the order in which they are computed, into at most so many groups, at least two where there are more; the
+    last layer, whose copy nothing is computed beside, is alone."""
+    *others, last = sorted(layers)
+    parts = np.array_split(np.array(others), min(most - 1, len(others))) if others else []
+    return [*(part.tolist() for part in parts), [last]]
 
 
 def ranges_of(layers: Iterable[int], offsets: Mapping[int, int], sizes: Mapping[int, int]) -> Ranges:

@@ -7,8 +7,10 @@ place, and look afterwards whether it still was.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -40,6 +42,18 @@ class LayerPages(msgspec.Struct, frozen=True, array_like=True):
     at: int
 
 
+class Exported(msgspec.Struct, frozen=True, array_like=True):
+    """A device pool, as it travels to another process.
+
+    Attributes:
+        process: The process whose it is, and the namespace of processes in which that is its number.
+        layers: Its layers.
+    """
+
+    process: tuple[int, int]
+    layers: list[LayerPages]
+
+
 class DeviceMemory(Protocol):
     """A device's memory among processes. For any thread."""
 
@@ -55,8 +69,8 @@ class DeviceMemory(Protocol):
         """Undoes :meth:`open`."""
         ...
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
-        """Copies ``size`` bytes from each source to its target, of the device or in the host's memory; all are there when it
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, batched: bool = True) -> None:
+        """Copies so many bytes from each source to its target, of the device or in the host's memory; all are there when it
         returns. In batches host memory must be pinned.
 
         Raises:
@@ -102,13 +116,13 @@ class CudaMemory:
         self._enter()
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
-    def copy(self, targets: Addresses, sources: Addresses, size: int, *, batched: bool = True) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, batched: bool = True) -> None:
         self._enter()
         stream = self._stream()
         if batched and self._batch is not None:
-            self._batch.copy(targets, sources, size, stream.value or 0)
+            self._batch.copy(targets, sources, sizes, stream.value or 0)
         else:
-            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._call(
                     "cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), stream
                 )
@@ -164,7 +178,7 @@ class OwnPool:
             RuntimeError: The driver does not export this memory.
         """
         layers = [LayerPages(*self.memory.export(address), size, at) for at, (address, size) in self._layers.items()]
-        return msgspec.msgpack.encode(layers)
+        return msgspec.msgpack.encode(Exported((os.getpid(), _namespace()), layers))
 
     def targets(self, pages: Sequence[int]) -> Targets:
         """Where the content of pages goes."""
@@ -184,13 +198,22 @@ class OwnPool:
         """
         sources, targets = host_targets(contents), self.targets(pages)
         for at, (_, size) in self._layers.items():
-            self.memory.copy(targets(at), sources(at), size, batched=False)
+            self.memory.copy(targets(at), sources(at), np.full(len(pages), size, np.uint64), batched=False)
 
 
 def host_targets(contents: Sequence[memoryview]) -> Targets:
     """Where the parts of pages' contents lie in the host's memory."""
     starts = np.array([np.frombuffer(content, np.uint8).ctypes.data for content in contents], np.uint64)
     return lambda at: starts + np.uint64(at)
+
+
+def joined(targets: Addresses, sources: Addresses, size: int) -> tuple[Addresses, Addresses, Addresses]:
+    """Copies of ``size`` bytes each, where some follow each other on both sides as one; returns their sizes, too."""
+    apart = (np.diff(targets) != np.uint64(size)) | (np.diff(sources) != np.uint64(size))
+    first = np.concatenate(([True], apart))[: len(targets)]
+    starts = np.flatnonzero(first)
+    counts = np.diff(np.append(starts, len(targets))).astype(np.uint64)
+    return targets[first], sources[first], counts * np.uint64(size)
 
 
 class PeerPool:
@@ -200,17 +223,29 @@ class PeerPool:
         exported: What :meth:`OwnPool.export` gave it.
         memory: Opens it.
 
+    Attributes:
+        process: A file descriptor that can be read once that process has ended.
+
     Raises:
-        RuntimeError, msgspec.DecodeError: It cannot be opened.
+        OSError, RuntimeError, msgspec.DecodeError: It cannot be opened.
     """
 
     def __init__(self, exported: bytes, memory: DeviceMemory) -> None:
+        there = msgspec.msgpack.decode(exported, type=Exported)
+        number, namespace = there.process
+        if namespace != _namespace():
+            raise RuntimeError("the other worker's process is not seen from here")
+        self.process = os.pidfd_open(number)
         self._memory = memory
-        self._layers = msgspec.msgpack.decode(exported, type=list[LayerPages])
+        self._layers = there.layers
         self._opened: dict[bytes, int] = {}
-        for layer in self._layers:
-            if layer.handle not in self._opened:
-                self._opened[layer.handle] = memory.open(layer.handle)
+        try:
+            for layer in self._layers:
+                if layer.handle not in self._opened:
+                    self._opened[layer.handle] = memory.open(layer.handle)
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, pages: Sequence[int], targets: Targets, start: int, end: int) -> None:
         """Reads the layers that lie between two places of a page's content.
@@ -224,18 +259,26 @@ class PeerPool:
             RuntimeError: The copies failed.
         """
         ids = np.array(pages, np.uint64)
-        sizes: dict[int, list[tuple[Addresses, Addresses]]] = {}
-        for layer in self._layers:
-            if start <= layer.at and layer.at + layer.size <= end:
-                first = np.uint64(self._opened[layer.handle] + layer.first)
-                pair = targets(layer.at), first + ids * np.uint64(layer.size)
-                sizes.setdefault(layer.size, []).append(pair)
-        for size, pairs in sizes.items():
-            self._memory.copy(
-                np.concatenate([each for each, _ in pairs]), np.concatenate([each for _, each in pairs]), size
+        pieces = [
+            joined(
+                targets(layer.at),
+                np.uint64(self._opened[layer.handle] + layer.first) + ids * np.uint64(layer.size),
+                layer.size,
             )
+            for layer in self._layers
+            if start <= layer.at and layer.at + layer.size <= end
+        ]
+        if pieces:
+            self._memory.copy(*(np.concatenate(each) for each in zip(*pieces, strict=True)))
 
     def close(self) -> None:
         """Gives its memory back."""
         for address in self._opened.values():
             self._memory.close(address)
+        self._opened.clear()
+        os.close(self.process)
+
+
+def _namespace() -> int:
+    """Names the namespace of processes that this one is in."""
+    return Path("/proc/self/ns/pid").stat().st_ino

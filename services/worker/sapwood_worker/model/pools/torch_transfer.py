@@ -162,13 +162,13 @@ class CudaTransfer:
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone
-    (``DevicePool.await_layer``). What a step fills goes the other way just so, by the same kernels as loads.
+    (``DevicePool.await_layer``). What a step fills goes the other way just so, some layers at a time.
 
     Args:
         device: The device pool.
         host: The host pool.
-        storer: Copies pages to the host.
-        kernels: Copies pages to the device, and some layers of pages to the host.
+        storer: Copies pages, or some of their layers, to the host.
+        kernels: Copies pages to the device.
     """
 
     def __init__(self, device: DevicePool, host: HostPool, storer: PageStorer, kernels: KernelMover) -> None:
@@ -214,7 +214,7 @@ class CudaTransfer:
         computing = torch.cuda.current_stream(self._device.device)
         begin: torch.cuda.Event | None = None
         with torch.cuda.stream(self._stores):
-            store_layers = self._kernels.layer_storer(copy)
+            store_layers = self._storer.layer_storer(copy)
 
         def copy_layers(layers: Sequence[int]) -> Callable[[], bool]:
             nonlocal begin

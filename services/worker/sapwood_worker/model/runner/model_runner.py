@@ -245,6 +245,8 @@ class ModelRunner:
             OSError, RuntimeError: There is no GPU.
         """
         layers, device = self._pool.layers_in_records(), self._pool.device
+        if device.type != "cuda":
+            raise RuntimeError("the model does not run on a GPU")
         memory = CudaMemory(device.index or 0)
         return OwnPool(layers, memory, lambda: marked(device)) if layers else None
 

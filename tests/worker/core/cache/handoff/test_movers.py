@@ -409,6 +409,23 @@ def test_a_page_of_the_gpu_is_filled_from_the_hosts_memory(on_a_gpu: Kept) -> No
     assert not on_a_gpu.own[3].any()
 
 
+def test_a_source_without_a_gpu_that_is_seen_from_here_is_asked_for_one_once(
+    on_a_gpu: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(on_a_gpu.mover, CudaIpcMover)
+    gone = replace(on_a_gpu.ticket, transfer_id=bytes(16))
+    assert on_a_gpu.mover.read_to_device(gone, [0], [0], [b""]) == [None] and on_a_gpu.mover.reaches(on_a_gpu.ticket)
+    kept = Kept(mover="tcp")
+    try:
+        kept.mover = on_a_gpu.mover
+        assert kept.mover.reaches(kept.ticket) and kept.to_device([0, 1], [0, 1]) == [None, None]
+        assert not kept.mover.reaches(kept.ticket) and on_a_gpu.mover.reaches(on_a_gpu.ticket)
+        monkeypatch.delattr(CudaIpcMover, "_read")
+        assert None not in kept.read([0, 1])
+    finally:
+        kept.server.close()
+
+
 def test_copies_that_fail_are_an_error(on_a_gpu: Kept) -> None:
     memory_of(on_a_gpu).broken = True
     with pytest.raises(MoverError, match="719"):

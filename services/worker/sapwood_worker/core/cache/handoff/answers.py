@@ -23,7 +23,7 @@ from sapwood_worker.core.cache.storage.record import Sealer
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 
 _COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
-_NAP_SECONDS = 1e-3
+_NAP_SECONDS, _SHORT_NAP_SECONDS = 1e-3, 2e-4
 _MOST_RANGES = 1 << 16
 COMING = b""
 """In place of the header of a page that is coming."""
@@ -47,12 +47,12 @@ def send_headers(
     coming: list[int] = []
     for index in indices:
         if in_parts and lease is not None and source.is_coming(lease, index):
-            wire.send(LATER)
+            wire.put(LATER)
             coming.append(index)
         elif lease is None or not _comes(wire, source, lease, index):
-            wire.send(NO)
+            wire.put(NO)
         else:
-            wire.send(
+            wire.put(
                 YES + (source.header(source.record(lease, index), lease, index) if sealed else lease.keys[index].proof)
             )
             had.append(index)
@@ -107,11 +107,12 @@ def send_parts(
         wire.goes_on()
     had = []
     for place, index in enumerate(coming):
-        if _comes(wire, source, lease, index):
-            wire.send(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
+        if _comes(wire, source, lease, index, _SHORT_NAP_SECONDS):  # the step has ended, or is about to
+            wire.put(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
             had.append(index)
         else:
-            wire.send(NO)
+            wire.put(NO)
+    wire.flush()
     return had
 
 
@@ -155,10 +156,10 @@ def receive_parts(
     return receive_headers(wire, pages, sealed=sealed)
 
 
-def _comes(wire: Wire, source: PageSource, lease: Lease, index: int) -> bool:
+def _comes(wire: Wire, source: PageSource, lease: Lease, index: int, nap: float = _NAP_SECONDS) -> bool:
     """Waits until a page is there or lost, and says now and then that it is coming; whether it is there."""
     while source.is_coming(lease, index):
-        time.sleep(_NAP_SECONDS)
+        time.sleep(nap)
         wire.says_wait()
     return source.has(lease, index)
 

@@ -11,6 +11,9 @@ from sapwood_worker.core.cache.storage.record import take_good
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.handoff import HandoffTicket
 
+_BATCH = 16
+"""Few, so that a prompt of 1000 tokens is read by several at once; a connection carries 1 to 2 GB/s."""
+
 
 class HostGround:
     """Implements :class:`~sapwood_worker.core.cache.handoff.pulls.Ground`.
@@ -22,9 +25,12 @@ class HostGround:
         mover: Reads.
 
     Attributes:
+        batch: Pages of a read.
         page_bytes: Bytes of a page's content.
         parts: Counts what came of pages before all of their layers were computed.
     """
+
+    batch = _BATCH
 
     def __init__(self, host: HostPages, pool: HostPool, fingerprint: bytes, mover: PageMover) -> None:
         self.page_bytes = pool.object_bytes

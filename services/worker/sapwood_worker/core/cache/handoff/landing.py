@@ -27,6 +27,11 @@ from sapwood_worker.core.cache.storage.record import verify
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
+_BATCH = 128
+"""A GPU's copy engines carry hundreds of GB/s: what a read takes is its questions and answers."""
+_THROUGH_HOST = 16
+"""Pages at a time that the source's device does not have any more: of these the host's memory holds a copy on the way."""
+
 
 class DeviceRoom(Protocol):
     """What the device's pages are taken from, and shared in."""
@@ -65,6 +70,10 @@ class DeviceRoom(Protocol):
 
 class DeviceMover(PageMover, Protocol):
     """A mover that reads into the device's pages, too."""
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        """Whether a ticket's source may have pages on a device that can be read from here, as far as is known."""
+        ...
 
     def read_to_device(
         self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
@@ -125,9 +134,12 @@ class Landing:
         mover: Reads.
 
     Attributes:
+        batch: Pages of a read.
         num_pages, page_bytes: The arguments.
         parts: Counts what came of pages before all of their layers were computed.
     """
+
+    batch = _BATCH
 
     def __init__(
         self, device: LandingDevice, num_pages: int, page_bytes: int, fingerprint: bytes, mover: DeviceMover
@@ -145,6 +157,10 @@ class Landing:
     def room(self) -> int:
         """How many pages could be reserved now."""
         return self._device.room.num_takable
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        """As :meth:`DeviceMover.reaches`."""
+        return self._mover.reaches(ticket)
 
     def expect(self, serial: int, prompt: Prompt) -> None:
         """Notes which prompt a request has."""
@@ -207,20 +223,30 @@ class Landing:
         proofs = [entry.key.proof for entry in entries]
         found = self._mover.read_to_device(ticket, indices, [entry.page for entry in entries], proofs)
         left = [place for place, there in enumerate(found) if there is None]
-        if left:
-            records = [memoryview(np.empty(HEADER_BYTES + self.page_bytes, np.uint8).data) for _ in left]
-            read = self._mover.read(ticket, [indices[place] for place in left], records)
-            namespace = self._fingerprint.hex()
-            good = [
-                place
-                for place, there, record in zip(left, read, records, strict=True)
-                if there and verify(record, entries[place].key, namespace)
-            ]
-            contents = {place: record[HEADER_BYTES:] for place, record in zip(left, records, strict=True)}
-            self._mover.fill([entries[place].page for place in good], [contents[place] for place in good])
-            for place in left:
-                found[place] = place in good
+        for start in range(0, len(left), _THROUGH_HOST):
+            self._read_through_host(ticket, indices, entries, left[start : start + _THROUGH_HOST], found)
         return list(map(bool, found))
+
+    def _read_through_host(
+        self,
+        ticket: HandoffTicket,
+        indices: Sequence[int],
+        entries: Sequence[HostPage],
+        places: Sequence[int],
+        found: list[bool | None],
+    ) -> None:
+        """Reads those at some places of a read by way of the host's memory; sets which are what the ticket says."""
+        records = [memoryview(np.empty(HEADER_BYTES + self.page_bytes, np.uint8).data) for _ in places]
+        read = self._mover.read(ticket, [indices[place] for place in places], records)
+        namespace = self._fingerprint.hex()
+        good = {
+            place: record[HEADER_BYTES:]
+            for place, there, record in zip(places, read, records, strict=True)
+            if there and verify(record, entries[place].key, namespace)
+        }
+        self._mover.fill([entries[place].page for place in good], list(good.values()))
+        for place in places:
+            found[place] = place in good
 
     def check(self, pins: Mapping[int, int]) -> None:
         """Compares what is taken with how often each page is pinned; for tests.

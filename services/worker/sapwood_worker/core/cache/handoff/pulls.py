@@ -29,8 +29,6 @@ from sapwood_worker.core.cache.storage.executor import Executor
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES
 from sapwood_worker.records.handoff import HandoffTicket
 
-BATCH = 16
-"""Pages of a read: few, so that a prompt of 1000 tokens is read by several at once; a connection carries 1 to 2 GB/s."""
 READS = 16
 """Reads at a time."""
 EARLY_READS = 4
@@ -91,10 +89,12 @@ class Ground(ArrivalPages, Protocol):
     """Where pulled pages go.
 
     Attributes:
+        batch: Pages of a read.
         page_bytes: Bytes of a page's content.
         parts: Counts what came of pages before all of their layers were computed.
     """
 
+    batch: int
     page_bytes: int
     parts: PartCount
 
@@ -226,7 +226,9 @@ class Pulls:
         # Pages that another request is having read are waited for, not read again.
         entries = self.arrivals.reserve(wanted)
         index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
-        each = min(max(BATCH, -(-len(entries) // EARLY_READS)), ARRIVING_PAGES) if pull.early else BATCH
+        each = self._ground.batch
+        if pull.early:
+            each = max(each, min(-(-len(entries) // EARLY_READS), ARRIVING_PAGES))
         for start in range(0, len(entries), each):
             batch = entries[start : start + each]
             self._due.append((pull, ticket, [index_of[entry.key.hash] for entry in batch], batch))

@@ -97,6 +97,7 @@ class PageServer:
     def _answer(self, connection: socket.socket) -> None:
         try:
             with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.settimeout(wire.SILENCE_SECONDS)  # of a handshake it is the time for all of it
                 if self._tls is None:
                     self._answer_read(connection)

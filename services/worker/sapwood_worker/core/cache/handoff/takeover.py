@@ -102,5 +102,5 @@ class Takeover:
         if landing is None or device is None or self.host.knows(ticket):
             return None
         lacking = len(pages) - cached
-        fits = not found and 0 < lacking <= min(landing.room, device.arrivals.room)
+        fits = not found and 0 < lacking <= min(landing.room, device.arrivals.room) and landing.reaches(ticket)
         return (landing, device) if fits or device.knows(ticket) else None

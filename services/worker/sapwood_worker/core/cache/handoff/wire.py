@@ -36,6 +36,7 @@ _MAGIC: dict[Way, bytes] = {
     "device": b"SAPWHD02",
 }
 _MOST_PAGES = 4096
+_AHEAD_BYTES = 1 << 16
 
 
 class Ask(NamedTuple):
@@ -65,6 +66,8 @@ class Wire:
     def __init__(self, connection: socket.socket, seconds: float = READ_SECONDS) -> None:
         self._connection = connection
         self._seconds = seconds
+        self._unsent = bytearray()
+        self._ahead = bytearray()
         self._said = time.monotonic()
         self.goes_on()
 
@@ -74,7 +77,18 @@ class Wire:
 
     def send(self, content: bytes | memoryview) -> None:
         """Says something."""
+        self.flush()
         self._connection.sendall(content)
+
+    def put(self, content: bytes) -> None:
+        """Says something with what follows, or when something is to be heard: so many short answers go as one."""
+        self._unsent += content
+
+    def flush(self) -> None:
+        """Says what was put."""
+        if self._unsent:
+            self._connection.sendall(self._unsent)
+            self._unsent.clear()
 
     def ask(self, ask: Ask) -> None:
         """Says what is wanted."""
@@ -92,9 +106,15 @@ class Wire:
 
     def receive(self, count: int) -> bytes:
         """So many bytes. Raises as :meth:`fill`."""
-        content = bytearray(count)
-        self.fill(memoryview(content))
-        return bytes(content)
+        while len(self._ahead) < count:
+            self._await()
+            content = self._connection.recv(_AHEAD_BYTES)
+            if not content:
+                raise MoverError("the other side ended the connection")
+            self._ahead += content
+        found = bytes(self._ahead[:count])
+        del self._ahead[:count]
+        return found
 
     def says_yes(self) -> bool:
         """A byte that is a yes. Raises as :meth:`fill`."""
@@ -119,13 +139,26 @@ class Wire:
         Raises:
             MoverError: The other side ended the connection before, or its time is over.
         """
+        known = min(len(self._ahead), len(buffer))
+        buffer[:known] = self._ahead[:known]
+        del self._ahead[:known]
+        buffer = buffer[known:]
         while buffer:
-            if time.monotonic() > self._until:
-                raise MoverError("it takes too long")
+            self._await()
             count = self._connection.recv_into(buffer)
             if not count:
                 raise MoverError("the other side ended the connection")
             buffer = buffer[count:]
+
+    def _await(self) -> None:
+        """Says what was not said yet: an answer is wanted.
+
+        Raises:
+            MoverError: The other side's time is over.
+        """
+        self.flush()
+        if time.monotonic() > self._until:
+            raise MoverError("it takes too long")
 
 
 @contextmanager

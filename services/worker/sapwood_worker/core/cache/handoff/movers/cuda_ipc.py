@@ -11,14 +11,14 @@ on the device, and sources on another machine, without this mover or without a G
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from sapwood_worker.core.cache.handoff.answers import COMING, receive_headers, receive_parts, send_headers
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
-from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
+from sapwood_worker.core.cache.handoff.movers.peers import NotReachedError, Peers
+from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover, Sources
 from sapwood_worker.core.cache.handoff.movers.shm import boot_name
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
@@ -28,7 +28,7 @@ from sapwood_worker.model.pools.peer_pages import OwnPool, PeerPool, Targets, ho
 from sapwood_worker.records.handoff import HandoffTicket
 
 _WHERE = struct.Struct("<16sI")
-"""The boot's name, and how many bytes follow that say what the pool is; zeros: it cannot be read."""
+"""The boot's name, and how many bytes follow that say what the pool is; 0: there is no such lease. Zeros alone: no pool."""
 _PLACE = struct.Struct("<i")
 _MOST_BYTES = 1 << 20
 
@@ -67,8 +67,11 @@ class CudaIpcMover:
         self.parts = self._otherwise.parts
         self.barrier = pool.mark
         self.fill = pool.fill
-        self._lock = threading.Lock()
-        self._peers: dict[str, tuple[int, PeerPool]] = {}
+        self._peers = Peers(pool.memory)
+        self._apart = Sources()
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        return ticket not in self._apart
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         def take(number: int, header: bytes) -> bool:
@@ -78,7 +81,8 @@ class CudaIpcMover:
         def targets(numbers: list[int]) -> Targets:
             return host_targets([buffers[number][HEADER_BYTES:] for number in numbers])
 
-        answers = self._read(ticket, "cuda", indices, targets, take)
+        unread: list[bool | None] = [None] * len(indices)
+        answers = self._read(ticket, "cuda", indices, targets, take) if self.reaches(ticket) else unread
         left = [number for number, answer in enumerate(answers) if answer is None]
         if left:
             others = [buffers[number] for number in left]
@@ -105,54 +109,58 @@ class CudaIpcMover:
     ) -> list[bool | None]:
         """Reads to ``targets`` of the pages with some numbers; ``take`` looks at a page's header or proof and says whether it is
         good. Returns whether each page was had; None: it is not in the source's GPU."""
-        sealed = way == "cuda"
         with dialled(ticket, way, indices, self._tls) as wire:
             name, length = _WHERE.unpack(wire.receive(_WHERE.size))
-            if name != boot_name() or not 0 < length <= _MOST_BYTES:
-                return [None] * len(indices)
-            try:
-                peer = self._peer(ticket, wire.receive(length))
-            except (RuntimeError, ValueError):
-                return [None] * len(indices)
-            places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * len(indices)))]
-            there = [number for number, place in enumerate(places) if place >= 0]
-            headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))
-
-            def read(numbers: list[int], start: int, end: int) -> None:
+            if name != boot_name() or length > _MOST_BYTES:
+                self._apart.add(ticket)
+            elif length:
                 try:
-                    peer.read([places[number] for number in numbers], targets(numbers), start, end)
-                except (RuntimeError, KeyError) as error:
-                    raise MoverError(str(error)) from error
+                    with self._peers.reading(wire.receive(length)) as peer:
+                        return self._read_from(peer, wire, len(indices), targets, take, sealed=way == "cuda")
+                except NotReachedError:
+                    self._apart.add(ticket)
+        return [None] * len(indices)
 
-            had = [number for number, header in headers.items() if header]
-            if had:
-                read(had, 0, self._pool.page_bytes)
-            coming = [number for number, header in headers.items() if header == COMING]
-            if coming:
+    def _read_from(
+        self,
+        peer: PeerPool,
+        wire: Wire,
+        count: int,
+        targets: Callable[[list[int]], Targets],
+        take: Callable[[int, bytes], bool],
+        *,
+        sealed: bool,
+    ) -> list[bool | None]:
+        """The rest of a read of so many pages."""
+        places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * count))]
+        there = [number for number, place in enumerate(places) if place >= 0]
+        headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))
 
-                def read_part(place: int, start: int, end: int) -> None:
-                    if not place:  # all pages at once
-                        read(coming, start, end)
+        def read(numbers: list[int], start: int, end: int) -> None:
+            try:
+                peer.read([places[number] for number in numbers], targets(numbers), start, end)
+            except (RuntimeError, KeyError) as error:
+                raise MoverError(str(error)) from error
 
-                size = self._pool.page_bytes
-                came = receive_parts(wire, len(coming), size, self.parts, read_part, sealed=sealed)
-                headers.update(zip(coming, came, strict=True))
-                had += [number for number in coming if headers[number]]
-            wire.send(YES)
-            answers: list[bool | None] = [None if place < 0 else False for place in places]
-            for number in had:
-                answers[number] = wire.says_yes() and take(number, headers[number] or b"")
-            return answers
+        had = [number for number, header in headers.items() if header]
+        if had:
+            read(had, 0, self._pool.page_bytes)
+        coming = [number for number, header in headers.items() if header == COMING]
+        if coming:
 
-    def _peer(self, ticket: HandoffTicket, exported: bytes) -> PeerPool:
-        """The pool of a ticket's source, opened once for each start of its process."""
-        with self._lock:
-            epoch, peer = self._peers.get(ticket.source, (0, None))
-            if peer is None or epoch != ticket.epoch:
-                opened = PeerPool(exported, self._pool.memory)
-                self._peers[ticket.source] = ticket.epoch, opened
-                return opened
-            return peer
+            def read_part(place: int, start: int, end: int) -> None:
+                if not place:  # all pages at once
+                    read(coming, start, end)
+
+            size = self._pool.page_bytes
+            came = receive_parts(wire, len(coming), size, self.parts, read_part, sealed=sealed)
+            headers.update(zip(coming, came, strict=True))
+            had += [number for number in coming if headers[number]]
+        wire.send(YES)
+        answers: list[bool | None] = [None if place < 0 else False for place in places]
+        for number in had:
+            answers[number] = wire.says_yes() and take(number, headers[number] or b"")
+        return answers
 
 
 def send_where(
@@ -165,8 +173,11 @@ def send_where(
     sealed: bool,
 ) -> None:
     """The source's side; ``sealed``: with checksums, for a reader whose host pages are read into."""
-    if device is None or not device.exported or lease is None:
+    if device is None or not device.exported:
         wire.send(_WHERE.pack(bytes(16), 0))
+        return
+    if lease is None:
+        wire.send(_WHERE.pack(boot_name(), 0))
         return
     places = [device.place(lease, index) for index in asked]
     wire.send(_WHERE.pack(boot_name(), len(device.exported)) + device.exported + b"".join(map(_PLACE.pack, places)))

@@ -12,6 +12,22 @@ from sapwood_worker.records.handoff import HandoffTicket
 _MOST_KNOWN = 1024
 
 
+class Sources:
+    """Processes that give tickets, each start of one apart; when there are many all are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, int]] = set()
+
+    def __contains__(self, ticket: HandoffTicket) -> bool:
+        return (ticket.source, ticket.epoch) in self._known
+
+    def add(self, ticket: HandoffTicket) -> None:
+        """The one that gave a ticket. For any thread."""
+        if len(self._known) >= _MOST_KNOWN:
+            self._known = set()
+        self._known.add((ticket.source, ticket.epoch))
+
+
 class QuickestMover:
     """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover`. Each process that gives tickets is asked once
     whether it shares memory.
@@ -23,15 +39,12 @@ class QuickestMover:
     def __init__(self, tls: PageTls | None = None) -> None:
         self._shared, self._tcp = SharedMemoryMover(tls), TcpMover(tls)
         self.parts = self._shared.parts = self._tcp.parts
-        self._apart: set[tuple[str, int]] = set()
+        self._apart = Sources()
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
-        source = ticket.source, ticket.epoch
-        if source not in self._apart:
+        if ticket not in self._apart:
             try:
                 return self._shared.read(ticket, indices, buffers)
             except NotSharedError:
-                if len(self._apart) >= _MOST_KNOWN:
-                    self._apart.clear()
-                self._apart.add(source)
+                self._apart.add(ticket)
         return self._tcp.read(ticket, indices, buffers)

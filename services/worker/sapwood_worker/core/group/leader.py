@@ -64,6 +64,7 @@ class GroupRunner:
 
     def launch(self, step: Step) -> LaunchedStep:
         with self._followers.waits.step(len(step.token_ids)):
+            step.settle()
             self.tell(encode(step))
             if step.masks is not None:
                 masks = _SentMasks(step.masks, self)

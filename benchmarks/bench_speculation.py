@@ -18,7 +18,8 @@ Prints a JSON object a line: tokens/s without and with drafts, the median of the
 before, in which it learns what steps take (``first``), the share of drafted tokens that were accepted, the share of answers that
 are the same, and the time of a step (by requests, and by requests:positions, rounded up, where drafts were checked) with that of
 making drafts in it; and ``parts_ms``: of the step loop's own time, by the tokens of the longest draft (0: none; off: of the steps
-without drafts), the medians of planning, making the draft, launching and waiting for the result, and how many steps.
+without drafts), the medians of planning, making the draft (launching it, where it stays on the device), launching and waiting for
+the result, and how many steps.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -129,13 +131,16 @@ class Engine:
             speculation._drafter.fill = timed
 
     def step_times(self) -> dict[str, float]:
-        """Milliseconds of steps, by requests and, where drafts were checked, sampled positions."""
+        """Milliseconds of steps, by requests and, where drafts were checked, sampled positions, and of making drafts, by requests
+        and the tokens of the longest; the device's where it has them before the host."""
         speculation = self.scheduler._speculation
         if speculation is None or speculation._planner is None:
             return {}
-        costs = speculation._planner.costs
+        costs, drafts = speculation._planner.costs, speculation._planner._drafts
         times = {str(rows): mean.seconds for rows, mean in costs._plain.items()}
         times |= {f"{rows}:{most}": mean.seconds for (rows, most), mean in sorted(costs._drafted.items())}
+        made = ((rows, most, mean) for rows, means in drafts._means.items() for most, mean in sorted(means.items()))
+        times |= {f"{rows} drafts {most}": mean.seconds for rows, most, mean in made}
         return {name: round(seconds * 1000, 2) for name, seconds in times.items()}
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> tuple[Answers, float]:
@@ -299,7 +304,7 @@ def measure(
         known, _ = plain.generate(prompts, sampling)
         drafter = Dial({str(index): answer for index, answer in known.items()}, float(workload.split()[1]))
     elif workload.startswith("draft"):
-        assert runner.draft is not None, "draft R needs --draft or --eagle"
+        assert isinstance(runner.draft, DraftingRunner), "draft R needs --draft or --eagle"
         known, _ = plain.generate(prompts, sampling)
         said = DialledRunner(runner.draft, prompts, known, float(workload.split()[1]))
         kind, first = ("draft", 0) if arguments.eagle is None else ("eagle", 1)

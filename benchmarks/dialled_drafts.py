@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from sapwood_kernels.ops.host_copies import HostCopies
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import IntArray, ModelOutput, Step
 
 LISTING = """def total(orders, rates):
@@ -91,7 +92,7 @@ class DialledRunner:
     """
 
     def __init__(
-        self, runner: ModelRunner, prompts: Sequence[list[int]], answers: Mapping[int, list[int]], right: float
+        self, runner: DraftingRunner, prompts: Sequence[list[int]], answers: Mapping[int, list[int]], right: float
     ) -> None:
         self.asynchronous = runner.asynchronous
         self._runner = runner
@@ -112,18 +113,25 @@ class DialledRunner:
                 step.rows.tolist(), (step.starts + step.counts).tolist(), step.samples.tolist(), strict=True
             )
         ]
-        return DialledStep(self._runner.launch(step), places)
+        launched = self._runner.launch(step)
+        assert isinstance(launched, LaunchedStep)
+        return DialledStep(launched, places)
 
-    def launch_chain(self, steps: Sequence[Step]) -> DialledTokens | None:
-        copies = self._runner.launch_chain(steps)
-        if copies is None:
+    def launch_chain(self, first: Step, wanted: IntArray) -> DraftedTokens | None:
+        for entry in first.entries:
+            self._serials[entry.row] = entry.serial
+        made = self._runner.launch_chain(first, wanted)
+        if made is None:
             return None
-        positions = ((step.rows.tolist(), (step.starts + 1).tolist()) for step in steps)
+        serials = [self._serials[row] for row in first.rows.tolist()]
+        ends = (first.starts + first.counts).tolist()
         said = [
-            np.concatenate([self._say(self._serials[row], at) for row, at in zip(*each, strict=True)])
-            for each in positions
+            [self._say(serial, end + place)[0] for serial, end in zip(serials, ends, strict=True)]
+            for place in range(1 + int(wanted.max()))
         ]
-        return DialledTokens(copies, said)
+        with torch.inference_mode():
+            ops = self._runner.ops
+            return DraftedTokens([ops.to_device(np.array(said, np.int64).ravel())], ops, made.begun)
 
     def _say(self, serial: int, position: int) -> list[int]:
         which = serial % len(self._prompts)
@@ -131,18 +139,6 @@ class DialledRunner:
         answer = self._answers[which]
         token = answer[place] if place < len(answer) else 0
         return [token if random.Random(serial * 1_000_003 + position).random() < self._right else token ^ 1]
-
-
-class DialledTokens:
-    """The tokens of a chain of :class:`DialledRunner`."""
-
-    def __init__(self, copies: HostCopies, said: list[IntArray]) -> None:
-        self._copies = copies
-        self._said = said
-
-    def wait(self) -> list[IntArray]:
-        self._copies.wait()
-        return self._said
 
 
 class DialledStep:

@@ -29,7 +29,7 @@ TURNS, REPLAYS = 5, 20
 
 def step_of(runner: ModelRunner, first: int, rows: int, length: int) -> Callable[[], None]:
     """What computes a decode of some requests of so many tokens, which have pages of their own from request ``first`` on."""
-    backend, pool, model, ops = runner._backend, runner._pool, runner._model, runner._ops
+    backend, pool, model, ops = runner._backend, runner._pool, runner._model, runner.ops
     pages = -(-length // pool.page_size)
     table = np.arange(first * pages, (first + rows) * pages, dtype=np.int32).reshape(rows, pages)
     indices = torch.zeros(rows * pages, dtype=torch.int32, device=ops.device)

@@ -38,7 +38,7 @@ def drafts(runner: ModelRunner, *, chains: bool) -> tuple[list[list[int]], int]:
     speculation: Any = engine.scheduler._speculation
     drafter = speculation._drafter
     if not chains:
-        drafter._chain = lambda later, launched: False
+        drafter._chain = lambda parts, step: False
     fill, said = drafter.fill, []
 
     def plan(decodes: Sequence[Request]) -> list[list[int]]:
@@ -50,7 +50,8 @@ def drafts(runner: ModelRunner, *, chains: bool) -> tuple[list[list[int]], int]:
             speculation._draft(request, MOST, 0.0, 0.0)
             wanted.append([-1] * speculation._room(request, 1 + (request.serial + request.generated) % MOST))
         found: list[list[int]] = fill(decodes, wanted)
-        said.extend(found)
+        speculation.late, speculation._late = drafter.late, (len(decodes), max(map(len, found)), drafter.caught_up)
+        said.extend(found)  # of late tokens these lists are filled when their check is over
         return found
 
     speculation.plan = plan

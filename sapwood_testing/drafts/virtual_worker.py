@@ -12,7 +12,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.speculation import MOST_DRAFTED, Speculation
 from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
-from sapwood_worker.records.step import ModelOutput
+from sapwood_worker.records.step import LateTokens, ModelOutput
 
 
 class VirtualRow:
@@ -75,6 +75,7 @@ class VirtualWorker:
 
     name = "virtual"
     caught_up = 0
+    late: LateTokens | None = None
 
     def __init__(
         self,
@@ -123,6 +124,10 @@ class VirtualWorker:
         """Returns the drafts unchanged, after some time."""
         self._seconds += self._depth * max(map(len, drafts))
         return drafts
+
+    def settle(self) -> float:
+        """Nothing is late."""
+        return 0.0
 
     def run(self, steps: int) -> float:
         """Tokens a second of so many further steps."""

@@ -62,6 +62,8 @@ class _Replay:
         found = self._compute()
         self._result.logits.copy_(found.logits)
         self._result.greedy.copy_(found.greedy)
+        if self._result.hidden is not None and found.hidden is not None:
+            self._result.hidden.copy_(found.hidden)
 
 
 class EagerGraphs(DecodeGraphs):
@@ -73,7 +75,8 @@ class EagerGraphs(DecodeGraphs):
             attention = make(size)
             plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
             logits = torch.zeros(size, self._model.config.vocab_size)
-            result = DecodeResult(logits, torch.zeros(size, dtype=torch.int64), self._inputs[2, :size])
+            hidden = None if self._shifted is None else torch.zeros(size, self._model.config.hidden_size)
+            result = DecodeResult(logits, torch.zeros(size, dtype=torch.int64), self._inputs[2, :size], hidden)
             graph: Any = _Replay(lambda size=size, plan=plan: self._step(size, plan), result)  # type: ignore[misc]
             found[size] = _Captured(graph, attention, result)
         return found
@@ -88,7 +91,7 @@ def with_graphs(runner: ModelRunner, sizes: Sequence[int], *, capture: bool = Tr
             parts.pool, {kind: GatheredAttention(batch, parts, kind) for kind in kinds}
         )
 
-    needs, pool, ops = runner._backend._parts[0].needs, runner._pool, runner._ops
+    needs, pool, ops = runner._backend._parts[0].needs, runner._pool, runner.ops
     gathered = replace(TORCH, graphs=decodes, reads_keys=True)
     backend = PagedAttention(needs, pool, ops, gathered, gathered)
     make = backend.graphs()

@@ -35,7 +35,7 @@ from sapwood_kernels.ops.device import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.ops.host_copies import Fence, HostCopies
+from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
@@ -64,6 +64,16 @@ class _CudaFence(Fence):
         self._event.synchronize()
 
 
+class _CudaMoment(Moment):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, _CudaMoment)
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
 class CudaOps(DeviceOps):
     """Kernels of our own and of torch; all work is queued on the current stream."""
 
@@ -71,6 +81,7 @@ class CudaOps(DeviceOps):
     captures = True
     multiplies_groups = True
     groups_experts = True
+    moment = _CudaMoment
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

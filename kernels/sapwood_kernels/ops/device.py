@@ -20,7 +20,7 @@ from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.experts.tuning import Tuning
-from sapwood_kernels.ops.host_copies import Fence, HostCopies
+from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -152,6 +152,7 @@ class DeviceOps:
         multiplies_groups: Whether :meth:`grouped` reads weights of any groups as they are held.
         groups_experts: Whether :meth:`expert_sum` reads experts' matrices of few bits as they are stored, all in one tensor.
         processors: Its multiprocessors: programs that run at once.
+        moment: Constructed, marks when the device is done with what is queued by then.
         tuning: Where the tiles of experts come from.
     """
 
@@ -160,6 +161,7 @@ class DeviceOps:
     captures = False
     multiplies_groups = False
     groups_experts = False
+    moment: type[Moment] = Moment
     processors = 1
 
     def __init__(self, device: torch.device) -> None:

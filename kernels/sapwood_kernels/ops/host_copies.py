@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -33,3 +34,14 @@ class Fence:
 
     def wait(self) -> None:
         """Waits until the device has reached the mark; at once if none was set."""
+
+
+class Moment:
+    """When the device was done with all that had been queued on the current stream. Here of one that queues nothing."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """How long after another moment; the device must have reached both."""
+        return self._at - earlier._at

@@ -57,6 +57,27 @@ class LateMasks(Protocol):
         ...
 
 
+LATE = -3
+"""Token i of those that the device has drafted is ``LATE - i`` in a step until the host knows it."""
+
+
+class LateTokens(Protocol):
+    """Drafted tokens that a device knows before the host."""
+
+    def wait(self) -> IntArray:
+        """Waits for the tokens, in the order of their numbers."""
+        ...
+
+    def seconds(self) -> float:
+        """How long the device took to make them; :meth:`wait` must have returned."""
+        ...
+
+
+def settled(token_ids: IntArray, late: LateTokens) -> IntArray:
+    """The token ids, with the tokens in place of what stands for them. Waits for them."""
+    return np.where(token_ids > LATE, token_ids, late.wait()[np.maximum(LATE - token_ids, 0)])
+
+
 @dataclass(slots=True)
 class Step:
     """One step's batch: P parts, each the next tokens of one request, prefill and decodes mixed in any order.
@@ -71,7 +92,7 @@ class Step:
         samples: int64 [P]: after how many of these tokens, the last ones, to sample the token that follows: 0 for all but the
             last chunk of a prompt. The token at position p is a function of the logits before it, the seed and p.
         token_ids: int64 [T]: the tokens, part after part; -1 for one that an unfinished step samples, which the host does not
-            know yet. With the sampled positions of all parts, in order, that makes R.
+            know yet; ``LATE`` or less for one of ``late``. With the sampled positions of all parts, in order, that makes R.
         pages: int32 [P, W]: page ids of each part's request in order; entry i holds positions ``i * page_size`` ..
             ``(i + 1) * page_size - 1``. Entries beyond the last page that the part needs are undefined. A model with windows
             (:class:`~sapwood_worker.records.model_info.ModelInfo`) has a table for each of them too, side by side, equally wide.
@@ -84,6 +105,7 @@ class Step:
             this is one rank's part; empty: all ranks compute the same, or there is but one.
         decodes: Whether ``rank_tokens`` are of decodes only, one token each.
         parts: What each rank computes, of a step of ranks with requests of their own, which has but number, moves and parts.
+        late: Drafted tokens that the host does not know yet; None: there are none.
     """
 
     number: int
@@ -101,6 +123,12 @@ class Step:
     rank_tokens: IntArray = field(default_factory=lambda: _NONE)
     decodes: bool = False
     parts: tuple[Step, ...] = ()
+    late: LateTokens | None = None
+
+    def settle(self) -> None:
+        """Waits for late tokens and takes them in, for what has to know them."""
+        if self.late is not None:
+            self.token_ids, self.late = settled(self.token_ids, self.late), None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""

@@ -40,7 +40,7 @@ _decoder: msgspec.msgpack.Decoder[_Records] = msgspec.msgpack.Decoder(_Records, 
 
 def encode(step: Step) -> bytearray:
     """The step, but for its masks; a part of one that has parts."""
-    assert not step.parts, "each rank gets its own"
+    assert not step.parts and step.late is None, "each rank gets its own, and all tokens"
     held = step.entries, step.copies, step.moves
     records = _encoder.encode(held) if step.entries or step.copies is not None or step.moves else b""
     parts, width = step.pages.shape

@@ -139,7 +139,7 @@ def test_ranks_replay_graphs_of_one_size_and_answer_as_one_process_does(
         with lock:  # it patches torch for as long as it takes
             graphs = with_graphs(runner, (1, 2, 4, 9))
         replayed, told = sizes[runner], padded[runner] = [], []
-        runner._ops.padded = lambda *counts: told.append(counts) or nullcontext()
+        runner.ops.padded = lambda *counts: told.append(counts) or nullcontext()
         for size, captured in graphs._captured.items():
             captured.graph._compute = partial(as_captured, runner, captured.graph._compute, size, replayed)
 

@@ -336,7 +336,7 @@ def test_a_trial_of_prompts_that_share_compiles_what_they_need(tiny_model, make_
     for module in (shared_prefix, trial_step):
         monkeypatch.setattr(module, "LEAST_SPARED", 160)
     runner = make_runner(tiny_model("qwen3").path, num_pages=64, page_size=4, max_running=2)
-    parts = runner._model, runner._pool, runner._backend, runner._ops
+    parts = runner._model, runner._pool, runner._backend, runner.ops
     trial_step.compute_shared_trial(160, *parts)  # no room for what follows on the 160
     assert planned == []
     trial_step.compute_shared_trial(200, *parts)

@@ -33,6 +33,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -157,6 +158,61 @@ def test_what_graphs_say_in_a_chain_is_what_is_said_step_by_step(
         assert scheduler.load().accepted_tokens > 15
     assert drafts[0] == drafts[1]
     assert any(len({len(draft) for draft in each}) > 3 for each in drafts[1]), "some drafts end before others"
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_checks_follow_drafts_and_the_head_follows_checks_before_the_host_knows_tokens(
+    tiny_model: Any, trained: Path, page_size: int
+) -> None:
+    """Also where a request ends at a token that the host would have cut a draft at, and what is drafted is the plain head's."""
+    tiny = tiny_model("llama")
+    plain = build_runner(options(tiny.path))
+    expected = run(scheduler_of(plain), plain, False, greedy_ones())
+    stopped = {at: tokens_of(expected[at])[20 + at] for at in range(4)}
+
+    def asked() -> list[Request]:
+        ends = [(stopped[at],) if at in stopped else () for at in range(8)]
+        return [
+            Request(at, f"g{at}", prompt, replace(GREEDY, stop_token_ids=end))
+            for at, (prompt, end) in enumerate(zip(PROMPTS, ends, strict=True))
+        ]
+
+    sized = options(tiny.path, page_size=page_size, num_pages=128 * 16 // page_size)
+    runner = build_headed_runner(sized, trained)
+    draft, head = runner.draft, PlainHead(load_file(trained / "model.safetensors"), tiny.oracle)
+    assert isinstance(draft, DraftingRunner)
+    for each in (runner, draft):
+        with_graphs(each, [1, 2, 4, 8, 16, 32])
+    scheduler, checked, launch = scheduler_of(runner, "eagle"), [], runner.launch
+    speculation: Any = scheduler._speculation
+    speculation._trials.rate = 0.9
+    settle, compared = speculation._drafter.settle, 0
+
+    def noted(step: Any) -> Any:
+        launched = launch(step)
+        checked.append((step.late, len(step.rows)))
+        return launched
+
+    def settled() -> float:
+        nonlocal compared
+        parts = speculation._drafter._late_parts
+        seconds: float = settle()
+        for part in parts:
+            known = part.request.token_ids.tolist()
+            compared += len(part.draft)
+            assert part.draft == head.draft(known, len(part.draft))
+        return seconds
+
+    speculation._drafter.settle = settled
+    runner.launch = noted  # type: ignore[method-assign]
+    found = run(scheduler, runner, True, asked())
+    assert_alike(found, run(scheduler_of(plain), plain, False, asked()))
+    assert {found[at][-1].finish_reason for at in stopped} == {"stop"}
+    late = [rows for late, rows in checked if late is not None]
+    assert len(late) > 10 and max(late) > 4 and compared > 50
+    assert draft.taken > len(late) // 2
+    load = scheduler.load()
+    assert load.drafted_tokens > load.accepted_tokens > 15
 
 
 def test_tokens_are_those_without_a_head_and_some_of_what_it_says_is_right(

@@ -12,7 +12,8 @@ from sapwood_testing.drafts.eagle_head import random_tensors, write
 from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
-from sapwood_worker.model.runner.draft_trial import try_checks, try_draft
+from sapwood_worker.model.runner.drafts.draft_trial import try_checks, try_drafts
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.factory import make_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -47,14 +48,10 @@ def test_a_draft_model_drafts_in_chains_and_step_by_step(tiny_model: Any, make_d
     path = tiny_model("llama").path
     runner = build_drafted_runner(options(path), options(path))
     draft = runner.draft
-    assert draft is not None
-    assert try_draft(draft, 0) == 16
-    graphs = with_graphs(draft, [1, 2, 4])
-    chains = []
-    chain = graphs.chain
-    graphs.chain = lambda steps: chains.append(len(steps)) or chain(steps)  # type: ignore[method-assign,func-returns-value]
-    assert try_draft(draft, 0) == 16
-    assert chains == [3, 3]  # drawn drafts are made step by step
+    assert isinstance(draft, DraftingRunner)
+    assert try_drafts(runner, draft, 0) == 16
+    with_graphs(draft, [1, 2, 4])
+    assert try_drafts(runner, draft, 0) == 2 * 3 + 8  # drawn drafts are made step by step
     prompts = {0: [5, 6, 7], 1: [9] * 7}
     wanted = make_driver(build_runner(options(path))).generate(prompts, 6, {})
     assert make_driver(draft).generate(prompts, 6, {}) == wanted
@@ -62,7 +59,7 @@ def test_a_draft_model_drafts_in_chains_and_step_by_step(tiny_model: Any, make_d
 
 def test_a_head_drafts_from_its_first_position_on(tiny_model: Any, tmp_path: Path) -> None:
     runner = build_headed_runner(options(tiny_model("llama").path), write(tmp_path / "head", random_tensors()))
-    assert runner.draft is not None and try_draft(runner.draft, 1) == 16
+    assert isinstance(runner.draft, DraftingRunner) and try_drafts(runner, runner.draft, 1) == 16
 
 
 def test_a_worker_on_a_gpu_drafts_before_it_is_ready(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,5 +73,7 @@ def test_a_worker_on_a_gpu_drafts_before_it_is_ready(tiny_model: Any, monkeypatc
 
 
 def test_what_has_no_room_for_them_is_left_alone(tiny_model: Any) -> None:
-    runner = build_runner(options(tiny_model("llama").path, page_size=4, num_pages=2, max_running=1))
-    assert try_checks(runner) == try_draft(runner, 0) == 0
+    small = options(tiny_model("llama").path, page_size=4, num_pages=2, max_running=1)
+    runner = build_drafted_runner(small, small)
+    assert isinstance(runner.draft, DraftingRunner)
+    assert try_checks(runner) == try_drafts(runner, runner.draft, 0) == 0

@@ -65,6 +65,7 @@ class GroupRunner:
 
     def launch(self, step: Step) -> LaunchedStep:
         with self._followers.waits.launch(len(step.token_ids), asynchronous=self.asynchronous):
+            step.settle()
             self.tell(encode(step))
             if step.masks is not None:
                 masks = _SentMasks(step.masks, self)

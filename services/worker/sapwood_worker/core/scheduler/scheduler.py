@@ -282,6 +282,8 @@ class Scheduler:
         self._lifecycle.hand_off_in_parts(chunks)
         copies = self._tiers.take() if self._tiers is not None else None  # the last pages have been given
         step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
+        if drafts and self._speculation is not None:
+            step.plan.late = self._speculation.late
         if step.plan:
             self._in_flight.append(step)
             self._steps += 1

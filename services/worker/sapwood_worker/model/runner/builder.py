@@ -29,7 +29,8 @@ from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
-from sapwood_worker.model.runner.draft_trial import drafted_before, try_checks
+from sapwood_worker.model.runner.drafts.draft_trial import drafted_before, try_checks
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.graphs.recorded_steps import record_steps
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
@@ -87,7 +88,7 @@ def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelR
             f"{builder.vocab_size}: a draft model must have the model's own"
         )
     runner = builder.build(beside.page_bytes)
-    runner.draft = beside.build(num_pages=runner.info.num_pages)
+    runner.draft = beside.build(num_pages=runner.info.num_pages, drafts=True)
     return drafted_before(runner, 0)
 
 
@@ -180,12 +181,13 @@ class _Builder:
         """Bytes of a page of all layers."""
         return self._layout.page_bytes
 
-    def build(self, beside: int = 0, num_pages: int | None = None) -> ModelRunner:
+    def build(self, beside: int = 0, num_pages: int | None = None, *, drafts: bool = False) -> ModelRunner:
         """Makes the parts for good; called once.
 
         Args:
             beside: Bytes that another model keeps of each page, out of the same memory.
             num_pages: Pages of the pool; None: as the options say.
+            drafts: Whether it drafts for another model.
         """
         options, config = self._options, self._config
         if self._ahead is not None:
@@ -209,7 +211,7 @@ class _Builder:
         pieces = self._build_pieces(backend, pool, whole_ladder=True)
         cuts = self._micro_batches(pool, backend)
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
-        runner = ModelRunner(
+        runner = (DraftingRunner if drafts else ModelRunner)(
             info=self._info(config, pool, length),
             ops=self._ops,
             model=self._model,
@@ -254,7 +256,7 @@ class _Builder:
         last_tokens = torch.zeros_like(self._last_tokens)
         shifted = ShiftedSteps(head.store, page_size, pool.scratch_slots()[0])
         backend, graphs = attention.backend(pool, last_tokens, self._largest_graph, whole_ladder=True, shifted=shifted)
-        runner.draft = ModelRunner(
+        runner.draft = DraftingRunner(
             info=runner.info,
             ops=self._ops,
             model=head,

@@ -12,7 +12,7 @@ from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens
 from sapwood_worker.records.output import TokenLogprobs
 from sapwood_worker.records.page_copies import CopyReport
-from sapwood_worker.records.step import ModelOutput, Step
+from sapwood_worker.records.step import LateTokens, ModelOutput, Step, settled
 
 
 class LaunchedStep:
@@ -47,6 +47,7 @@ class LaunchedStep:
         self._step = step.number
         self._count = len(step.rows)
         self._at = at
+        self._late = step.late
         self._tokens = tokens
         self._prompts = prompts
         self._copied = copied
@@ -68,7 +69,7 @@ class LaunchedStep:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if self._tokens is not None and self._at is not None:
             values: list[int] = next(tensors).tolist()
-            parts = _parts(values, self._at)
+            parts = _parts(values, self._at, self._late)
             if self._at.drafts is None:
                 for part, token in zip(parts, values, strict=True):
                     token_ids[part] = [token]
@@ -90,16 +91,17 @@ class LaunchedStep:
         )
 
 
-def _parts(values: list[int], at: Positions) -> Sequence[int]:
+def _parts(values: list[int], at: Positions, late: LateTokens | None) -> Sequence[int]:
     """The part of each position; -1 for those after the first of their part whose token is not the draft's."""
     drafts = at.drafts
     if drafts is None:
         return at.parts
+    drafted = drafts.tokens if late is None else settled(drafts.tokens, late)
     parts: list[int] = []
     counts = True
-    rows = zip(values, drafts.owner.tolist(), drafts.offsets.tolist(), drafts.tokens.tolist(), strict=True)
-    for token, owner, offset, drafted in rows:
+    rows = zip(values, drafts.owner.tolist(), drafts.offsets.tolist(), drafted.tolist(), strict=True)
+    for token, owner, offset, guess in rows:
         counts = counts or offset == 0
         parts.append(at.parts[owner] if counts else -1)
-        counts = counts and token == drafted
+        counts = counts and token == guess
     return parts

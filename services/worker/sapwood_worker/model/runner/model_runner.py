@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.ops.host_copies import HostCopies
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -26,6 +25,7 @@ from sapwood_worker.model.pools.peer_pages import CudaMemory, OwnPool
 from sapwood_worker.model.pools.torch_transfer import marked
 from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, decode_rows
+from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.pooling import pool_chunk
@@ -70,7 +70,7 @@ class ModelRunner:
         recorded: Runs decodes from what was recorded of them; None: nothing is.
 
     Attributes:
-        recorded: The argument.
+        ops, recorded: The arguments.
         sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
         draft: Runs a model that drafts for this one, over as many pages; None: there is none.
     """
@@ -103,7 +103,7 @@ class ModelRunner:
         self.sums = None if parallel.tp.sums is None else parallel.tp.counts
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
-        self._ops = ops
+        self.ops = ops
         self._model = model
         self._pool = pool
         self._backend = backend
@@ -129,6 +129,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep | DeferredStep:
+        if self.draft is not None:
+            self.draft.forget()
+        if step.late is not None and not (isinstance(step.late, DraftedTokens) and self._sampler.greedy(step.rows)):
+            step.settle()
         if self._transfer is None or step.copies is None or step.copies.during is None:
             return self._launch(step)
         try:
@@ -152,7 +156,7 @@ class ModelRunner:
         if not len(step.rows):
             if len(step.rank_tokens):
                 self._keep_pace(step)
-            return LaunchedStep(step, None, None, {}, self._copied, self._ops, seen=self._seen(step))
+            return LaunchedStep(step, None, None, {}, self._copied, self.ops, seen=self._seen(step))
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
         at = Positions.of(step)
@@ -164,7 +168,13 @@ class ModelRunner:
                 tokens = self._replay(self._graphs, step, rows, at)
                 spared = self._backend.take_spared()
                 seen = self._seen(step)
-                return LaunchedStep(step, at, tokens, {}, self._copied, self._ops, spared_tokens=spared, seen=seen)
+                launched = LaunchedStep(step, at, tokens, {}, self._copied, self.ops, spared_tokens=spared, seen=seen)
+                if self.draft is not None and tokens is not None and at.drafts is not None and rows.last is None:
+                    self.draft.follow(step, rows, tokens.tokens)
+                return launched
+        if step.late is not None:
+            step.settle()
+            at = Positions.of(step)
         hidden = self._forward(step)
         finish = partial(self._finish, step, at, hidden, explained, self._backend.take_spared())
         if not self._defers:
@@ -179,36 +189,29 @@ class ModelRunner:
         self._deferred = [*self._deferred[1 - self.info.lanes :], deferred]
         return deferred
 
-    @torch.inference_mode()
-    def launch_chain(self, steps: Sequence[Step]) -> HostCopies | None:
-        """Begins decodes that follow each other, each of the tokens that the one before samples, where the host need not prepare
-        them one by one.
+    def follow(self, step: Step, rows: DecodeRows, tokens: Tensor) -> None:
+        """Computes what a head makes of the tokens that a check has sampled, at all of its positions; asynchronous. Here, for
+        what is no head, nothing.
 
         Args:
-            steps: At least one. Each decodes a token, -1, of requests of the first, a position further than in the step before;
-                their pages reach to the last step's.
-
-        Returns:
-            For each step its tokens, int64 [rows], on their way; None: nothing was begun, launch them one by one.
+            step: The model's step that checks drafts; it computes nothing else.
+            rows: Its rows.
+            tokens: int64 [T]: what came of them.
         """
-        if self._graphs is None or not self._sampler.greedy(steps[0].rows):
-            return None
-        rows = [each for step in steps if (each := self._rows(self._graphs, step, prompts=True)) is not None]
-        if len(rows) < len(steps):
-            return None
-        self._pool.await_all()
-        found = self._graphs.chain(rows)
-        return None if found is None else self._ops.to_host(found)
+
+    def forget(self) -> None:
+        """Forgets what :meth:`follow` has computed: the requests have gone on."""
 
     @torch.inference_mode()
     def _finish(self, step: Step, at: Positions, hidden: Tensor, explained: list[int], spared: int) -> LaunchedStep:
         """Samples from what the layers gave; takes part in what follows the last stage."""
         tokens = None
         if len(at.rows):
-            places, rows = self._ops.to_device(np.stack((step.sampled(), at.rows)))
+            places, rows = self.ops.to_device(np.stack((step.sampled(), at.rows)))
             last = hidden if len(rows) == len(hidden) else hidden.index_select(0, places)
             tokens = self._sampler.sample(self._model.logits(last), step, at)
-            self._keep(tokens, rows)
+            if at.drafts is None:
+                self._keep(tokens, rows)
         prompts: dict[int, Logprobs] = {}
         pooled: dict[int, Tensor] = {}
         ends = np.cumsum(step.counts)
@@ -220,7 +223,7 @@ class ModelRunner:
                 pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
             else:
                 prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
-        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled, spared, self._seen(step))
+        return LaunchedStep(step, at, tokens, prompts, self._copied, self.ops, pooled, spared, self._seen(step))
 
     def exchanged_bytes(self, tokens: int) -> int:
         """Bytes of rows and of their experts' sums that ranks with whole experts have given each other since the start.
@@ -259,7 +262,7 @@ class ModelRunner:
         """How many tokens each expert of each layer has got with the steps launched so far; what it returns waits for them."""
         assert not isinstance(self._model, Head)
         tensors, exchange = [self._model.expert_tokens()], self._model.exchange
-        copies = self._ops.to_host(tensors if exchange is None else [*tensors, exchange.moved])
+        copies = self.ops.to_host(tensors if exchange is None else [*tensors, exchange.moved])
 
         def wait() -> list[list[int]]:
             counts, *moved = (each.tolist() for each in copies.wait())
@@ -322,7 +325,7 @@ class ModelRunner:
 
     def _compute(self, step: Step, *, idle: bool = False) -> Tensor:
         shown = step if self._shifted is None else self._shifted.shift(step)
-        batch = build_forward_batch(shown, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
+        batch = build_forward_batch(shown, self._pool.page_size, self.ops, self._last_tokens, len(self._pool.counts))
         of_ranks = step.rank_tokens.tolist()
         if self._pieces is not None and max((len(batch.token_ids), *of_ranks)) <= self._pieces.largest:
             return self._pieces.run(batch, of_ranks, idle=idle)
@@ -331,31 +334,31 @@ class ModelRunner:
             return found
         hidden: Tensor = self._model(batch.token_ids, batch.positions, plan)
         if self._shifted is not None:
-            self._shifted.leave(hidden, self._ops.to_device(self._shifted.left(step)))
+            self._shifted.leave(hidden, self.ops.to_device(self._shifted.left(step)))
         return hidden
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
         self._pool.await_all()
-        result = graphs.run(rows, step.rank_tokens.tolist())
+        late = step.late.rows_of(step.token_ids) if isinstance(step.late, DraftedTokens) else None
+        result = graphs.run(rows, step.rank_tokens.tolist(), late=late)
         if not len(at.rows):
             return None
         if rows.last is not None:
-            result = result.select(self._ops.to_device(rows.last))
+            result = result.select(self.ops.to_device(rows.last))
         tokens = self._sampler.sample(result.logits, step, at, result.greedy)
-        self._keep(tokens, result.slots)
+        if at.drafts is None:
+            self._keep(tokens, result.slots)
         return tokens
 
     def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
         """Keeps each request's latest token on the device for the next step; 0 where none was sampled, as that request ends.
+        After a check of drafts the host knows them before it plans.
 
         Args:
-            tokens: The step's.
+            tokens: The step's, one of each request.
             slots: int64 [R]: the row of the page table of each.
         """
-        latest = tokens.tokens
-        if tokens.ends is not None:
-            latest, slots = latest.index_select(0, tokens.ends), slots.index_select(0, tokens.ends)
-        self._last_tokens.index_copy_(0, slots, latest.clamp(min=0))
+        self._last_tokens.index_copy_(0, slots, tokens.tokens.clamp(min=0))
 
     def _pool_chunk(self, hidden: Tensor, pooling: Pooling) -> Tensor:
         if pooling == "labels":
@@ -369,7 +372,7 @@ class ModelRunner:
         following = np.frombuffer(entry.tokens, np.uint32)[
             start + 1 : min(start + 1 + len(hidden), entry.prompt_length)
         ]
-        tokens = self._ops.to_device(following.astype(np.int64))
+        tokens = self.ops.to_device(following.astype(np.int64))
         parts = []
         for start in range(0, len(tokens), _LOGPROB_ROWS):
             chosen = tokens[start : start + _LOGPROB_ROWS]

@@ -35,7 +35,6 @@ class SampledTokens:
         logprobs: Log probabilities of the rows that asked for them.
         rows: The indices of those rows.
         alternatives: How many alternatives each of those rows wants.
-        ends: int64 [S]: each request's last row that counts; None: it has but one.
         failures: What a logit processor failed with, by the part of the step.
     """
 
@@ -43,7 +42,6 @@ class SampledTokens:
     logprobs: Logprobs | None = None
     rows: tuple[int, ...] = ()
     alternatives: tuple[int, ...] = ()
-    ends: Tensor | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -94,8 +92,7 @@ class TokenSampler:
         """
         settings, drafts = self._settings, at.drafts
         if step.masks is None and settings.plain(at.rows):
-            tokens = greedy if greedy is not None else self._ops.row_max(logits)[1]
-            return SampledTokens(tokens, ends=None if drafts is None else drafts.ends(tokens, self._ops))
+            return SampledTokens(greedy if greedy is not None else self._ops.row_max(logits)[1])
         logits = logits.float()  # all that follows changes logits or needs their full precision
         wanted = settings.logprobs(at.rows)
         distribution = None
@@ -115,18 +112,17 @@ class TokenSampler:
         for each in settings.additions(at.rows, at.positions):
             logits.view(-1).scatter_add_(0, each.at, each.values)
         drawn, largest = sample(logits, settings.sampling(at.rows, at.positions), self._ops)
-        tokens, ends, counted = _valid(drawn, largest), None, drawn
-        if drafts is not None:
-            ends = drafts.ends(tokens, self._ops)
-            counted = drafts.counting(tokens, ends, self._ops)
+        tokens, counted = _valid(drawn, largest), drawn
+        if drafts is not None and (penalties is not None or banned is not None):
+            counted = drafts.counting(tokens, drafts.ends(tokens, self._ops), self._ops)
         if penalties is not None:
             self._counts.add(counted, penalties, drafts)
         if banned is not None:
             self._banned.add(counted, banned, drafts)
         if distribution is None or wanted is None:
-            return SampledTokens(tokens, ends=ends, failures=failures)
+            return SampledTokens(tokens, failures=failures)
         logprobs = distribution.of(drawn.index_select(0, chosen))
-        return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), ends, failures)
+        return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), failures)
 
 
 def _valid(tokens: Tensor, largest: Tensor) -> Tensor:

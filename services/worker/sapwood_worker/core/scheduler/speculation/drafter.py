@@ -8,6 +8,7 @@ from typing import Protocol
 
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.request_drafts import RowDrafter
+from sapwood_worker.records.step import LateTokens
 
 
 class Drafter(Protocol):
@@ -18,11 +19,13 @@ class Drafter(Protocol):
         computes: Whether a draft takes time on the device. Then rows propose -1 for each token, which :meth:`fill` computes,
             rates are learned of what is drafted alone, and nothing is drafted after a token that is not known yet.
         caught_up: Tokens of requests' past that the last :meth:`fill` had to compute first.
+        late: The tokens of the last :meth:`fill`, if only the device knows them yet; None: its drafts hold them.
     """
 
     name: str
     computes: bool
     caught_up: int
+    late: LateTokens | None
 
     def begin(self, request: Request) -> RowDrafter:
         """A request's own, for as long as the request lives."""
@@ -41,12 +44,17 @@ class Drafter(Protocol):
         """
         ...
 
+    def settle(self) -> float:
+        """Puts the late tokens into the drafts that :meth:`fill` has returned; returns how many seconds they took to make."""
+        ...
+
 
 class HostDrafter:
     """The base of drafters that need no device: their rows propose the tokens themselves."""
 
     computes = False
     caught_up = 0
+    late: LateTokens | None = None
 
     def behind(self, request: Request) -> int:
         """Nothing."""
@@ -55,3 +63,7 @@ class HostDrafter:
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
         """Returns the drafts unchanged: the rows have proposed them already."""
         return drafts
+
+    def settle(self) -> float:
+        """Nothing is late."""
+        return 0.0

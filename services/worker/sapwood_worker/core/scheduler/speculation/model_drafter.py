@@ -22,7 +22,7 @@ import numpy as np
 
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.draft_pages import DraftPages
-from sapwood_worker.records.step import Entry, LaunchedStep, Runner, Step
+from sapwood_worker.records.step import LATE, Entry, IntArray, LateTokens, LaunchedStep, Runner, Step
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +46,21 @@ class DraftModel:
     first: int = 0
 
 
-class Tokens(Protocol):
-    """Tokens of steps on their way to the host."""
-
-    def wait(self) -> Sequence[IntList]:
-        """Those of each step, once they are there; -1 where the logits were no numbers."""
-        ...
-
-
-class IntList(Protocol):
-    """An array of integers."""
-
-    def tolist(self) -> list[int]: ...
-
-
 @runtime_checkable
 class ChainRunner(Protocol):
     """A runner that may run decodes one after another without being asked for each."""
 
-    def launch_chain(self, steps: Sequence[Step]) -> Tokens | None:
-        """Begins decodes of the same requests, or of fewer and fewer, each of the tokens that the one before samples; None:
-        nothing was begun."""
+    def launch_chain(self, first: Step, wanted: IntArray) -> LateTokens | None:
+        """Begins a step and decodes that follow each other, each of the likeliest tokens of the one before.
+
+        Args:
+            first: Samples a token of each of P requests; their pages reach to the last decode's.
+            wanted: int64 [P]: in how many decodes each is to be, at least one of them in one.
+
+        Returns:
+            The tokens, (1 + most wanted) * P of them, those of the first step first; of a request that has ended undefined.
+            None: nothing was begun.
+        """
         ...
 
 
@@ -139,6 +133,8 @@ class ModelDrafter:
     def __init__(self, model: DraftModel, pages: DraftPages) -> None:
         self.name = model.name
         self.caught_up = self.chained = 0
+        self.late: LateTokens | None = None
+        self._late_parts: list[_Part] = []
         self._model = model
         self._pages = pages
         self._rows: dict[
@@ -160,10 +156,13 @@ class ModelDrafter:
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
         parts = [self._part(at, decodes[at], len(draft)) for at, draft in enumerate(drafts) if draft]
         filled: list[list[int]] = [[] for _ in drafts]
+        self.late = None
         if self._broken or not parts:
             return filled
         try:
             self._guess(parts, self._catch_up(parts))
+            if self.late is not None and any(part.request.grammar is not None for part in parts):
+                self.settle()  # masks are made of the tokens
         except Exception:
             logger.exception("the draft model failed; nothing is drafted any more")
             self._broken = True
@@ -205,44 +204,49 @@ class ModelDrafter:
             self._launch(chunk, samples=False).result()
         return starts
 
-    def _guess(self, parts: Sequence[_Part], starts: Sequence[int]) -> None:
+    def settle(self) -> float:
+        late, self.late = self.late, None
+        if late is None:
+            return 0.0
+        tokens, count = late.wait(), len(self._late_parts)
+        for at, part in enumerate(self._late_parts):
+            part.draft[:] = tokens[at::count][: part.wanted].tolist()
+        return late.seconds()
+
+    def _guess(self, parts: list[_Part], starts: Sequence[int]) -> None:
         """Guesses token after token, after all that are known from ``starts`` on; the next is launched while one is computed."""
         ends = [len(part.request.token_ids) for part in parts]
         first = [(part, start, end - start) for part, start, end in zip(parts, starts, ends, strict=True)]
-        launched = deque([(list(parts), self._launch(first, samples=True))])
-        places = range(1, max(part.wanted for part in parts))
-        later = [[part for part in parts if part.wanted > place] for place in places]
-        if not self._chain(later, launched):
-            for place, running in zip(places, later, strict=True):
-                chunk = [(part, len(part.request.token_ids) + place - 1, 1) for part in running]
-                launched.append((running, self._launch(chunk, samples=True)))
-                self._take(*launched.popleft())
+        end = max(len(part.request.token_ids) + max(part.wanted - 1, 1) for part in parts)
+        step = self._step(first, samples=True, end=end)
+        if self._chain(parts, step):
+            return
+        launched = deque([(parts, self._model.runner.launch(step))])
+        for place in range(1, max(part.wanted for part in parts)):
+            running = [part for part in parts if part.wanted > place]
+            chunk = [(part, len(part.request.token_ids) + place - 1, 1) for part in running]
+            launched.append((running, self._launch(chunk, samples=True)))
             self._take(*launched.popleft())
+        self._take(*launched.popleft())
         for part in parts:
             if -1 in part.draft:  # its logits were no numbers
                 del part.draft[part.draft.index(-1) :]
 
-    def _chain(self, later: Sequence[list[_Part]], launched: deque[tuple[list[_Part], LaunchedStep]]) -> bool:
-        """Guesses what follows the one step that is launched, of these requests in one step after another, if the runner can do
-        that without being asked for each; takes all results then."""
-        runner = self._model.runner
-        if not later or not isinstance(runner, ChainRunner):
+    def _chain(self, parts: list[_Part], step: Step) -> bool:
+        """Guesses by this step and what follows it, one after another, if the runner can do that without being asked for each;
+        the tokens are late then."""
+        runner, wanted = self._model.runner, np.array([part.wanted - 1 for part in parts])
+        if not wanted.any() or not isinstance(runner, ChainRunner):
             return False
-        if any(part.request.sampling.temperature > 0 for part in later[0]):  # what is drawn is drawn step by step
+        if any(part.request.sampling.temperature > 0 for part in parts):  # what is drawn is drawn step by step
             return False
-        end = max(len(part.request.token_ids) + part.wanted - 1 for part in later[0])
-        steps = []
-        for place, running in enumerate(later):
-            chunk = [(part, len(part.request.token_ids) + place, 1) for part in running]
-            steps.append(self._step(chunk, samples=True, end=end))
-        copies = runner.launch_chain(steps)
-        if copies is None:
+        self.late = runner.launch_chain(step, wanted)
+        if self.late is None:
             return False
-        self.chained += len(steps)
-        self._take(*launched.popleft())
-        for running, tokens in zip(later, copies.wait(), strict=True):
-            for part, token in zip(running, tokens.tolist(), strict=True):
-                part.draft.append(token)
+        self.chained += int(wanted.max())
+        self._late_parts = parts
+        for at, part in enumerate(parts):
+            part.draft += [LATE - at - place * len(parts) for place in range(part.wanted)]
         return True
 
     @staticmethod

@@ -20,7 +20,7 @@ from sapwood_worker.core.scheduler.speculation.planner import Planner
 from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.trials import Trials
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
-from sapwood_worker.records.step import ModelOutput
+from sapwood_worker.records.step import LateTokens, ModelOutput
 
 FEWEST_POSITIONS = 32
 """Sampled positions that a step may have though fewer requests may run; else it has at most as many as these, for which there
@@ -51,6 +51,7 @@ class Speculation:
 
     Attributes:
         waits: Whether the last plan would have drafted, but for tokens that are not known yet.
+        late: The tokens of the last plan's drafts, which stand for them, if only the device knows them; None: they are in them.
         drafter_name: The drafter's name.
         drafts: Drafts that were checked.
         drafted_tokens: Tokens of these.
@@ -74,7 +75,9 @@ class Speculation:
         self._ended: float | None = None
         self._trials = Trials()
         self._turn = 0
+        self._late = (0, 0, 0)
         self.waits = False
+        self.late: LateTokens | None = None
         self.drafter_name = drafter.name
         self.drafts = 0
         self.drafted_tokens = 0
@@ -82,7 +85,7 @@ class Speculation:
 
     def plan(self, decodes: Sequence[Request]) -> list[list[int]]:
         """The draft of each of these requests, which decode; empty if none has any. O(requests), and O(tokens drafted)."""
-        self.waits = False
+        self.waits, self.late = False, None
         planner, rows = self._planner, len(decodes)
         if rows == 0 or self._most_positions <= rows or not (planner is None or planner.looks(rows)):
             return []
@@ -157,6 +160,8 @@ class Speculation:
             now: Seconds on the scheduler's clock.
             fairness: Is told of the tokens that came of drafts.
         """
+        if step.drafts and self.late is not None:
+            self._settle(step, output)
         accepted = 0
         for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=False):
             if draft:
@@ -207,10 +212,26 @@ class Speculation:
         if drafts and self._drafter.computes:
             began, longest = self._clock(), max(map(len, drafts))
             drafts = self._drafter.fill(decodes, drafts)
+            self.late, self._late = self._drafter.late, (len(decodes), longest, self._drafter.caught_up)
+            if self.late is not None:
+                return drafts
             if self._planner is not None and longest:
                 self._planner.filled(len(decodes), longest, self._clock() - began, self._drafter.caught_up)
             drafts = [self._usable(request, draft) for request, draft in zip(decodes, drafts, strict=True)]
         return drafts if any(drafts) else []
+
+    def _settle(self, step: StepInFlight, output: ModelOutput) -> None:
+        """Takes note of tokens that were late: what is theirs in the step's time, and what follows one that ends its request,
+        which an earlier look would have cut off."""
+        seconds, self.late = self._drafter.settle(), None
+        if self._planner is not None:
+            rows, longest, caught_up = self._late
+            self._planner.filled(rows, longest, seconds, caught_up)
+        for request, tokens in zip(step.decodes, output.token_ids, strict=False):
+            for place, token in enumerate(tokens):
+                if token in request.stops:
+                    del tokens[place + 1 :]
+                    break
 
     @staticmethod
     def _worth(request: Request, draft: Sequence[int]) -> float:

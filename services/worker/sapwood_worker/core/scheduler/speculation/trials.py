@@ -8,12 +8,13 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.request_drafts import RequestDrafts, learned
 
 _FIRST_RATE = 0.7
-_WEIGHT = 0.05
+_WEIGHT, _SURE = 0.05, 3
+"""How much one draft changes the rate, and as how many of them the first rate counts."""
 _HOPE = 0.15
-"""Rate below which trials become rarer."""
+"""Rate below which trials of a request become rarer."""
 _SOON, _LATE = 32, 2048
-"""Steps without drafts, and tokens of a request, after which one is tried: at first, and at the latest; each in vain doubles them
-where there is little hope."""
+"""Steps without drafts, and tokens of a request, after which one is tried: at first, and at the latest; each in vain doubles the
+steps, and the tokens where there is little hope."""
 
 
 class Trials:
@@ -26,6 +27,7 @@ class Trials:
     def __init__(self) -> None:
         self.rate = _FIRST_RATE
         self._turn = 0
+        self._known = 0
         self._patience = _SOON
         self._steps = 0
 
@@ -46,7 +48,7 @@ class Trials:
         """A request is tried; it is in vain unless :meth:`drafted` says otherwise."""
         self._turn += 1
         self._steps = 0
-        self._patience = min(2 * self._patience, _LATE) if self.rate < _HOPE else _SOON
+        self._patience = min(2 * self._patience, _LATE)
         if (drafts := request.drafts) is not None:
             drafts.patience = min(2 * drafts.patience, _LATE) if drafts.rate < _HOPE else 0
             drafts.patience = drafts.patience or _SOON
@@ -55,7 +57,8 @@ class Trials:
     def drafted(self, drafts: RequestDrafts, right: int, *, wrong: bool) -> None:
         """A request's draft was checked: how many tokens were right before one, if any, was not."""
         self._steps = 0
-        self.rate = learned(self.rate, right, int(wrong), _WEIGHT)
+        self.rate = learned(self.rate, right, int(wrong), max(_WEIGHT, 1 / (_SURE + 1 + self._known)))
+        self._known += right + wrong
         if right:
             self._patience = _SOON
             drafts.patience = drafts.tried_again = 0

@@ -28,6 +28,7 @@ from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.graphs.decode_chain import stage_chain
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
+from sapwood_worker.records.step import IntArray
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
 """The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""
@@ -56,16 +57,23 @@ class DecodeResult:
         logits: [B, vocab_size], float32 or the model's dtype.
         greedy: int64 [B]: each row's likeliest token; -1 where its logits are not finite numbers.
         slots: int64 [B]: the requests' rows of the page table, as given.
+        hidden: [B, hidden_size]: what a head made of each token; None: it is no head.
     """
 
     logits: Tensor
     greedy: Tensor
     slots: Tensor
+    hidden: Tensor | None = None
 
     def select(self, rows: Tensor) -> DecodeResult:
-        """The results of some rows, int64 [R], as new tensors."""
+        """The results of some rows, int64 [R], as new tensors; of a model."""
         parts = (each.index_select(0, rows) for each in (self.logits, self.greedy, self.slots))
         return DecodeResult(*parts)
+
+    def first(self, count: int) -> DecodeResult:
+        """The results of the first rows."""
+        hidden = None if self.hidden is None else self.hidden[:count]
+        return DecodeResult(self.logits[:count], self.greedy[:count], self.slots[:count], hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,9 @@ class DecodeGraphs:
         ops: The device's operations.
         shifted: Takes what a head makes of its tokens; None: it is a whole model.
         capture: Whether there will be graphs; else each step is computed once, for what that compiles.
+
+    Attributes:
+        columns: int64 [the largest size]: 0 and up, on the device.
     """
 
     def __init__(
@@ -112,6 +123,7 @@ class DecodeGraphs:
         self._backend = backend
         self._pool = pool
         self._scratch = pool.scratch_slots()
+        self.columns = torch.arange(sizes[-1], device=pool.device)
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
         # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots where a head leaves
@@ -136,13 +148,21 @@ class DecodeGraphs:
         """The most pages that the rows of a batch may name together."""
         return self._backend.most_pages - self.largest  # a padding row names one
 
-    def run(self, step: DecodeRows, of_ranks: Sequence[int] = (), *, idle: bool = False) -> DecodeResult:
+    def run(
+        self,
+        step: DecodeRows,
+        of_ranks: Sequence[int] = (),
+        *,
+        idle: bool = False,
+        late: tuple[Tensor, Tensor] | None = None,
+    ) -> DecodeResult:
         """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other.
 
         Args:
             step: The tokens.
             of_ranks: Tokens of each rank, where ranks replay graphs of one size together.
             idle: Whether the rows are no tokens: this rank only keeps pace.
+            late: int64 [N] and int64 [N]: rows whose token the device knows alone, and that token; None: there are none.
         """
         self._backend.begin_plan()
         count = len(step.token_ids)
@@ -172,6 +192,8 @@ class DecodeGraphs:
             staged[-1, :count] = step.left
             staged[-1, count:size] = self._scratch[0]
         self._inputs.copy_(self._staging, non_blocking=True)
+        if late is not None:
+            self._inputs[0].index_copy_(0, *late)
         lengths = np.concatenate((lengths, np.ones(size - count, np.int64)))
         self._plan(captured.attention, lengths, padded, runs)
         self._backend.end_plan()
@@ -179,50 +201,52 @@ class DecodeGraphs:
         fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size
         with self._ops.padded(tokens, of_ranks) if fewer else nullcontext():
             captured.graph.replay()
-        result = captured.result
-        if count == size:
-            return result
-        return DecodeResult(result.logits[:count], result.greedy[:count], result.slots[:count])
+        return captured.result if count == size else captured.result.first(count)
 
-    def chain(self, steps: Sequence[DecodeRows]) -> list[Tensor] | None:
+    def chains(self, first: DecodeRows, wanted: IntArray) -> bool:
+        """Whether :meth:`chain` can compute these."""
+        count, keys = len(first.slots), int(first.positions.max() + wanted.max())
+        if count > self.largest or len(self._scratch) > 1:
+            return False
+        size = self._sizes[bisect_left(self._sizes, count)]
+        attention, pages = self._captured[size].attention, -(-keys // self._pool.page_size)
+        advances = isinstance(attention, KernelAttention) and attention.advances
+        return advances and size * pages <= self._backend.most_pages
+
+    def chain(self, first: DecodeRows, wanted: IntArray) -> list[Tensor]:
         """Computes steps one after another, each of the likeliest tokens of the one before; asynchronous, and the host waits for
-        none of them.
+        none of them. :meth:`chains` must have said that it can.
 
         Args:
-            steps: Decodes; each is of requests of the first, a position further than in the step before, whose pages reach to the
-                last one's. ``token_ids`` are -1.
+            first: The decodes of the first step, with pages for all steps; their tokens are the requests' latest.
+            wanted: int64 [B]: for how many steps each goes on.
 
         Returns:
-            int64 [rows] of each step: the likeliest tokens, -1 where the logits are not finite numbers; None: these graphs
-            cannot do it.
+            int64 [B] of each step: the likeliest tokens, -1 where the logits are not finite numbers; of a request that has ended
+            undefined.
         """
-        count = len(steps[0].slots)
-        if count > self.largest or len(self._scratch) > 1:
-            return None
-        size = self._sizes[bisect_left(self._sizes, count)]
-        captured = self._captured[size]
+        count = len(first.slots)
+        captured = self._captured[self._sizes[bisect_left(self._sizes, count)]]
         attention = captured.attention
-        if not isinstance(attention, KernelAttention) or not attention.advances:
-            return None
-        staged = stage_chain(steps, size, self._pool.page_size, self._scratch[0])
-        if staged.pages.size > self._backend.most_pages:
-            return None
+        assert isinstance(attention, KernelAttention)
+        size = len(captured.result.greedy)
+        staged = stage_chain(first, wanted, size, self._pool.page_size, self._scratch[0])
         self._backend.begin_plan()
         inputs = self._ops.to_device(staged.inputs)
         self._plan(attention, staged.lengths, [staged.pages])
         self._backend.end_plan()
-        attention.advance(1 - len(steps))
+        attention.advance(1 - len(inputs))
         slots = inputs[0, 2, :count]
         found = []
-        for at, columns in enumerate(staged.columns):
+        for at, each in enumerate(inputs.unbind()):
             if at:
                 attention.advance(1)
-            self._inputs[:, :size].copy_(inputs[at])
+            self._inputs[:, :size].copy_(each)
             with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
                 captured.graph.replay()
             tokens = captured.result.greedy[:count]
             self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
-            found.append(tokens.clone() if len(columns) == count else tokens[self._ops.to_device(columns)])
+            found.append(tokens.clone())
         return found
 
     def _plan(
@@ -282,4 +306,4 @@ class DecodeGraphs:
             self._shifted.leave(hidden, self._inputs[-1, :size])
         logits = self._model.logits(hidden)
         _, greedy = self._ops.row_max(logits)
-        return DecodeResult(logits, greedy, self._inputs[2, :size])
+        return DecodeResult(logits, greedy, self._inputs[2, :size], None if self._shifted is None else hidden)

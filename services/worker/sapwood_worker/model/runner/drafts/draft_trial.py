@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
-from sapwood_worker.records.step import Entry, Step
+from sapwood_worker.records.step import LATE, Entry, Step
 
 _REACH = 16
 """Tokens that the requests' pages hold."""
@@ -39,37 +40,47 @@ def try_checks(runner: ModelRunner) -> int:
 
 
 def drafted_before(runner: ModelRunner, first: int) -> ModelRunner:
-    """The runner, whose draft has drafted (:func:`try_draft`) where kernels are compiled or loaded at their first use."""
-    if runner.draft is not None and runner.draft.asynchronous:
-        try_draft(runner.draft, first)
+    """The runner, whose draft has drafted (:func:`try_drafts`) where kernels are compiled or loaded at their first use."""
+    if isinstance(runner.draft, DraftingRunner) and runner.draft.asynchronous:
+        try_drafts(runner, runner.draft, first)
     return runner
 
 
-def try_draft(runner: ModelRunner, first: int) -> int:
-    """Drafts in the pool's first pages, greedily in a chain if the runner has chains, and drawn.
+def try_drafts(runner: ModelRunner, draft: DraftingRunner, first: int) -> int:
+    """Drafts in the pool's first pages, drawn and greedily; if the draft has chains, these are checked, and drafted on.
 
     Args:
-        runner: Runs the draft model or head.
+        runner: Runs the model.
+        draft: Runs the draft model or head.
         first: The first position that it computes.
 
     Returns:
-        Steps that were run; 0 if the pool has too few pages.
+        Chains and steps that were run; 0 if the pool has too few pages.
     """
     steps = 0
     for sampling in _DRAWS:
         for rows, _ in _CHECKED:
             parts = [(first, 2), *((first + 2 + place, 1) for place in range(3))]
-            made = _steps(runner, rows, parts, sampling)
-            for step in made[:1]:
-                runner.execute(step)
-            for step in made[1:]:
-                step.token_ids = np.full(rows, -1, np.int64)
-            copies = runner.launch_chain(made[1:]) if made else None
-            if copies is not None:
-                copies.wait()
-            for step in made[1:] if copies is None else ():
-                runner.execute(step)
-            steps += len(made)
+            made = _steps(draft, rows, parts, sampling)
+            if not made:
+                continue
+            late = draft.launch_chain(made[0], np.full(rows, 3))
+            if late is None:
+                for step in made[1:]:
+                    step.token_ids = np.full(rows, -1, np.int64)
+                for step in made:
+                    draft.execute(step)
+                steps += len(made)
+                continue
+            (check,) = _steps(runner, rows, [(first + 1, 5)], sampling)
+            stand_ins = LATE - np.arange(4) * rows - np.arange(rows)[:, None]
+            check.samples, check.late = check.counts, late
+            check.token_ids = np.concatenate((np.zeros((rows, 1), np.int64), stand_ins), 1).ravel()
+            runner.execute(check)
+            again = draft.launch_chain(made[1], np.full(rows, 3))
+            assert again is not None
+            again.wait()
+            steps += 3
     return steps
 
 

@@ -1,0 +1,1 @@
+"""Runners of draft models and heads, and what they draft."""

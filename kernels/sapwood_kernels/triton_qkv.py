@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.rotary_pairs import RotaryPairs
 
 _LARGEST_E4M3 = tl.constexpr(448.0)
@@ -33,7 +35,11 @@ def _qkv_kernel(
     page_stride, slot_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     half: tl.constexpr = DIM // 2
@@ -127,5 +133,6 @@ def norm_rope_store(
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, ROTATED=pairs.rotated, INTERLEAVED=pairs.interleaved, PAGE=page_size,
         NORM=norm_weights is not None, SCALED=key_pages.dtype == torch.float8_e4m3fn, BLOCK=block,
         BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=1 if block == 1 else 2,
+        **dependent_launch.options(qkv),
     )  # fmt: skip
     return query

@@ -24,7 +24,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, oldest_seen, window_code
 from sapwood_kernels.attention.triton_shared import attend_shared
 
@@ -99,7 +101,11 @@ def _split_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, LEAST: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, FLOAT8: tl.constexpr,
     WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
     length = tl.load(lengths + request)
@@ -160,8 +166,12 @@ def _split_kernel(
 def _merge_kernel(
     part, sums, lengths, starts, counts, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     LEAST: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds a row's parts, weighted by their sums: the first of ``SPLITS`` slots its own, those after them of shared runs."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     request = row // HEADS
     length = tl.load(lengths + request)
@@ -284,17 +294,19 @@ def decode_attention(
         block, warps, stages = 64, 1 if rows * block_d <= _LARGE else 2, 2
     if words:
         key_pages, value_pages = key_pages.view(torch.int32), value_pages.view(torch.int32)
+    ahead = dependent_launch.options(query)
     _split_kernel[(kv_heads, batch, splits)](
         query, key_pages, value_pages, indptr, lengths, starts, counts, pages, query if sinks is None else sinks, part, sums, out,
         scale * kv_scales[0], kv_scales[1], softcap or 1.0, *key_pages.stride()[:3],
         GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=seen,
         CAPPED=softcap is not None, SINKS=sinks is not None, SHARED=shared is not None, FLOAT8=float8, WORDS=words, ROWS=rows,
         BLOCK_D=block_d, BLOCK=block,
-        STAGES=stages if query.is_cuda else 0, num_warps=warps,
+        STAGES=stages if query.is_cuda else 0, num_warps=warps, **ahead,
     )  # fmt: skip
     if slots > 1:
         _merge_kernel[(batch * heads,)](
             part, sums, lengths, starts, counts, out, HEADS=heads, D=dim, SPLITS=splits, SLOTS=slots, LEAST=least,
             WINDOW=seen, SHARED=shared is not None, BLOCK_D=block_d, BLOCK=triton.next_power_of_2(slots), num_warps=1,
+            **ahead,
         )  # fmt: skip
     return out

@@ -124,6 +124,6 @@ def latent_decode(
     if slots > 1:
         _merge_kernel[(batch * heads,)](
             part, sums, lengths, starts, counts, out, HEADS=heads, D=rank, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=0,
-            SHARED=shared is not None, BLOCK_D=block_r, BLOCK=triton.next_power_of_2(slots), num_warps=1,
+            SHARED=shared is not None, BLOCK_D=block_r, BLOCK=triton.next_power_of_2(slots), PDL=False, num_warps=1,
         )  # fmt: skip
     return out

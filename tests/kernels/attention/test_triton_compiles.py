@@ -94,7 +94,7 @@ for words in (False, True)[: 1 + (capability >= 89)]:
     check(
         decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
         SLOTS=24, LEAST=1, WINDOW=0 if words else -8192, CAPPED=False, SINKS=words, SHARED=True, FLOAT8=words, WORDS=words,
-        ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=2 if words else 3,
+        ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=2 if words else 3, PDL=capability >= 90,
     )
 for dim, group, batch, window, cache in (
     (128, 4, 256, 0, "*bf16"), (128, 5, 4, -8192, "*bf16"), (256, 2, 256, 512, "*bf16"), (64, 5, 256, 0, "*bf16"),
@@ -109,7 +109,7 @@ for dim, group, batch, window, cache in (
     )
 check(
     decoding._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,
-    SPLITS=8, SLOTS=24, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=128, BLOCK=32,
+    SPLITS=8, SLOTS=24, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=128, BLOCK=32, PDL=capability >= 90,
 )
 check(
     merging._add_kernel, kinds("out:*bf16 sums:*fp32 part:*bf16 part_sums:*fp32 rows:*i32 first:i32"), 4, HEADS=32, D=128,
@@ -134,7 +134,7 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
 for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
     check(
         triton_qkv._qkv_kernel, QKV, 1, HEADS=32, KV_HEADS=8, DIM=dim, ROTATED=rotated, INTERLEAVED=interleaved, PAGE=16,
-        NORM=True, SCALED=False, BLOCK=1, BLOCK_HALF=64,
+        NORM=True, SCALED=False, BLOCK=1, BLOCK_HALF=64, PDL=capability >= 90,
     )
 """
 

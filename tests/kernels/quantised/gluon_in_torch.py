@@ -16,6 +16,9 @@ class _Value(torch.Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def _value(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(_Value)
@@ -85,6 +88,20 @@ def _widen_scaled(codes: Tensor, zero: Tensor, scale: Tensor, dtype: torch.dtype
     return tuple(each * scale for each in _widen(codes, zero, dtype))
 
 
+def _halves(codes: Tensor) -> tuple[Tensor, Tensor]:
+    return (codes & 15).to(torch.int8), (codes >> 4).to(torch.int8)
+
+
+def _digits_of(words: Tensor) -> Tensor:
+    one, two, three = (((words >> 8 * i & 255) - 128).to(torch.int8) for i in range(3))
+    return torch.stack((torch.stack((one, three), -1), torch.stack((two, torch.zeros_like(one)), -1)), -1)
+
+
+def _seen(kept: _Shared, shape: list[int], layout: Any) -> _Shared:
+    """Another view of the same memory."""
+    return kept._part(kept.values.view(shape))
+
+
 def _fetch(source: Any, at: list[int], barrier: _Shared, target: _Shared, pred: bool) -> None:
     """The bulk copy, done at once; beyond the tensor there is 0."""
     if pred:
@@ -108,13 +125,15 @@ def _minimum(one: Any, other: Any) -> Any:
 
 _GL = SimpleNamespace(
     allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
-    int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+    int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
     arange=lambda start, end, layout: _value(torch.arange(start, end)),
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
     convert_layout=lambda tensor, layout: tensor, exp=torch.exp, expand_dims=torch.unsqueeze,
     full=lambda shape, value, dtype, layout: _value(torch.full(shape, value, dtype=dtype)), load=_load,
-    join=lambda one, other: torch.stack((one, other), -1), minimum=_minimum, permute=lambda tensor, order: tensor.permute(order),
-    reshape=lambda tensor, shape: tensor.reshape(shape), rsqrt=torch.rsqrt, split=lambda tensor: tensor.unbind(-1),
+    join=lambda one, other: torch.stack((one, other), -1), maximum=lambda one, other: one.clamp(min=other),
+    minimum=_minimum, permute=lambda tensor, order: tensor.permute(order),
+    reduce=lambda values, axis, combine: values.amax(axis), reshape=lambda tensor, shape: tensor.reshape(shape),
+    rsqrt=torch.rsqrt, split=lambda tensor: tensor.unbind(-1), where=torch.where,
     static_range=range, store=_store, sum=lambda tensor, axis: tensor.sum(axis),
     zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
     **dict.fromkeys(
@@ -122,6 +141,10 @@ _GL = SimpleNamespace(
         lambda *_, **__: None,
     ),
 )  # fmt: skip
+
+
+def _multiplied(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    return total + (a.float() @ b.float()).to(total.dtype)  # whole numbers are exact: less than 2^24
 
 
 def _given(argument: Any) -> Any:
@@ -139,7 +162,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         others: Its module's other functions of Gluon, by name.
     """
     waits = dict.fromkeys(("_together", "gdc_launch_dependents", "gdc_wait"), lambda: None)
-    layouts = dict.fromkeys(("_code_layout", "_input_layout", "_value_layout"), lambda *_: None)
+    layouts = dict.fromkeys(("_code_layout", "_input_layout", "_value_layout", "_digit_layout"), lambda *_: None)
 
     def body(function: Any) -> Callable[..., Any]:
         return FunctionType(function.fn.__code__, names)
@@ -147,9 +170,12 @@ def in_torch(kernel: Any, **others: Any) -> Any:
     names: dict[str, Any] = {
         "gl": _GL,
         "range": range,
-        "mma_v2": lambda a, b, total: total + a.float() @ b.float(),
+        "mma_v2": _multiplied,
         "_widen": _widen,
         "_widen_scaled": _widen_scaled,
+        "_halves": _halves,
+        "_digits_of": _digits_of,
+        "_seen": _seen,
         "_fetch": _fetch,
         "mbarrier": _MBARRIER,
         "warpgroup_mma": lambda a, b, total, is_async: total + a.float() @ b.values.float(),

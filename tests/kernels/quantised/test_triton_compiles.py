@@ -76,12 +76,13 @@ for rows, columns, count, gate in ((28672, 4096, 1, 1), (4096, 14336, 8, 0), (61
         TALL=tall, DEPTH=depth, BLOCK_M=block_m,
     )
 for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0)):
-    shares, tall, depth = triton_one.block_shape(rows, columns, gated=gate != 0)
+    shares, wide, tall, depth = triton_one.block_shape(rows, columns, gated=gate != 0)
     check(
         triton_one._one_kernel,
-        "x:*bf16 codes:*u16 scales:*bf16 zeros:*u8 factors:*fp32 norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32",
-        shares, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
-        HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate, SHARES=shares, TALL=tall, DEPTH=depth,
+        "x:*bf16 codes:*u8 scales:*bf16 zeros:*u8 factors:*fp32 norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32",
+        shares * wide, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
+        HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate, SHARES=shares, WIDE=wide, TALL=tall,
+        DEPTH=depth, PARTS=triton.next_power_of_2(columns // (256 * shares)),
     )
 for count, scales in ((64, "bf16"), (256, "fp16")):
     block_m, block_n, warps, stages, depth, _ = triton_many.block_shape(count, N, K)

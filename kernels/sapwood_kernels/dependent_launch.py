@@ -1,0 +1,29 @@
+"""Kernels of a step that begin before the one ahead has ended: programmatic dependent launch, from Hopper on.
+
+Such a kernel asks first thing that the next may begin (``gdc_launch_dependents``) and waits for the one ahead (``gdc_wait``)
+before it reads or writes what others write. So the next is in place, with its weights under way, when the last program of this
+one ends. For steps of few tokens, whose kernels take microseconds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 16
+"""Rows up to which it is used."""
+
+
+def options(x: Tensor) -> dict[str, Any]:
+    """A launch's arguments for a step whose rows are ``x``'s: the kernel's constant ``PDL``, and Triton's own option with it."""
+    if x.is_cuda and len(x) <= MOST_ROWS and _is_able(x.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@cache
+def _is_able(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,17 +1,19 @@
-"""Triton: sums over ranks whose memory each of them can read, and rows that go to all: one GPU's ranks by CUDA IPC, over NVLink.
+"""Triton: sums over ranks whose memory each of them can write to, as one host's GPUs can over NVLink, by CUDA IPC.
 
-Each rank has a region: signals, then two slots that take turns. A program sums a piece of the tensor, and meets only the
-programs of the same number on the other ranks: it copies the piece to its rank's slot, tells the others, waits for them,
-and reads their slots. One that writes into a slot for the second time knows that all have read what it wrote first, since
-all have come to the call between. Calls are counted in device memory, so that CUDA graphs go on where other calls ended.
-One-shot, each rank reads all parts of a piece; two-shot, it reads a share of them, and then the others' sums. Both add up
-in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks. Where ranks have rows of their
-own, they read all ranks' rows, or sum theirs alone: what a rank gets of a sum is equal to the bit, too. Where the sum is added to
-a residual that is normed next, a program takes whole rows and does all of it: neither the sum nor the residual is read again.
+A sum is pushed: each rank writes its numbers into a place of its own in every rank's region, and looks at its own region until
+all have come. A number says by itself that it is there: places are zero, and what is written is a number's bits, inverted, of
+which zero alone, a NaN, goes as another NaN. So there are no signals and no fences; whoever has read a place zeroes it. Places
+have two sides that take turns, each program's by its own count of calls, in device memory, so that CUDA graphs go on where other
+calls ended. A rank that writes to a side for the second time has got all ranks' numbers of the call between, which they wrote
+after the kernel in which they read and zeroed that side; so every call finds its side zero, whatever the layouts of both.
 
-Bound: for small tensors the time of one write to the other GPUs and one read, twice that two-shot; for large ones the link, which
-carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. The one-shot idea is that of vLLM's
-and TensorRT-LLM's custom all-reduce; no multicast is used.
+One-shot, each rank gets all numbers and adds them up; two-shot, it gets a share of them, and sends its sums to all. Both add up
+in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks. Where the sum is added to a
+residual that is normed next, a program takes whole rows and does all of it: neither the sum nor the residual is read again.
+
+Bound: for small tensors the time in which a write comes to the other GPUs, twice that two-shot; for large ones the link, which
+carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. Numbers that are their own signals
+are an idea of NCCL's and TensorRT-LLM's; no multicast is used.
 """
 
 from __future__ import annotations
@@ -21,182 +23,187 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, signal_bytes
+from sapwood_kernels.triton_meeting import WAIT_FOREVER
 
+PROGRAMS = 128
+"""Programs of a call, at most: fewer than a GPU has multiprocessors, so that all run at once."""
 _BLOCK = 2048
-_LEAST_BYTES = 8192
+_LEAST_BYTES = 4096
 """Bytes of a program's piece below which there are fewer programs."""
 _VECTOR_BYTES = 16
+_WARPS = 8
+_AREA = 4
+"""Times the largest tensor that a side of a region has room for."""
 
 
 @triton.jit
-def _piece(
-    peers, rank, program, slot, KIND: tl.constexpr,
-    SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+def _side(peers, rank, program, call, BITS: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Where a program's numbers come to in a rank's region in this call."""
+    place = ((call & 1) * PROGRAMS + program) * AREA_BYTES
+    return tl.multiple_of((tl.load(peers + rank) + place).to(tl.pointer_type(BITS)), 16)
+
+
+@triton.jit
+def _sent(values, BITS: tl.constexpr):
+    """The bits that numbers are sent as: never zero."""
+    bits = ~values.to(BITS, bitcast=True)
+    return bits + (bits == 0).to(BITS)
+
+
+@triton.jit
+def _send(
+    values, peers, rank, program, call, at, mask, SIZE: tl.constexpr, BITS: tl.constexpr,
+    AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Where a program's piece is in a slot of a rank."""
-    place = SIGNAL_BYTES + (slot * PROGRAMS + program).to(tl.int64) * PIECE_BYTES
-    return tl.multiple_of((tl.load(peers + rank) + place).to(tl.pointer_type(KIND)), 16)
+    """Writes numbers to these places of all ranks: first to the next, so that not all write to the same one at a time."""
+    bits = _sent(values, BITS)
+    for step in tl.static_range(SIZE):
+        side = _side(peers, (rank + 1 + step) % SIZE, program, call, BITS, AREA_BYTES, PROGRAMS)
+        tl.store(side + at, bits, mask=mask)
 
 
 @triton.jit
 def _added(
-    peers, program, slot, at, mask, KIND: tl.constexpr, SIZE: tl.constexpr,
-    SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+    own, broken, at, mask, apart, most, KIND: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, FOREVER: tl.constexpr
 ):  # fmt: skip
-    """float32: the ranks' numbers at these places of a piece, added up in their order."""
-    total = tl.zeros(at.shape, tl.float32)
-    for peer in tl.static_range(SIZE):
-        part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-        value = tl.load(part + at, mask=mask, other=0.0).to(tl.float32)
-        total = value if peer == 0 else total + value
+    """float32: the numbers that come to these places, and to those ``apart`` further, added up in this order."""
+    total, least = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, BITS)
+    missing, tries = 1, 0
+    while (missing > 0) & ((tries < most) | (most == FOREVER)):
+        for part in tl.static_range(PARTS):
+            bits = tl.load(own + part * apart + at, mask=mask, other=1, volatile=True)
+            least = bits if part == 0 else tl.minimum(least, bits)
+            value = (~bits).to(KIND, bitcast=True).to(tl.float32)
+            total = value if part == 0 else total + value
+        missing = (tl.min(least, axis=0) == 0).to(tl.int32)
+        tries += 1
+    for part in tl.static_range(PARTS):
+        tl.store(own + part * apart + at, tl.zeros(at.shape, BITS), mask=mask)
+    if missing > 0:
+        tl.store(broken, 1)
     return total
 
 
 @triton.jit(do_not_specialize=["count", "each", "rank", "most"])
 def _sum_kernel(
     x, peers, calls, done, broken, count, each, rank, most,
-    SIZE: tl.constexpr, TWO: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+    SIZE: tl.constexpr, TWO: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
+    BITS: tl.constexpr = tl.uint16 if KIND.primitive_bitwidth == 16 else tl.uint32  # noqa: N806
     program = tl.program_id(0)
-    call = tl.load(calls + program) + 1
-    slot = (call & 1).to(tl.int32)
+    call, times = tl.load(calls + program) + 1, tl.load(done) + 1
+    most = tl.where(tl.load(broken) == 0, most, 0)  # what comes late would be taken for what comes next
+    own = _side(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
     # All in whole vectors, so that the compiler knows that they can be moved at once.
     first = program * each * VECTOR
     vectors = tl.maximum(tl.minimum(each, count - program * each), 0)
     length = vectors * VECTOR
-    own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
     places = tl.arange(0, BLOCK)
-    for start in range(0, length, BLOCK):
-        at = start + places
-        tl.store(own + at, tl.load(x + first + at, mask=at < length), mask=at < length)
-    meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
     if TWO:
-        share = each // SIZE
-        last = tl.minimum((rank + 1) * share, vectors) * VECTOR
-        for start in range(rank * share * VECTOR, last, BLOCK):
-            at = start + places
-            total = _added(peers, program, slot, at, at < last, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-            tl.store(own + at, total.to(KIND), mask=at < last)  # nobody else has read this share here
-        meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
-        for peer in tl.static_range(SIZE):
-            part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-            last = tl.minimum((peer + 1) * share, vectors) * VECTOR
-            for start in range(peer * share * VECTOR, last, BLOCK):
+        share = each // SIZE * VECTOR
+        mine = tl.minimum(tl.maximum(length - rank * share, 0), share)
+        for start in range(0, share, BLOCK):
+            for step in tl.static_range(SIZE):
+                peer = (rank + 1 + step) % SIZE
                 at = start + places
-                tl.store(x + first + at, tl.load(part + at, mask=at < last), mask=at < last)
-    else:
+                inside = at < tl.minimum(length - peer * share, share)
+                bits = _sent(tl.load(x + first + peer * share + at, mask=inside), BITS)
+                side = _side(peers, peer, program, call, BITS, AREA_BYTES, PROGRAMS)
+                tl.store(side + rank * share + at, bits, mask=inside)
+        for start in range(0, mine, BLOCK):
+            at = start + places
+            total = _added(own, broken, at, at < mine, share, most, KIND, BITS, SIZE, FOREVER).to(KIND)
+            there = (SIZE + rank) * share + at
+            _send(total, peers, rank, program, call, there, at < mine, SIZE, BITS, AREA_BYTES, PROGRAMS)
         for start in range(0, length, BLOCK):
             at = start + places
-            total = _added(peers, program, slot, at, at < length, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+            summed = _added(own + SIZE * share, broken, at, at < length, 0, most, KIND, BITS, 1, FOREVER)
+            tl.store(x + first + at, summed.to(KIND), mask=at < length)
+    else:
+        room = each * VECTOR
+        for start in range(0, length, BLOCK):
+            at = start + places
+            values = tl.load(x + first + at, mask=at < length)
+            _send(values, peers, rank, program, call, rank * room + at, at < length, SIZE, BITS, AREA_BYTES, PROGRAMS)
+        for start in range(0, length, BLOCK):
+            at = start + places
+            total = _added(own, broken, at, at < length, room, most, KIND, BITS, SIZE, FOREVER)
             tl.store(x + first + at, total.to(KIND), mask=at < length)
     tl.store(calls + program, call)
     if program == 0:
-        tl.store(done, tl.load(done) + 1)
-
-
-@triton.jit(do_not_specialize=["count", "each", "rank", "most"])
-def _rows_kernel(
-    x, found, peers, calls, done, broken, count, each, rank, most,
-    SIZE: tl.constexpr, SUMS: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
-):  # fmt: skip
-    KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
-    program = tl.program_id(0)
-    call = tl.load(calls + program) + 1
-    slot = (call & 1).to(tl.int32)
-    first = program * each * VECTOR
-    length = tl.maximum(tl.minimum(each, count - program * each), 0) * VECTOR
-    own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-    places = tl.arange(0, BLOCK)
-    # To be summed are rows for every rank, of which a piece has as many.
-    for part in tl.static_range(SIZE if SUMS else 1):
-        taken = x + tl.cast(part, tl.int64) * count * VECTOR + first
-        for start in range(0, length, BLOCK):
-            at = start + places
-            tl.store(own + part * each * VECTOR + at, tl.load(taken + at, mask=at < length), mask=at < length)
-    meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
-    if SUMS:
-        for start in range(0, length, BLOCK):
-            at = start + places
-            mine = rank * each * VECTOR + at
-            total = _added(peers, program, slot, mine, at < length, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-            tl.store(found + first + at, total.to(KIND), mask=at < length)
-        if program == 0:
-            tl.store(done, tl.load(done) + 1)
-    else:
-        for peer in tl.static_range(SIZE):
-            part = _piece(peers, peer, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-            given = found + tl.cast(peer, tl.int64) * count * VECTOR + first
-            for start in range(0, length, BLOCK):
-                at = start + places
-                tl.store(given + at, tl.load(part + at, mask=at < length), mask=at < length)
-    tl.store(calls + program, call)
+        tl.store(done, times)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "most"])
 def _normed_kernel(
     x, residual, weight, out, peers, calls, done, broken, rows, rank, most, eps,
-    N: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+    N: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr, FOREVER: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
+    BITS: tl.constexpr = tl.uint16 if KIND.primitive_bitwidth == 16 else tl.uint32  # noqa: N806
     program, programs = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(calls + program) + 1
-    slot = (call & 1).to(tl.int32)
-    own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
+    call, times = tl.load(calls + program) + 1, tl.load(done) + 1
+    most = tl.where(tl.load(broken) == 0, most, 0)
+    own = _side(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
     columns = tl.arange(0, BLOCK)
     inside = columns < N
+    # Rows of a program, and those that one rank sums of them.
+    count = (rows + programs - 1) // programs
+    share = (count + SIZE - 1) // SIZE
     for row in range(program, rows, programs):
-        at = row // programs * N + columns
-        tl.store(own + at, tl.load(x + row * N + columns, mask=inside), mask=inside)
-    meet(peers, broken, rank, program, 2 * call, most, SIZE, FOREVER)
+        nth = row // programs
+        values = tl.load(x + row * N + columns, mask=inside)
+        if TWO:
+            side = _side(peers, (program + nth) % SIZE, program, call, BITS, AREA_BYTES, PROGRAMS)
+            tl.store(side + (rank * share + nth // SIZE) * N + columns, _sent(values, BITS), mask=inside)
+        else:
+            at = (rank * count + nth) * N + columns
+            _send(values, peers, rank, program, call, at, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
     if TWO:
-        for row in range(program, rows, programs):
-            if (row + row // programs) % SIZE == rank:
-                at = row // programs * N + columns
-                total = _added(peers, program, slot, at, inside, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-                tl.store(own + at, total.to(KIND), mask=inside)  # nobody else has read this row here
-        meet(peers, broken, rank, program, 2 * call + 1, most, SIZE, FOREVER)
+        mine = (rank + SIZE - program % SIZE) % SIZE
+        for row in range(program + mine * programs, rows, SIZE * programs):
+            nth = row // programs
+            at = nth // SIZE * N + columns
+            total = _added(own, broken, at, inside, share * N, most, KIND, BITS, SIZE, FOREVER).to(KIND)
+            there = (SIZE * share + nth) * N + columns
+            _send(total, peers, rank, program, call, there, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
     factors = tl.load(weight + columns, mask=inside, other=0.0)
     for row in range(program, rows, programs):
-        at = row // programs * N + columns
-        if TWO:
-            theirs = (row + row // programs) % SIZE
-            part = _piece(peers, theirs, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-            total = tl.load(part + at, mask=inside, other=0.0).to(tl.float32)
-        else:
-            total = _added(peers, program, slot, at, inside, KIND, SIZE, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
-        # Rounded as often as by a sum, a residual and a norm one after another.
+        nth = row // programs
         before = tl.load(residual + row * N + columns, mask=inside, other=0.0).to(tl.float32)
+        if TWO:
+            at = (SIZE * share + nth) * N + columns
+            total = _added(own, broken, at, inside, 0, most, KIND, BITS, 1, FOREVER)
+        else:
+            at = nth * N + columns
+            total = _added(own, broken, at, inside, count * N, most, KIND, BITS, SIZE, FOREVER)
+        # Rounded as often as by a sum, a residual and a norm one after another.
         after = (before + total.to(KIND).to(tl.float32)).to(KIND)
         tl.store(residual + row * N + columns, after, mask=inside)
-        values = after.to(tl.float32)
+        values = tl.where(inside, after.to(tl.float32), 0.0)
         scale = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
         tl.store(out + row * N + columns, (values * scale * factors).to(KIND), mask=inside)
     tl.store(calls + program, call)
     if program == 0:
-        tl.store(done, tl.load(done) + 1)
+        tl.store(done, times)
 
 
 class PeerSums:
     """Sums over ranks by these kernels.
 
     Args:
-        addresses: Of each rank's region in this process, :attr:`region_bytes` each, zero at first, aligned to 256 bytes.
+        addresses: Of each rank's region in this process, :meth:`region_bytes` each, zero at first, aligned to 256 bytes.
         rank: This process, from 0.
         most_bytes: Bytes of the largest tensor, a multiple of ``PROGRAMS * 16 * ranks``.
         device: Where the tensors are.
-
-    Attributes:
-        most_bytes: The argument.
     """
 
     def __init__(self, addresses: list[int], rank: int, most_bytes: int, device: torch.device) -> None:
-        self.most_bytes = most_bytes
         self._size, self._rank = len(addresses), rank
+        self._piece, self._area = most_bytes // PROGRAMS, _AREA * most_bytes // PROGRAMS
         assert most_bytes % (PROGRAMS * _VECTOR_BYTES * self._size) == 0, most_bytes
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
@@ -204,67 +211,47 @@ class PeerSums:
         self._broken = torch.zeros(1, dtype=torch.int32, device=device)
 
     @staticmethod
-    def region_bytes(most_bytes: int, size: int) -> int:
+    def region_bytes(most_bytes: int) -> int:
         """Bytes of a rank's region."""
-        return signal_bytes(PROGRAMS, size) + 2 * most_bytes
+        return 2 * _AREA * most_bytes
+
+    def most_bytes(self, *, two_shot: bool) -> int:
+        """Bytes of the largest tensor that is summed in this way."""
+        return PROGRAMS * self._room(two_shot)
+
+    def _room(self, two_shot: bool) -> int:
+        """Bytes of a program's piece, at most, in whole vectors for every rank."""
+        unit = _VECTOR_BYTES * self._size
+        return self._piece if two_shot else min(self._piece, self._area // self._size // unit * unit)
 
     def sum(self, x: Tensor, *, two_shot: bool, tries: int = WAIT_FOREVER) -> None:
         """Sums a contiguous tensor over the ranks, in place; asynchronous on the current stream.
 
         Args:
-            x: At most :attr:`most_bytes` large.
-            two_shot: Whether each rank sums a share only, and reads the others' sums.
-            tries: How often signals that do not come are looked for before the sum is given up and wrong.
+            x: Of numbers of 16 or 32 bits, at most :meth:`most_bytes` large.
+            two_shot: Whether each rank sums a share only, and sends its sums to the others.
+            tries: How often numbers that do not come are looked for before the sum is given up and wrong, as are all after it.
         """
-        assert x.is_contiguous() and x.nbytes <= self.most_bytes
+        assert x.is_contiguous() and x.nbytes <= self.most_bytes(two_shot=two_shot)
+        assert x.is_floating_point() and x.element_size() in (2, 4), x.dtype
         vector = _VECTOR_BYTES // x.element_size()
         step = vector * self._size
         if x.numel() % vector:
             vector = 1
-        piece = self.most_bytes // PROGRAMS
-        programs = min(PROGRAMS, -(-x.nbytes // min(_LEAST_BYTES, piece)))
+        programs = min(PROGRAMS, -(-x.nbytes // min(_LEAST_BYTES, self._room(two_shot))))
         each = -(-x.numel() // (programs * step)) * step
         _sum_kernel[(programs,)](
             x, self._peers, self._calls, self._done[int(two_shot):], self._broken, x.numel() // vector, each // vector,
-            self._rank, tries, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size), PIECE_BYTES=piece,
-            PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER, num_warps=8,
+            self._rank, tries, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area, PROGRAMS=PROGRAMS, VECTOR=vector,
+            BLOCK=_BLOCK, FOREVER=WAIT_FOREVER, num_warps=_WARPS,
         )  # fmt: skip
 
-    def gather(self, x: Tensor, tries: int = WAIT_FOREVER) -> Tensor:
-        """All ranks' tensors, [size, ...], given this rank's: contiguous, :attr:`most_bytes` at most; asynchronous likewise."""
-        found = x.new_empty(self._size, *x.shape)
-        self._exchange(x, found, x.numel(), sums=False, tries=tries)
-        return found
-
-    def scatter_sum(self, x: Tensor, tries: int = WAIT_FOREVER) -> Tensor:
-        """This rank's rows of the sum over the ranks, [T, ...], given all rows: [size * T, ...], contiguous, at most
-        :attr:`most_bytes` large; asynchronous likewise."""
-        found = x.new_empty(len(x) // self._size, *x.shape[1:])
-        self._exchange(x, found, found.numel(), sums=True, tries=tries)
-        return found
-
-    def _exchange(self, x: Tensor, found: Tensor, count: int, *, sums: bool, tries: int) -> None:
-        """Exchanges rows, of which each rank has ``count`` numbers of its own."""
-        assert x.is_contiguous() and x.nbytes <= self.most_bytes
-        vector = _VECTOR_BYTES // x.element_size()
-        if count % vector:
-            vector = 1
-        # A program's piece has vectors of all the rows that are summed.
-        piece = self.most_bytes // PROGRAMS // (self._size if sums else 1) // _VECTOR_BYTES * _VECTOR_BYTES
-        num_bytes = count * x.element_size()
-        programs = min(PROGRAMS, -(-num_bytes // min(_LEAST_BYTES, piece)))
-        each = -(-count // (programs * vector))
-        _rows_kernel[(programs,)](
-            x, found, self._peers, self._calls, self._done, self._broken, count // vector, each,
-            self._rank, tries, SIZE=self._size, SUMS=sums, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size),
-            PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER,
-            num_warps=8,
-        )  # fmt: skip
-
-    def takes_rows(self, x: Tensor, residual: Tensor) -> bool:
+    def takes_rows(self, x: Tensor, residual: Tensor, *, two_shot: bool) -> bool:
         """Whether :meth:`add_normed` takes these: rows of whole vectors, as many as there is room for, all of one dtype."""
         rows, row = len(x), x.shape[-1] * x.element_size()
-        fits = row % _VECTOR_BYTES == 0 and -(-rows // PROGRAMS) * row <= self.most_bytes // PROGRAMS
+        most = -(-rows // PROGRAMS)
+        places = most + self._size * -(-most // self._size) if two_shot else most * self._size
+        fits = row % _VECTOR_BYTES == 0 and places * row <= self._area
         return fits and x.dtype == residual.dtype and x.is_contiguous() and residual.is_contiguous()
 
     def add_normed(
@@ -283,20 +270,19 @@ class PeerSums:
         Returns:
             [T, N]: ``reference.rms_norm`` of the residual.
         """
-        assert self.takes_rows(x, residual)
+        assert self.takes_rows(x, residual, two_shot=two_shot)
         rows, width = x.shape
         out = torch.empty_like(x)
         block = triton.next_power_of_2(width)
         _normed_kernel[(min(PROGRAMS, rows),)](
             x, residual, weight, out, self._peers, self._calls, self._done[2 + two_shot:], self._broken, rows, self._rank, tries,
-            eps, N=width, SIZE=self._size, TWO=two_shot, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size),
-            PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,
-            num_warps=min(max(block // 512, 1), 16),
+            eps, N=width, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area, PROGRAMS=PROGRAMS, BLOCK=block,
+            FOREVER=WAIT_FOREVER, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
         return out
 
     def calls(self, *, two_shot: bool, normed: bool = False) -> int:
-        """How often the device has summed in this way, rows one-shot; waits for it."""
+        """How often the device has summed in this way; waits for it."""
         return int(self._done[2 * normed + two_shot])
 
     def broken(self) -> bool:

@@ -14,19 +14,19 @@ WAIT_FOREVER = (1 << 31) - 1
 @triton.jit
 def meet(peers, broken, rank, program, count, most, SIZE: tl.constexpr, FOREVER: tl.constexpr):
     """Returns when this program has come to ``count`` on all ranks; what they wrote before is there."""
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))  # a lane for each
+    there = ranks < SIZE
     tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        signals = tl.load(peers + peer).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(signals + program * SIZE + rank, count, sem="release", scope="sys")
-    signals = tl.load(peers + rank).to(tl.pointer_type(tl.int64)) + program * SIZE
-    for peer in tl.static_range(SIZE):
-        seen = tl.atomic_add(signals + peer, 0, sem="acquire", scope="sys")
-        tries = 0
-        while (seen < count) & ((tries < most) | (most == FOREVER)):
-            seen = tl.atomic_add(signals + peer, 0, sem="acquire", scope="sys")
-            tries += 1
-        if seen < count:
-            tl.store(broken, 1)
+    theirs = tl.load(peers + ranks, mask=there, other=0).to(tl.pointer_type(tl.int64)) + program * SIZE + rank
+    tl.atomic_xchg(theirs, tl.zeros(ranks.shape, tl.int64) + count, mask=there, sem="release", scope="sys")
+    signals = tl.load(peers + rank).to(tl.pointer_type(tl.int64)) + program * SIZE + ranks
+    late, tries = 1, 0
+    while (late > 0) & ((tries <= most) | (most == FOREVER)):
+        seen = tl.atomic_add(signals, tl.zeros(ranks.shape, tl.int64), mask=there, sem="acquire", scope="sys")
+        late = tl.max((there & (seen < count)).to(tl.int32), axis=0)
+        tries += 1
+    if late > 0:
+        tl.store(broken, 1)
     tl.debug_barrier()
 
 

@@ -163,7 +163,7 @@ for size in (2, 8):
                 attrs={(at,): [["tt.divisibility", 16]] for at in pointers},
             )
             ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
-            print(size, *(ptx.count(word) for word in ("sys.release.exch", "sys.acquire", "v4.b32", "bar.sync")))
+            print(*(ptx.count(word) for word in ("sys.release.exch", "sys.acquire", "v4.b32", "bar.sync")))
 """
 
 
@@ -175,8 +175,8 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 8
-    for size, *counts in map(str.split, done.stdout.splitlines()):
+    for counts in map(str.split, done.stdout.splitlines()):
         tells, looks, whole_vectors, barriers = map(int, counts)
-        assert tells == int(size) and looks >= tells
+        assert tells == looks == 1  # all ranks at a time, a lane for each
         assert whole_vectors, "numbers move 16 bytes at a time"
         assert barriers >= 2

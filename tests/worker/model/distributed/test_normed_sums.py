@@ -171,6 +171,7 @@ def test_layers_take_what_is_normed_already(tiny_model: Any, name: str, own: int
 def over_processes(rank: int, folder: Path, path: Path) -> None:
     """A process: logits of a model's part, summed by the GPU's kernels in Triton's interpreter over memory that ranks share."""
     from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
+    from sapwood_kernels.triton_row_exchange import RowExchange
     from sapwood_worker.model.distributed.peer_sums import PeerNormedSum, PeerSum
 
     torch.set_num_threads(1)
@@ -178,12 +179,14 @@ def over_processes(rank: int, folder: Path, path: Path) -> None:
     group = parallel.tp
     assert isinstance(group, TorchGroup)
     most = PROGRAMS * 16 * 2 * 8
-    size = PeerSums.region_bytes(most, 2)
+    start = PeerSums.region_bytes(most)
+    size = start + RowExchange.region_bytes(most, 2)
     maps = [torch.from_numpy(np.memmap(folder / f"region{each}", np.uint8, "r+", shape=size)) for each in range(2)]
     sums = PeerSums([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
+    rows = RowExchange([each.data_ptr() + start for each in maps], rank, most, torch.device("cpu"))
     loaded, found = load(path, parallel), []
     for two_shot in (False, True):
-        group.sums = AllReduce([Choice(math.inf, PeerSum(sums, two_shot=two_shot))])
+        group.sums = AllReduce([Choice(math.inf, PeerSum(sums, rows, two_shot=two_shot))])
         group.sums.choose_normed([Choice(math.inf, PeerNormedSum(sums, two_shot=two_shot))], ())
         found.append(logits_of(loaded, TOKENS[:5], parallel))
     torch.save((found, group.sums.counts()), folder / f"{rank}.pt")
@@ -199,7 +202,7 @@ def test_a_model_over_processes_whose_kernels_sum_and_norm_is_that_of_one(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = tiny_model("llama", **SHAPE).path
     for rank in range(2):
-        (tmp_path / f"region{rank}").write_bytes(bytes(1 << 20))
+        (tmp_path / f"region{rank}").write_bytes(bytes(1 << 22))
     multiprocessing.spawn(over_processes, (tmp_path, path), nprocs=2)
     whole = load(path)
     expected = logits_of(whole, TOKENS[:5])

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Norm
-from sapwood_kernels.triton_all_reduce import PeerSums
-from sapwood_kernels.triton_meeting import PROGRAMS, WAIT_FOREVER
+from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
+from sapwood_kernels.triton_meeting import WAIT_FOREVER
+from sapwood_kernels.triton_row_exchange import RowExchange
 from sapwood_worker.model.distributed.peer_memory import PeerMemory
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 
 MOST_BYTES = 8 << 20
 """Bytes of the largest tensors, about; NCCL is quicker for larger ones."""
 _TRIAL_TRIES = 1 << 23
-"""How often signals are looked for while a method is tried: some seconds, in which another rank may yet compile the kernel."""
+"""How often what others write is looked for while a method is tried: some seconds, in which they may yet compile the kernel."""
 _REPLAYS = 10
 
 
@@ -30,19 +31,19 @@ class _PeerMethod(ABC):
         sums: The kernels; all methods share them.
         two_shot: Which of the two ways it is.
 
-    Until :meth:`wait_forever` is called, it gives up, and is wrong, where signals do not come.
+    Until :meth:`wait_forever` is called, it gives up, and is wrong, where another rank does not come.
     """
 
     _normed: ClassVar[bool]
 
     def __init__(self, sums: PeerSums, *, two_shot: bool) -> None:
         self.name = ("two-shot" if two_shot else "one-shot") + ("+norm" if self._normed else "")
-        self.most_bytes: float = sums.most_bytes
+        self.most_bytes: float = sums.most_bytes(two_shot=two_shot)
         self._tries = _TRIAL_TRIES
         self._sums, self._two_shot = sums, two_shot
 
     def wait_forever(self) -> None:
-        """Ends the trial: calls from now on wait for signals for as long as it takes."""
+        """Ends the trial: calls from now on wait for as long as it takes."""
         self._tries = WAIT_FOREVER
 
     def replayed(self) -> int | None:
@@ -50,9 +51,19 @@ class _PeerMethod(ABC):
 
 
 class PeerSum(_PeerMethod):
-    """Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`."""
+    """Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`.
+
+    Args:
+        sums: As for all.
+        rows: What exchanges rows, in the same way whichever it is.
+        two_shot: As for all.
+    """
 
     _normed = False
+
+    def __init__(self, sums: PeerSums, rows: RowExchange, *, two_shot: bool) -> None:
+        super().__init__(sums, two_shot=two_shot)
+        self._rows = rows
 
     def sum(self, x: Tensor) -> None:
         whole = x.contiguous()
@@ -61,10 +72,14 @@ class PeerSum(_PeerMethod):
             x.copy_(whole)
 
     def gather(self, x: Tensor) -> Tensor:
-        return self._sums.gather(x.contiguous(), self._tries)
+        return self._rows.gather(x.contiguous(), self._tries)
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        return self._sums.scatter_sum(x.contiguous(), self._tries)
+        return self._rows.scatter_sum(x.contiguous(), self._tries)
+
+    def replayed(self) -> int | None:
+        # Sums of a rank's own rows are told as one-shot: each rank reads all parts.
+        return self._sums.calls(two_shot=self._two_shot) + (0 if self._two_shot else self._rows.calls())
 
 
 class PeerNormedSum(_PeerMethod):
@@ -73,7 +88,7 @@ class PeerNormedSum(_PeerMethod):
     _normed = True
 
     def takes(self, x: Tensor, residual: Tensor) -> bool:
-        return self._sums.takes_rows(x, residual)
+        return self._sums.takes_rows(x, residual, two_shot=self._two_shot)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
         return self._sums.add_normed(x, residual, norm.weight, norm.eps, two_shot=self._two_shot, tries=self._tries)
@@ -87,10 +102,12 @@ def make_peer_sums(group: TorchGroup, device: torch.device) -> tuple[list[PeerSu
     """
     unit = PROGRAMS * 16 * group.size
     most = MOST_BYTES // unit * unit
-    memory = PeerMemory(group, PeerSums.region_bytes(most, group.size), device)
+    num_bytes = PeerSums.region_bytes(most)
+    memory = PeerMemory(group, num_bytes + RowExchange.region_bytes(most, group.size), device)
     sums = PeerSums(memory.addresses, group.rank, most, device)
+    rows = RowExchange([each + num_bytes for each in memory.addresses], group.rank, most, device)
     ways = False, True
-    return [PeerSum(sums, two_shot=each) for each in ways], [PeerNormedSum(sums, two_shot=each) for each in ways]
+    return [PeerSum(sums, rows, two_shot=each) for each in ways], [PeerNormedSum(sums, two_shot=each) for each in ways]
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:

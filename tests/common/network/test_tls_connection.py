@@ -15,8 +15,9 @@ import pytest
 import trustme
 
 from sapwood_common.network.acceptor import Acceptor
+from sapwood_common.network.encryption import Encryption
 from sapwood_common.network.listen import listen
-from sapwood_common.network.tls_connection import INPUT_BYTES, Encryption, TlsConnection
+from sapwood_common.network.tls_connection import INPUT_BYTES, TlsConnection
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 

@@ -35,6 +35,7 @@ from sapwood_router.request.tokens import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.tokenizer.large_texts import LargeTexts
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Pipeline:
         self.disaggregation = disaggregation
         self.observer = observer
         self.heavy = HeavyWork(rest=1.0)
+        self.large = LargeTexts()
+        """Where large requests wait of which no more than one is to be in memory as numbers and text."""
         self.starts = Turnstile()
         """Where all runs of a request but its first wait, which may be a thousand."""
         self.afterwards = Afterwards()

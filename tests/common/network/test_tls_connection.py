@@ -173,6 +173,37 @@ async def test_in_one_turn_of_the_loop_little_is_decrypted_however_much_there_is
     await taker.lost
 
 
+async def test_the_rest_of_much_is_much_however_little_is_left(serve, monkeypatch) -> None:
+    queued: list[bool] = []
+    add = TimeShare.add
+
+    def note(share: TimeShare, worker, *, light: bool = False) -> None:
+        if isinstance(worker, TlsConnection):
+            queued.append(light)
+        add(share, worker, light=light)
+
+    taker = Taker()
+    client = Client(serve(lambda: taker))
+    await asyncio.to_thread(client.shake_hands)
+    await taker.made.wait()
+    monkeypatch.setattr(TimeShare, "add", note)
+    for records, light in ((40, True), (800, False)):
+        taker.transport.pause_reading()
+        before = len(taker.content)
+        await asyncio.to_thread(client.send, *([b"a" * 10] * records))
+        await asyncio.sleep(0.1)
+        queued.clear()
+        monkeypatch.setattr(TimeShare, "is_over", lambda _: True)  # there is no time for what was just read
+        taker.transport.resume_reading()
+        while len(taker.content) < before + 10 * records:
+            await asyncio.sleep(0)
+            assert not queued or taker.transport.get_extra_info("light") == light
+        assert queued
+        assert set(queued) == {light}
+    taker.transport.abort()
+    await taker.lost
+
+
 async def test_who_sends_records_with_next_to_nothing_in_them_is_closed(serve) -> None:
     taker = Taker()
     client = Client(serve(lambda: taker))

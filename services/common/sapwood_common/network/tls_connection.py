@@ -29,13 +29,12 @@ INPUT_BYTES = 16 * 1024
 """Bytes that are read of a connection in one turn of the event loop."""
 _PIECE = 1024
 """Bytes of whole records that are decrypted before the clock is looked at: at most 38 changes of keys, or one large record."""
+_LIGHT = 2 * 1024
+"""Bytes of a request or two with their handshake: who has sent no more goes on before those with much."""
 _FED = 4 * 1024
 """Bytes that OpenSSL is handed at once: of each connection it keeps as much memory as that was at most."""
 _MOST_CONTENT = 16 * 1024
 """Bytes of content in one record."""
-_MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
-"""Bytes that a client may send beside the content, and as many more for each byte of content. A record has 22 beside its own:
-small frames, each in a record, come to 2 a byte."""
 _MOST_ANSWERS = 64 * 1024
 """Bytes that TLS itself may answer to a client that reads nothing."""
 _MOST_DROPPED = 256 * 1024
@@ -84,6 +83,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         """Bytes received; those before ``_at`` are decrypted."""
         self._at = 0
         self._records = TlsRecords()
+        self._light = True
+        """Whether all that the client had sent, when it was read last, was little."""
         self._begun = False
         """Whether the protocol knows of the connection."""
         self._reading = True
@@ -95,8 +96,6 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._closing = False
         self._gone = False
         """Whether the client sends no more, and the socket closes once all is written."""
-        self._framing = _MOST_FRAMING
-        """Bytes beside the content that may still come."""
         self._unread = False
         """Whether the client does not read what was sent."""
         self._held_back = False
@@ -140,6 +139,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 self.abort()
         else:
             waited = self._at < len(self._data)
+            self._light = not waited and nbytes <= _LIGHT
             self._data = self._data[self._at :] + self._memory[:nbytes]
             self._at = 0
             if not waited:
@@ -183,6 +183,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 return self._encryption.context
             case "ssl_object":
                 return self._tls
+            case "light":
+                return self._light
         return default if self._socket is None else self._socket.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
@@ -258,8 +260,6 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             with contextlib.suppress(OSError):  # the client has left
                 self._socket.write_eof()
 
-    # What there is to do, in turn with others.
-
     def go_on(self, until: float) -> bool:
         self._breathes = False
         share = self._share
@@ -284,7 +284,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._queue()
 
     def _queue(self) -> None:
-        self._share.add(self, light=len(self._data) - self._at <= _PIECE)
+        self._share.add(self, light=self._light)
 
     def _advance(self) -> bool:
         """Decrypts a piece; says whether there is another to decrypt now."""
@@ -336,8 +336,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             break
         self._answer()
         content = b"".join(parts)
-        self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * len(content) - len(piece))
-        if self._framing < 0:
+        if not self._records.have_content(len(piece), len(content)):
             logger.info("%s sends records with next to nothing in them", self.get_extra_info("peername"))
             self._hold()
             return

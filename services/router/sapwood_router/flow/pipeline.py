@@ -7,6 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.http2.server.turnstile import Turnstile
@@ -92,6 +93,11 @@ class Pipeline:
         """Where policies learn of answers that are on their way."""
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
+
+    async def prepare(self, context: RequestContext) -> None:
+        """Checks a request and makes tokens of its prompt; raises what :func:`prepare` does."""
+        breathe = partial(self.heavy.turn, context.caller.tenant)
+        await prepare(context, self.tokenizers.of(context.model).client, self.registry, breathe)
 
     def open(self, context: RequestContext) -> Run:
         """A run; the caller starts and closes it."""
@@ -252,10 +258,9 @@ class Run:
         context, pipeline = self._context, self._pipeline
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
-            tokenizer = pipeline.tokenizers.of(context.model)
             if extent(context.prompt) >= _LONG:
                 await pipeline.heavy.turn(context.caller.tenant)
-            await prepare(context, tokenizer.client, pipeline.registry)
+            await pipeline.prepare(context)
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
                 await pipeline.heavy.turn(context.caller.tenant)
             pages = await self._look_ahead() if len(context.token_ids) > MANY else None
@@ -265,7 +270,7 @@ class Run:
             raise RequestCancelledError("the client left")
         stream: OutputStream
         if context.detokenize:
-            stream = tokenizer.outputs.open(context.output, whole=context.whole)
+            stream = pipeline.tokenizers.of(context.model).outputs.open(context.output, whole=context.whole)
         else:
             stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)

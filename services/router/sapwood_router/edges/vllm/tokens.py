@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,7 +81,8 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)) as work:
+    async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)):
+        await exchange.breathe()
         given = decode_object(body)
         request: TokenizeTextRequest | TokenizeChatRequest
         if given.get("messages") is not None:
@@ -111,7 +111,7 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         tokens: list[bytes] = []
         shown: list[bytes] = []
         for piece in pieces(ids, _AT_ONCE):
-            await work()
+            await exchange.breathe()
             tokens.append(msgspec.json.encode(list(piece))[1:-1])
             if request.return_token_strs:
                 table = await client.token_bytes(piece, *own)
@@ -128,9 +128,10 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)) as work:
+    async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)):
+        await exchange.breathe()
         given = decode_object(body)
-        await work()
+        await exchange.breathe()
         request = convert(given, DetokenizeRequest, {})
         given.clear()
         exchange.accept_body_id(request)
@@ -146,35 +147,18 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
                 if max(piece) >= size:
                     raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
                 tokens.extend(piece)
-                await work()
+                await exchange.breathe()
             request.tokens.clear()  # a list takes 9 times as much
             text = await tokenizer.text_of(tokens, deadline, skip_special_tokens=False)
-        await work()
+        await exchange.breathe()
         answer = msgspec.json.encode(DetokenizeResponse(text))
-        await work()
+        await exchange.breathe()
         await exchange.send_body(200, answer)
 
 
-@asynccontextmanager
-async def _turn(
-    exchange: Exchange, size: int, pipeline: Pipeline, deadline: float
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """A large request has its turn alone, from its parsing to its answer; what it does in pieces waits for a turn of the event
-    loop before each of them. A small one waits for nothing."""
-    tenant = exchange.tenant
-
-    async def piece() -> None:
-        await pipeline.heavy.turn(tenant)
-
-    async def small() -> None:
-        pass
-
-    if size < LARGE:
-        yield small
-        return
-    async with pipeline.large.turn(tenant, deadline):
-        await piece()
-        yield piece
+def _turn(exchange: Exchange, size: int, pipeline: Pipeline, deadline: float) -> AbstractAsyncContextManager[None]:
+    """A large request has its turn alone, from its parsing to its answer: its tokens take many times its bytes."""
+    return pipeline.large.turn(exchange.tenant, deadline) if size >= LARGE else nullcontext()
 
 
 def _prompt(request: TokenizeChatRequest, given: dict[str, Any]) -> ChatPrompt:

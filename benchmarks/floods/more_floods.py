@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from floods.flood import KEY, Flood
@@ -12,10 +12,10 @@ from floods.keyed_floods import bodies
 _CHAT, _MB = b"/v1/chat/completions", 1 << 20
 
 
-def _chat(**more: Any) -> Callable[[], bytes]:
+def _chat(**more: Any) -> bytes:
     """A conversation's body."""
     said = {"model": "mock", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
-    return lambda: json.dumps({**said, **more}).encode()
+    return json.dumps({**said, **more}).encode()
 
 
 def _history() -> bytes:
@@ -62,8 +62,8 @@ def _items() -> bytes:
     return json.dumps({"model": "mock", "max_output_tokens": 1, "input": items}).encode()
 
 
-def _completion(prompt: bytes, more: bytes = b"") -> Callable[[], bytes]:
-    return lambda: b'{"model": "mock", "max_tokens": 1, "prompt": %b%b}' % (prompt, more)
+def _completion(prompt: bytes, more: bytes = b"") -> bytes:
+    return b'{"model": "mock", "max_tokens": 1, "prompt": %b%b}' % (prompt, more)
 
 
 def _numbers(count: int) -> bytes:
@@ -80,30 +80,30 @@ def _gone(_: int) -> Iterator[bytes]:
 MORE_FLOODS = (
     Flood("tool calls in history", "http", bodies(_history, _CHAT), keyed=True),
     Flood("tool calls in blocks", "http", bodies(_blocks, b"/v1/messages"), keyed=True),
-    Flood("500 tools", "http", bodies(lambda: _chat(tools=_tools(), tool_choice="none")(), _CHAT), keyed=True),
+    Flood("500 tools", "http", bodies(lambda: _chat(tools=_tools(), tool_choice="none"), _CHAT), keyed=True),
     Flood(
-        "schemas of 60 000 values", "http", bodies(lambda: _chat(response_format=_schema(60_000))(), _CHAT), keyed=True
+        "schemas of 60 000 values", "http", bodies(lambda: _chat(response_format=_schema(60_000)), _CHAT), keyed=True
     ),
     Flood(
-        "biases of 100 000 tokens",
+        "biases of 60 000 tokens",
         "http",
-        bodies(lambda: _chat(logit_bias={str(token): 1 for token in range(60_000)})(), _CHAT),
+        bodies(lambda: _chat(logit_bias={str(token): 1 for token in range(60_000)}), _CHAT),
         keyed=True,
     ),
     Flood(
         "variables of a template",
         "http",
-        bodies(lambda: _chat(chat_template_kwargs={"a": [["a"] * 8] * 4000, "b": "a" * 8 * _MB})(), _CHAT),
+        bodies(lambda: _chat(chat_template_kwargs={"a": [["a"] * 8] * 4000, "b": "a" * 8 * _MB}), _CHAT),
         keyed=True,
     ),
-    Flood("escapes in a text", "http", bodies(lambda: _completion(b'"%b"' % (b"\\u00e9" * 2_000_000))()), keyed=True),
+    Flood("escapes in a text", "http", bodies(lambda: _completion(b'"%b"' % (b"\\u00e9" * 2_000_000))), keyed=True),
     Flood("a text that is no Unicode", "http", bodies(_bad_text), keyed=True),
-    Flood("pictures", "http", bodies(lambda: _chat(messages=[_picture()])(), _CHAT), keyed=True),
+    Flood("pictures", "http", bodies(lambda: _chat(messages=[_picture()]), _CHAT), keyed=True),
     Flood("16 000 turns", "http", bodies(_items, b"/v1/responses"), keyed=True),
     Flood(
         "a million tokens echoed",
         "http",
-        bodies(lambda: _completion(_numbers(900_000), b', "echo": true')()),
+        bodies(lambda: _completion(_numbers(900_000), b', "echo": true')),
         keyed=True,
     ),
     Flood(
@@ -118,7 +118,7 @@ MORE_FLOODS = (
         bodies(lambda: b'{"prompt": "%b", "return_token_strs": true}' % (b"a " * (2 * _MB)), b"/tokenize"),
         keyed=True,
     ),
-    Flood("names of 8 MB", "http", bodies(lambda: _chat(user="a" * 8 * _MB, model="m" * 4 * _MB)(), _CHAT), keyed=True),
+    Flood("names of 8 MB", "http", bodies(lambda: _chat(user="a" * 8 * _MB, model="m" * 4 * _MB), _CHAT), keyed=True),
     Flood("streams that are left and asked for again", "http", _gone, keyed=True, hang_up=0.0),
 )
 

@@ -173,3 +173,13 @@ async def test_a_large_request_is_made_of_its_body_a_piece_a_turn_of_the_loop(cl
         breaths = 0
         await cluster.http.post(path, json=body)
         assert breaths >= least, path
+
+
+async def test_a_conversation_of_thousands_of_turns_leaves_the_call_to_the_tokenizer_standing(cluster) -> None:
+    """Its message had more fields than any may have: it ended the call that all requests share, again with each try."""
+    calls = cluster.tokenizer.encode_calls
+    said = [{"role": "user", "content": "a"}] * 12_000
+    answer = await cluster.http.post(CHAT, json={"messages": said, "max_tokens": 1})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] > 12_000
+    assert cluster.tokenizer.encode_calls == calls

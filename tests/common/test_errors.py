@@ -33,6 +33,14 @@ def tell(request: Request, again: str) -> None:
         raise
 
 
+def test_a_message_that_quotes_megabytes_is_cut() -> None:
+    error = SapwoodError("there is no " + "a" * 8_000_000 + " here")
+    assert len(error.message) < 4200
+    assert error.message.startswith("there is no a")
+    assert error.message.endswith("a here")
+    assert str(error) == error.message
+
+
 @pytest.mark.parametrize("again", ["itself", "another", "as it is"])
 def test_a_request_that_failed_is_free_once_its_error_was_told(again) -> None:
     gc.disable()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_MOST_TOLD = 4096
+"""Characters of a message: what it quotes came from the caller, who may have sent megabytes."""
+
 
 class SapwoodError(Exception):
     """An error that a caller is told about.
@@ -13,6 +16,8 @@ class SapwoodError(Exception):
     """
 
     def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
+        if len(message) > _MOST_TOLD:
+            message = f"{message[: _MOST_TOLD // 2]} ... {message[-_MOST_TOLD // 2 :]}"
         super().__init__(message)
         self.message = message
         self.field = field

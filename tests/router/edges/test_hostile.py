@@ -183,3 +183,10 @@ async def test_a_conversation_of_thousands_of_turns_leaves_the_call_to_the_token
     assert answer.status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] > 12_000
     assert cluster.tokenizer.encode_calls == calls
+
+
+async def test_tools_of_more_than_a_megabyte_are_refused_before_anything_reads_them(cluster) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * 1024 * 1024}}
+    answer = await cluster.http.post(CHAT, json={**GOOD[CHAT], "tools": [tool]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert not cluster.tokenizer.chats

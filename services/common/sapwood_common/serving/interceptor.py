@@ -19,10 +19,12 @@ from sapwood_common.telemetry import logs as telemetry
 
 logger = logging.getLogger(__name__)
 
-_LARGE, MOST_FIELDS = 64 * 1024, 32_768
-"""Bytes of a request from which on its fields are counted, and how many a client's may have then: texts and token ids are one
-each."""
-MOST_FIELDS_OF_SERVICES = 262_144
+MOST_FIELDS = 32_768
+"""Fields that a client's request may have: texts are one each, and so are all token ids together. They are counted only where
+there are bytes enough for more."""
+_LEAST_BYTES = 2
+"""Of a field."""
+MOST_FIELDS_OF_SERVICES = 131_072
 """The same of what one service sends another: a message carries what many clients asked for, or what one asked for in JSON."""
 
 
@@ -159,7 +161,8 @@ def _safe(deserializer: Callable[[bytes], Any], most: int) -> Callable[[bytes], 
     descriptor = getattr(message_class, "DESCRIPTOR", None)
 
     def parse(raw: bytes) -> Any:
-        if len(raw) >= _LARGE and descriptor is not None and count_fields(raw, descriptor, most) > most:
+        many = descriptor is not None and len(raw) > _LEAST_BYTES * most and count_fields(raw, descriptor, most) > most
+        if many:
             return _Malformed(f"the request has more than {most} fields")
         try:
             return deserializer(raw)

@@ -18,7 +18,7 @@ _MOST = 16 * 1024 * 1024 - 1024
 _NO_WINDOW = frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)])
 
 
-def _bodies(make: Callable[[], bytes], path: bytes = b"/v1/completions") -> Callable[[int], Iterator[bytes]]:
+def bodies(make: Callable[[], bytes], path: bytes = b"/v1/completions") -> Callable[[int], Iterator[bytes]]:
     """The same body again and again, of a request each; made only once it is sent, since all together take seconds."""
     head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
     kept = cache(make)
@@ -105,78 +105,78 @@ def _with_stops() -> bytes:
 
 
 KEYED_FLOODS = (
-    Flood("nested JSON", "http", _bodies(lambda: _of_prompt(b"[" * 100_000 + b"]" * 100_000)), keyed=True),
-    Flood("JSON of a million keys", "http", _bodies(_keys), keyed=True),
+    Flood("nested JSON", "http", bodies(lambda: _of_prompt(b"[" * 100_000 + b"]" * 100_000)), keyed=True),
+    Flood("JSON of a million keys", "http", bodies(_keys), keyed=True),
     Flood(
         "JSON of a million stops",
         "http",
-        _bodies(lambda: _of_prompt(b'"a", "stop": [%b]' % b",".join([b'"a"'] * 1_000_000))),
+        bodies(lambda: _of_prompt(b'"a", "stop": [%b]' % b",".join([b'"a"'] * 1_000_000))),
         keyed=True,
     ),
     Flood(
         "JSON of five million objects",
         "http",
-        _bodies(lambda: _of_prompt(b"[%b]" % b",".join([b"{}"] * 5_000_000))),
+        bodies(lambda: _of_prompt(b"[%b]" % b",".join([b"{}"] * 5_000_000))),
         keyed=True,
     ),
     Flood(
         "JSON numbers of a megabyte",
         "http",
-        _bodies(lambda: _of_prompt(b'"a", "seed": %b' % (b"9" * 1_000_000))),
+        bodies(lambda: _of_prompt(b'"a", "seed": %b' % (b"9" * 1_000_000))),
         keyed=True,
     ),
-    Flood("prompts of 8 MB", "http", _bodies(lambda: _of_prompt(b'"%b"' % (b"a " * 4_000_000))), keyed=True),
+    Flood("prompts of 8 MB", "http", bodies(lambda: _of_prompt(b'"%b"' % (b"a " * 4_000_000))), keyed=True),
     Flood(
         "prompts of too many numbers",
         "http",
-        _bodies(lambda: _of_prompt(b"[%b]" % b",".join([b"7"] * 1_200_000))),
+        bodies(lambda: _of_prompt(b"[%b]" % b",".join([b"7"] * 1_200_000))),
         keyed=True,
     ),
-    Flood("prompts of 15 MB", "http", _bodies(lambda: _of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
+    Flood("prompts of 15 MB", "http", bodies(lambda: _of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
     Flood(
         "200 000 tokens continued 128 times",
         "http",
-        _bodies(lambda: _continued(b"[%b]" % b",".join([b"7"] * 200_000))),
+        bodies(lambda: _continued(b"[%b]" % b",".join([b"7"] * 200_000))),
         keyed=True,
     ),
-    Flood("100 KB continued 128 times", "http", _bodies(lambda: _continued(b'"%b"' % (b"a " * 50_000))), keyed=True),
+    Flood("100 KB continued 128 times", "http", bodies(lambda: _continued(b'"%b"' % (b"a " * 50_000))), keyed=True),
     Flood(
         "long answers unread",
         "http",
-        _bodies(lambda: _of_prompt(b'"%b", "echo": true' % (b"a " * 1_500_000))),
+        bodies(lambda: _of_prompt(b'"%b", "echo": true' % (b"a " * 1_500_000))),
         keyed=True,
         reads=False,
     ),
     Flood(
         "streams unread",
         "http",
-        _bodies(lambda: b'{"model": "mock", "max_tokens": 2000, "stream": true, "prompt": "a"}'),
+        bodies(lambda: b'{"model": "mock", "max_tokens": 2000, "stream": true, "prompt": "a"}'),
         keyed=True,
         reads=False,
         times=30,
     ),
-    Flood("answers continued 128 times", "http", _bodies(lambda: _continued(b'"a"')), keyed=True),
-    Flood("1024 prompts", "http", _bodies(lambda: _prompts(b"a")), keyed=True),
-    Flood("1024 prompts of 4 KB", "http", _bodies(lambda: _prompts(b"a " * 2000)), keyed=True),
-    Flood("1024 prompts streamed", "http", _bodies(lambda: _prompts(b"a", b', "stream": true')), keyed=True),
+    Flood("answers continued 128 times", "http", bodies(lambda: _continued(b'"a"')), keyed=True),
+    Flood("1024 prompts", "http", bodies(lambda: _prompts(b"a")), keyed=True),
+    Flood("1024 prompts of 4 KB", "http", bodies(lambda: _prompts(b"a " * 2000)), keyed=True),
+    Flood("1024 prompts streamed", "http", bodies(lambda: _prompts(b"a", b', "stream": true')), keyed=True),
     Flood("chats over gRPC of 5000 messages", "grpc", _chats, keyed=True),
-    Flood("chats of 7000 messages", "http", _bodies(lambda: _chat(7000), b"/v1/chat/completions"), keyed=True),
+    Flood("chats of 7000 messages", "http", bodies(lambda: _chat(7000), b"/v1/chat/completions"), keyed=True),
     Flood(
         "answers of 60 000 choices",
         "http",
-        _bodies(lambda: _of_prompt(b'"a", "guided_choice": [%b]' % b",".join([b'"a"'] * 60_000))),
+        bodies(lambda: _of_prompt(b'"a", "guided_choice": [%b]' % b",".join([b'"a"'] * 60_000))),
         keyed=True,
     ),
     Flood(
         "16 000 texts of one turn",
         "http",
-        _bodies(lambda: b'{"model": "mock", "max_output_tokens": 1, "input": [%b]}' % _said(), b"/v1/responses"),
+        bodies(lambda: b'{"model": "mock", "max_output_tokens": 1, "input": [%b]}' % _said(), b"/v1/responses"),
         keyed=True,
     ),
     Flood(
         "16 000 texts of one message",
         "http",
-        _bodies(
+        bodies(
             lambda: b'{"model": "mock", "max_tokens": 1, "messages": [{"role": "user", "content": [%b]}]}' % _texts(),
             b"/v1/messages",
         ),
@@ -185,13 +185,13 @@ KEYED_FLOODS = (
     Flood(
         "a million tokens to make text of",
         "http",
-        _bodies(lambda: b'{"model": "mock", "tokens": [%b]}' % b",".join([b"7"] * 1_000_000), b"/detokenize"),
+        bodies(lambda: b'{"model": "mock", "tokens": [%b]}' % b",".join([b"7"] * 1_000_000), b"/detokenize"),
         keyed=True,
     ),
     Flood(
         "60 000 documents",
         "http",
-        _bodies(
+        bodies(
             lambda: b'{"model": "mock", "query": "a", "documents": [%b]}' % b",".join([b'"a"'] * 60_000), b"/v1/rerank"
         ),
         keyed=True,

@@ -9,6 +9,7 @@ from floods.http1_floods import HTTP1_FLOODS
 from floods.http2_floods import HTTP2_FLOODS
 from floods.idle_floods import IDLE_FLOODS
 from floods.keyed_floods import KEYED_FLOODS
+from floods.more_floods import MORE_FLOODS
 from floods.tls_floods import TLS_FLOODS
 
 CONTROLS = (
@@ -30,4 +31,5 @@ FLOODS: tuple[Flood, ...] = (
     *TLS_FLOODS,
     *IDLE_FLOODS,
     *KEYED_FLOODS,
+    *MORE_FLOODS,
 )

@@ -69,6 +69,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         """The tokens whose bytes were asked for."""
         self.open_streams: set[int] = set()
         self.messages = 0
+        self.encode_calls = 0
+        """Calls of Encode that were opened."""
         self.hold = False
         """While set, Detokenize reads and answers nothing."""
         self._server = FakeServer("tokenizer", _NAME, _SESSIONS)
@@ -142,6 +144,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
         """Both, for many requests."""
+        self.encode_calls += 1
         return encode_items(self, request_iterator, context)
 
     async def CompileGrammar(  # noqa: N802

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_MOST_TOLD = 4096
+"""Characters of a message: what it quotes came from the caller, who may have sent megabytes."""
+
 
 class SapwoodError(Exception):
     """An error that a caller is told about.
@@ -13,6 +16,8 @@ class SapwoodError(Exception):
     """
 
     def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
+        if len(message) > _MOST_TOLD:
+            message = f"{message[: _MOST_TOLD // 2]} ... {message[-_MOST_TOLD // 2 :]}"
         super().__init__(message)
         self.message = message
         self.field = field
@@ -67,8 +72,9 @@ def forget_frames(error: BaseException | None) -> None:
     """Frees what the frames hold through which an error, and what it was made of, came: where one of them refers to the error, as
     the frame of a future's awaiter does, they would keep a request of many megabytes until the collector comes.
     """
-    seen: set[int] = set()  # each may be made of the other
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    left = [error]
+    while left:  # each may be made of others, or of itself where it was raised again
+        one = left.pop()
+        if one is not None:
+            left += [one.__cause__, one.__context__]
+            one.__traceback__ = one.__cause__ = one.__context__ = None

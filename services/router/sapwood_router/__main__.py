@@ -13,8 +13,9 @@ from sapwood_common.telemetry.logs import setup_logging
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 
-_COLLECT_AFTER = (20_000, 20, 20)
-"""Objects after which the youngest are looked through; collections of a generation after which the next is."""
+_COLLECT_AFTER = (8_000, 3, 250)
+"""Objects after which the youngest are looked through; collections of a generation after which the next is. Where a flood leaves
+thousands of calls open, each collection but the last's takes some milliseconds."""
 
 
 async def _serve(config: RouterConfig) -> None:

@@ -65,6 +65,26 @@ async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_c
     assert not turnstile._waiting  # nobody is remembered who does not wait
 
 
+async def test_a_new_caller_begins_in_the_next_turn_however_many_have_many_calls() -> None:
+    turnstile, begun = make_turnstile(), []
+    for caller in range(300):
+        for _ in range(64):
+            turnstile.enter(lambda caller=caller: begun.append(caller), caller=caller)
+    await asyncio.sleep(0)
+    turnstile.enter(lambda: begun.append("new"), caller="new")
+    await asyncio.sleep(0)
+    assert "new" in begun
+    while len(begun) < 2 * 300:  # the others' turns go on meanwhile, the oldest's, too
+        turnstile.enter(lambda: begun.append("new"), caller=f"new {len(begun)}")
+        await asyncio.sleep(0)
+    assert set(range(100)) < set(begun)
+    while turnstile.waiting:
+        await asyncio.sleep(0)
+    assert begun.count("new") + 300 * 64 == len(begun)
+    assert not turnstile._waiting
+    assert not turnstile._new  # nobody is remembered who does not wait
+
+
 async def test_who_leaves_holds_up_nobody_and_is_forgotten_at_once() -> None:
     turnstile, begun = make_turnstile(), []
     for number in range(MOST_A_TURN):

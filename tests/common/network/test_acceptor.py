@@ -14,8 +14,8 @@ import trustme
 
 from sapwood_common.network import acceptor as acceptor_module
 from sapwood_common.network.acceptor import Acceptor
+from sapwood_common.network.encryption import Encryption
 from sapwood_common.network.listen import listen
-from sapwood_common.network.tls_connection import Encryption
 
 
 class Made(asyncio.Protocol):

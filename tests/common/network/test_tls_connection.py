@@ -15,8 +15,9 @@ import pytest
 import trustme
 
 from sapwood_common.network.acceptor import Acceptor
+from sapwood_common.network.encryption import Encryption
 from sapwood_common.network.listen import listen
-from sapwood_common.network.tls_connection import INPUT_BYTES, Encryption, TlsConnection
+from sapwood_common.network.tls_connection import INPUT_BYTES, TlsConnection
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 
@@ -168,6 +169,37 @@ async def test_in_one_turn_of_the_loop_little_is_decrypted_however_much_there_is
     turns.stop()
     # What waits is worked on, and as much is read; a turn of the loop has both at most twice.
     assert max(taker.by_turn.values()) <= 4 * INPUT_BYTES
+    taker.transport.abort()
+    await taker.lost
+
+
+async def test_the_rest_of_much_is_much_however_little_is_left(serve, monkeypatch) -> None:
+    queued: list[bool] = []
+    add = TimeShare.add
+
+    def note(share: TimeShare, worker, *, light: bool = False) -> None:
+        if isinstance(worker, TlsConnection):
+            queued.append(light)
+        add(share, worker, light=light)
+
+    taker = Taker()
+    client = Client(serve(lambda: taker))
+    await asyncio.to_thread(client.shake_hands)
+    await taker.made.wait()
+    monkeypatch.setattr(TimeShare, "add", note)
+    for records, light in ((40, True), (800, False)):
+        taker.transport.pause_reading()
+        before = len(taker.content)
+        await asyncio.to_thread(client.send, *([b"a" * 10] * records))
+        await asyncio.sleep(0.1)
+        queued.clear()
+        monkeypatch.setattr(TimeShare, "is_over", lambda _: True)  # there is no time for what was just read
+        taker.transport.resume_reading()
+        while len(taker.content) < before + 10 * records:
+            await asyncio.sleep(0)
+            assert not queued or taker.transport.get_extra_info("light") == light
+        assert queued
+        assert set(queued) == {light}
     taker.transport.abort()
     await taker.lost
 

@@ -66,6 +66,22 @@ async def test_who_is_added_twice_waits_once_and_who_is_gone_not_at_all() -> Non
     assert done == ["a"]
 
 
+async def test_who_comes_with_little_does_not_wait_for_a_thousand_that_have_little_too() -> None:
+    clock, done = Clock(100.0), []
+    share = TimeShare(clock)
+    for number in range(1000):
+        share.add(Worker(f"old {number}", 1, clock, done), light=True)
+    share.add(Worker("heavy", 1, clock, done))
+    share.add(Worker("new", 1, clock, done), light=True)
+    await asyncio.sleep(0)
+    assert done[:2] == ["new", "old 0"]
+    assert "heavy" in done
+    while share.waiting:
+        await asyncio.sleep(0)
+    assert len(done) == 1002
+    assert done.index("old 1") < done.index("old 990")  # every second turn is the oldest's
+
+
 async def test_a_step_that_took_far_too_long_leaves_as_much_time_to_others(monkeypatch) -> None:
     later: list[tuple[float, Callable[[], None]]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, turn: later.append((delay, turn)))

@@ -72,10 +72,30 @@ async def test_a_request_of_far_too_many_fields_is_refused_before_it_is_parsed(r
     _, _, channel = running
     stub = tokenizer_pb2_grpc.TokenizerStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=[""] * 40_000))
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=[""] * 300_000))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "the request has more than 32768 fields"
+    assert caught.value.details() == "the request has more than 131072 fields"
     await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["a" * 10_000] * 40))
+    await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=[""] * 40_000))  # as many clients' requests together
+
+
+async def test_a_clients_request_may_have_fewer_fields(implementation) -> None:
+    class Everybody:
+        asks_for_keys = False
+
+        def let_in(self, path: str, headers) -> None:
+            """Whoever comes."""
+
+        def rank(self, headers, tenant: str | None) -> tuple[int, None]:
+            return 0, None
+
+    server = ServiceServer("127.0.0.1", 0, [NAME], implementation=implementation, gate=Everybody())
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(Echo(), server.grpc)
+    async with open_channel(f"127.0.0.1:{await server.start()}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await tokenizer_pb2_grpc.TokenizerStub(channel).Tokenize(tokenizer_pb2.TokenizeRequest(texts=[""] * 40_000))
+        assert caught.value.details() == "the request has more than 32768 fields"
+    await server.stop()
 
 
 async def test_an_unforeseen_exception_is_internal_and_keeps_its_text_to_the_log(running, caplog) -> None:

@@ -8,6 +8,7 @@ import random
 
 import msgspec
 
+from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.openai.parameters import SAMPLING
 from sapwood_router.edges.openai.types import ChatRequest, CompletionRequest
 from sapwood_router.flow.stages.prepare import prepare
@@ -146,3 +147,46 @@ async def test_a_long_prompt_that_is_continued_often_is_refused_and_others_start
     handle.cancel()
     assert len(answer.json()["choices"]) == 6
     assert len(set(started)) == len(started) == 6
+
+
+async def test_a_large_request_is_made_of_its_body_a_piece_a_turn_of_the_loop(cluster, monkeypatch) -> None:
+    """Each took 20 to 30 ms in one piece; their values are counted here, as most are wrong in the end."""
+    breaths, breathe = 0, Exchange.breathe
+
+    async def counted(exchange: Exchange) -> None:
+        nonlocal breaths
+        breaths += 1
+        await breathe(exchange)
+
+    monkeypatch.setattr(Exchange, "breathe", counted)
+    many = [7] * 250_000
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    turns = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": "a"}] * 2000
+    for path, body, least in (
+        ("/v1/completions", {"prompt": many, "max_tokens": 1}, 7),
+        ("/v1/completions", {"prompt": [many[:200]] * 1000, "n": 0}, 6),
+        ("/v1/embeddings", {"input": many}, 7),
+        ("/generate", {"input_ids": many}, 7),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 12_000, "max_output_tokens": 1}, 10),
+        ("/v1/chat/completions", {"messages": turns, "max_tokens": 1}, 3),
+    ):
+        breaths = 0
+        await cluster.http.post(path, json=body)
+        assert breaths >= least, path
+
+
+async def test_a_conversation_of_thousands_of_turns_leaves_the_call_to_the_tokenizer_standing(cluster) -> None:
+    """Its message had more fields than any may have: it ended the call that all requests share, again with each try."""
+    calls = cluster.tokenizer.encode_calls
+    said = [{"role": "user", "content": "a"}] * 12_000
+    answer = await cluster.http.post(CHAT, json={"messages": said, "max_tokens": 1})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] > 12_000
+    assert cluster.tokenizer.encode_calls == calls
+
+
+async def test_tools_of_more_than_a_megabyte_are_refused_before_anything_reads_them(cluster) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * 1024 * 1024}}
+    answer = await cluster.http.post(CHAT, json={**GOOD[CHAT], "tools": [tool]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert not cluster.tokenizer.chats

@@ -14,8 +14,9 @@ import socket
 import time
 from collections.abc import Callable
 
+from sapwood_common.network.encryption import Encryption
 from sapwood_common.network.newcomers import Newcomers, source
-from sapwood_common.network.tls_connection import INPUT_BYTES, Encryption, TlsConnection
+from sapwood_common.network.tls_connection import INPUT_BYTES, TlsConnection
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import SLICE, TimeShare
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from sapwood_common.network.acceptor import Acceptor
+from sapwood_common.network.encryption import Encryption
 from sapwood_common.network.listen import listen
 from sapwood_common.network.tls import ServerContext, ServerTls
-from sapwood_common.network.tls_connection import Encryption
 from sapwood_common.pacing.tarpit import HELD_SECONDS
 from sapwood_common.unix_socket import port_of
 

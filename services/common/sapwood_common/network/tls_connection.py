@@ -13,11 +13,13 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
+from sapwood_common.network.encryption import Encryption
+from sapwood_common.network.hand_over import hand_over
 from sapwood_common.network.tls_records import TlsRecords
-from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
+from sapwood_common.network.tls_writer import TlsWriter
+from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.pacing.timer import Timer
 
@@ -27,39 +29,21 @@ INPUT_BYTES = 16 * 1024
 """Bytes that are read of a connection in one turn of the event loop."""
 _PIECE = 1024
 """Bytes of whole records that are decrypted before the clock is looked at: at most 38 changes of keys, or one large record."""
+_LIGHT = 2 * 1024
+"""Bytes of a request or two with their handshake: who has sent no more goes on before those with much."""
 _FED = 4 * 1024
 """Bytes that OpenSSL is handed at once: of each connection it keeps as much memory as that was at most."""
 _MOST_CONTENT = 16 * 1024
 """Bytes of content in one record."""
-_MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
-"""Bytes that a client may send beside the content, and as many more for each byte of content. A record has 22 beside its own:
-small frames, each in a record, come to 2 a byte."""
 _MOST_ANSWERS = 64 * 1024
 """Bytes that TLS itself may answer to a client that reads nothing."""
 _MOST_DROPPED = 256 * 1024
 """Bytes that are read and dropped of a connection that closes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encryption:
-    """TLS of a listener.
-
-    Attributes:
-        context: Its certificate, key and rules.
-        handshake: Seconds for a handshake.
-        shutdown: Seconds for the end of a connection.
-        held: Seconds for which the connection of a client that broke a rule is held (:class:`Tarpit`).
-    """
-
-    context: ssl.SSLContext
-    handshake: float
-    shutdown: float
-    held: float = HELD_SECONDS
-
-
 class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     """The server's end of a connection over TLS: the protocol of its socket, and the transport of what comes out. Implements
-    ``time_share.Worker``.
+    ``time_share.Worker`` and ``TlsEnd``.
 
     Args:
         protocol: What gets the content. It hears nothing before the handshake is over, and of one that fails nothing at all.
@@ -94,10 +78,13 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._socket: asyncio.Transport | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = encryption.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._writer = TlsWriter(self, share)
         self._data = b""
         """Bytes received; those before ``_at`` are decrypted."""
         self._at = 0
         self._records = TlsRecords()
+        self._light = True
+        """Whether all that the client had sent, when it was read last, was little."""
         self._begun = False
         """Whether the protocol knows of the connection."""
         self._reading = True
@@ -107,10 +94,12 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._breathes = False
         """Whether all memory was filled, and reading goes on in a later turn."""
         self._closing = False
-        self._framing = _MOST_FRAMING
-        """Bytes beside the content that may still come."""
+        self._gone = False
+        """Whether the client sends no more, and the socket closes once all is written."""
         self._unread = False
-        """Whether the client does not read what was written."""
+        """Whether the client does not read what was sent."""
+        self._held_back = False
+        """Whether the protocol was told to write no more."""
         self._answered = 0
         """Bytes that TLS itself has answered since then."""
         self._dropped = 0
@@ -129,6 +118,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._closing = True
         self._timer.stop()
         self._share.drop(self)
+        self._writer.drop()
         self._data, self._at = b"", 0
         if not self.shaken.done():
             self.shaken.set_result(False)
@@ -149,6 +139,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 self.abort()
         else:
             waited = self._at < len(self._data)
+            self._light = not waited and nbytes <= _LIGHT
             self._data = self._data[self._at :] + self._memory[:nbytes]
             self._at = 0
             if not waited:
@@ -163,18 +154,26 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if self._begun and not self._closing:
             cast(asyncio.Protocol, self._protocol).eof_received()
         self._expect_end()
-        return False
+        self._gone = self._writer.size > 0
+        return self._gone
 
     def pause_writing(self) -> None:
         self._unread = True
-        if self._begun:
-            self._protocol.pause_writing()
+        self._writer.pause()
+        self._hold_back()
 
     def resume_writing(self) -> None:
         self._unread = False
         self._answered = 0
-        if self._begun:
-            self._protocol.resume_writing()
+        self._writer.resume()
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Tells the protocol whether to write more."""
+        held_back = self._unread or self._writer.size > 0
+        if self._begun and held_back != self._held_back:
+            self._held_back = held_back
+            (self._protocol.pause_writing if held_back else self._protocol.resume_writing)()
 
     # What the protocol asks for (Transport).
 
@@ -184,6 +183,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 return self._encryption.context
             case "ssl_object":
                 return self._tls
+            case "light":
+                return self._light
         return default if self._socket is None else self._socket.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
@@ -206,22 +207,15 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._regulate()
 
     def get_write_buffer_size(self) -> int:
-        return 0 if self._socket is None else self._socket.get_write_buffer_size()
+        return 0 if self._socket is None else self._socket.get_write_buffer_size() + self._writer.size
 
     def can_write_eof(self) -> bool:
         return False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self.is_closing():
-            return
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[self._tls.write(view) :]
-        except ssl.SSLError as error:
-            self._fail(error)
-        else:
-            self._send()
+        if not self.is_closing():
+            self._writer.write(memoryview(data if isinstance(data, bytes) else bytes(data)))
+            self._hold_back()
 
     def close(self) -> None:
         """Closes after what was written, once the client has closed too or has had its time: with bytes of it unread, the kernel
@@ -231,13 +225,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._closing = True
         self._data, self._at = b"", 0
         self._expect_end()
-        with contextlib.suppress(ssl.SSLError):  # above all that the client has not said goodbye, too
-            self._tls.unwrap()
-        self._send()
-        assert self._socket is not None
-        if not self._socket.is_closing() and self._socket.can_write_eof():
-            with contextlib.suppress(OSError):  # the client has left
-                self._socket.write_eof()
+        if not self._writer.size:
+            self._say_goodbye()
         self._regulate()
 
     def abort(self) -> None:
@@ -245,7 +234,31 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         if self._socket is not None:
             self._socket.abort()
 
-    # What there is to do, in turn with others.
+    # What the writer asks for (TlsEnd).
+
+    def encrypt(self, data: memoryview) -> None:
+        try:
+            while data:
+                data = data[self._tls.write(data) :]
+        except ssl.SSLError as error:
+            self._fail(error)
+        else:
+            self._send()
+
+    def all_encrypted(self) -> None:
+        tell = self._say_goodbye if self._closing else self._hold_back
+        tell()
+        if self._gone and self._socket is not None:
+            self._socket.close()
+
+    def _say_goodbye(self) -> None:
+        with contextlib.suppress(ssl.SSLError):  # above all that the client has not said goodbye, too
+            self._tls.unwrap()
+        self._send()
+        assert self._socket is not None
+        if not self._socket.is_closing() and self._socket.can_write_eof():
+            with contextlib.suppress(OSError):  # the client has left
+                self._socket.write_eof()
 
     def go_on(self, until: float) -> bool:
         self._breathes = False
@@ -271,7 +284,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self._queue()
 
     def _queue(self) -> None:
-        self._share.add(self, light=len(self._data) - self._at <= _PIECE)
+        self._share.add(self, light=self._light)
 
     def _advance(self) -> bool:
         """Decrypts a piece; says whether there is another to decrypt now."""
@@ -323,29 +336,15 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             break
         self._answer()
         content = b"".join(parts)
-        self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * len(content) - len(piece))
-        if self._framing < 0:
+        if not self._records.have_content(len(piece), len(content)):
             logger.info("%s sends records with next to nothing in them", self.get_extra_info("peername"))
             self._hold()
             return
         if content:
-            self._hand_over(content)
+            hand_over(self._protocol, content)
         if over and not self._closing:
             cast(asyncio.Protocol, self._protocol).eof_received()
             self.close()
-
-    def _hand_over(self, content: bytes) -> None:
-        protocol = self._protocol
-        if not isinstance(protocol, asyncio.BufferedProtocol):
-            cast(asyncio.Protocol, protocol).data_received(content)
-            return
-        at = 0
-        while at < len(content):
-            memory = memoryview(protocol.get_buffer(len(content) - at))
-            count = min(len(memory), len(content) - at)
-            memory[:count] = content[at : at + count]
-            at += count
-            protocol.buffer_updated(count)
 
     def _answer(self) -> None:
         """Sends what TLS itself has to say to what came, such as new keys."""

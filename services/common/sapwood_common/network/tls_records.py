@@ -1,9 +1,12 @@
-"""Where the records of TLS end, in what a client has sent."""
+"""Where the records of TLS end, in what a client has sent, and whether there is enough in them."""
 
 from __future__ import annotations
 
 _HEAD = 5
 """Bytes of a record's type, version and length."""
+_MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
+"""Bytes that a client may send beside the content, and as many more for each byte of content. A record has 22 beside its own:
+small frames, each in a record, come to 2 a byte."""
 
 
 class TlsRecords:
@@ -14,6 +17,13 @@ class TlsRecords:
         """What has come of a record's head, of which a part is still to come."""
         self._left = 0
         """Bytes of the record that are still to come."""
+        self._framing = _MOST_FRAMING
+        """Bytes beside the content that may still come."""
+
+    def have_content(self, size: int, content: int) -> bool:
+        """Whether the client may go on after a piece of ``size`` bytes with so many of content."""
+        self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * content - size)
+        return self._framing >= 0
 
     def end_of_piece(self, data: bytes, at: int, enough: int) -> int:
         """Where the first record ends with which there are enough bytes: parts of one would be decrypted only with its end.

@@ -3,8 +3,9 @@
 uvloop reads up to 8 MB of one socket between two polls: a client that sends small frames as fast as it can would have the loop
 for seconds. So a connection works on what it has read for ``SLICE`` seconds at most; it keeps the rest, reads no more, and goes
 on in later turns, in which all such connections together have ``SLICE`` seconds, one after another. A connection with little to
-do waits no longer than that: those with little left go on before those with much, who have a third of the time at least. A
-connection that is alone loses nothing: turns follow each other at once.
+do waits no longer than that: those with little left go on before those with much, who have a third of the time at least, and of
+very many with little every second time the one that came last. A connection that is alone loses nothing: turns follow each other
+at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Protocol
 
 SLICE = 0.001
 """Seconds that one connection may work on what it has just read, and seconds of each turn for all that have work left."""
+_FAIR = 8
+"""Workers with little to do beyond which every second one is the newest: it does not wait for a thousand of them."""
 _MOST_FRESH = 2 * SLICE
 """Seconds beyond half of all time that connections may work on what they have just read, before each waits for a later turn."""
 
@@ -54,6 +57,7 @@ class TimeShare:
         self._light: OrderedDict[Worker, None] = OrderedDict()
         self._waiting: OrderedDict[Worker, None] = OrderedDict()
         self._due = False
+        self._newest = False
 
     @property
     def waiting(self) -> int:
@@ -105,7 +109,8 @@ class TimeShare:
         for queue in (self._light, self._waiting):
             until = max(began + SLICE, now + SLICE / 2)
             while queue and now < until:
-                worker, _ = queue.popitem(last=False)
+                self._newest = not self._newest and queue is self._light and len(queue) > _FAIR
+                worker, _ = queue.popitem(last=self._newest)
                 if worker.go_on(until):
                     self._waiting[worker] = None
                 now = self.clock()

@@ -19,8 +19,13 @@ from sapwood_common.telemetry import logs as telemetry
 
 logger = logging.getLogger(__name__)
 
-_LARGE, _MOST_FIELDS = 64 * 1024, 32_768
-"""Bytes of a request from which on its fields are counted, and how many it may have then: texts and token ids are one each."""
+MOST_FIELDS = 32_768
+"""Fields that a client's request may have: texts are one each, and so are all token ids together. They are counted only where
+there are bytes enough for more."""
+_LEAST_BYTES = 2
+"""Of a field."""
+MOST_FIELDS_OF_SERVICES = 131_072
+"""The same of what one service sends another: a message carries what many clients asked for, or what one asked for in JSON."""
 
 
 class _Malformed:
@@ -43,9 +48,13 @@ class ServiceInterceptor:
     Args:
         telemetry: Measures the calls.
         uncounted: Full method names (``/sapwood.v1.Worker/WatchLoad``) that do not hold up draining.
+        most_fields: Fields that a large request may have.
     """
 
-    def __init__(self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset(), most_fields: int = MOST_FIELDS
+    ) -> None:
+        self._most_fields = most_fields
         self._telemetry = telemetry
         self._uncounted = uncounted
         self._running = 0
@@ -61,7 +70,7 @@ class ServiceInterceptor:
         """The handler (``grpc.RpcMethodHandler``) to use for a method."""
         if method.startswith(FOR_EVERYBODY):
             return handler
-        deserializer = _safe(handler.request_deserializer)
+        deserializer = _safe(handler.request_deserializer, self._most_fields)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 self._unary(method, handler.unary_unary), deserializer, handler.response_serializer
@@ -147,13 +156,14 @@ class ServiceInterceptor:
                 self.idle.set()
 
 
-def _safe(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _safe(deserializer: Callable[[bytes], Any], most: int) -> Callable[[bytes], Any]:
     message_class = getattr(deserializer, "__self__", None)  # FromString is bound to the message class
     descriptor = getattr(message_class, "DESCRIPTOR", None)
 
     def parse(raw: bytes) -> Any:
-        if len(raw) >= _LARGE and descriptor is not None and count_fields(raw, descriptor, _MOST_FIELDS) > _MOST_FIELDS:
-            return _Malformed(f"the request has more than {_MOST_FIELDS} fields")
+        many = descriptor is not None and len(raw) > _LEAST_BYTES * most and count_fields(raw, descriptor, most) > most
+        if many:
+            return _Malformed(f"the request has more than {most} fields")
         try:
             return deserializer(raw)
         except DecodeError:

@@ -19,7 +19,7 @@ from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.serving.gate import ServiceGate
 from sapwood_common.serving.grpcio_server import GrpcioServer
 from sapwood_common.serving.health import HealthServicer
-from sapwood_common.serving.interceptor import ServiceInterceptor
+from sapwood_common.serving.interceptor import MOST_FIELDS, MOST_FIELDS_OF_SERVICES, ServiceInterceptor
 from sapwood_common.serving.reflection import add_reflection
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.stop_signal import stop_signal
@@ -84,7 +84,8 @@ class ServiceServer:
     ) -> None:
         self._names = tuple(service_names)
         telemetry = telemetry or RpcTelemetry(MetricSet(), Tracing())
-        self._interceptor = ServiceInterceptor(telemetry, uncounted)
+        most_fields = MOST_FIELDS_OF_SERVICES if gate is None else MOST_FIELDS
+        self._interceptor = ServiceInterceptor(telemetry, uncounted, most_fields)
         self._health = HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""

@@ -120,7 +120,7 @@ class Embedder:
         encoded: Iterator[list[int]] = iter(())
         if texts:
             own = request.request_id, request.deadline, salt
-            encoded = iter(await client.encode_texts(texts, *own, most_tokens=most_tokens))
+            encoded = map(list, await client.encode_texts(texts, *own, most_tokens=most_tokens))
         pairs = [item for item in request.inputs if isinstance(item, TextPair)]
         joined = iter(await encode_pairs(client, pairs, request) if pairs else ())
         sequences = []

@@ -7,6 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.http2.server.turnstile import Turnstile
@@ -35,6 +36,7 @@ from sapwood_router.request.tokens import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.tokenizer.large_texts import LargeTexts
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
 logger = logging.getLogger(__name__)
@@ -83,12 +85,19 @@ class Pipeline:
         self.disaggregation = disaggregation
         self.observer = observer
         self.heavy = HeavyWork(rest=1.0)
+        self.large = LargeTexts()
+        """Where large requests wait of which no more than one is to be in memory as numbers and text."""
         self.starts = Turnstile()
         """Where all runs of a request but its first wait, which may be a thousand."""
         self.afterwards = Afterwards()
         """Where policies learn of answers that are on their way."""
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
+
+    async def prepare(self, context: RequestContext) -> None:
+        """Checks a request and makes tokens of its prompt; raises what :func:`prepare` does."""
+        breathe = partial(self.heavy.turn, context.caller.tenant)
+        await prepare(context, self.tokenizers.of(context.model).client, self.registry, breathe)
 
     def open(self, context: RequestContext) -> Run:
         """A run; the caller starts and closes it."""
@@ -249,10 +258,9 @@ class Run:
         context, pipeline = self._context, self._pipeline
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
-            tokenizer = pipeline.tokenizers.of(context.model)
             if extent(context.prompt) >= _LONG:
                 await pipeline.heavy.turn(context.caller.tenant)
-            await prepare(context, tokenizer.client, pipeline.registry)
+            await pipeline.prepare(context)
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
                 await pipeline.heavy.turn(context.caller.tenant)
             pages = await self._look_ahead() if len(context.token_ids) > MANY else None
@@ -262,7 +270,7 @@ class Run:
             raise RequestCancelledError("the client left")
         stream: OutputStream
         if context.detokenize:
-            stream = tokenizer.outputs.open(context.output, whole=context.whole)
+            stream = pipeline.tokenizers.of(context.model).outputs.open(context.output, whole=context.whole)
         else:
             stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)

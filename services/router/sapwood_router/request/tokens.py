@@ -14,10 +14,10 @@ TokenIds: TypeAlias = "list[int] | array[int]"
 MANY = 65_536
 
 
-def pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The tokens, :data:`MANY` at a time."""
-    for at in range(0, len(token_ids), MANY):
-        yield token_ids[at : at + MANY]
+def pieces(token_ids: Sequence[int], size: int = MANY) -> Iterator[Sequence[int]]:
+    """The tokens, ``size`` at a time."""
+    for at in range(0, len(token_ids), size):
+        yield token_ids[at : at + size]
 
 
 async def gather(token_ids: Sequence[int]) -> TokenIds:

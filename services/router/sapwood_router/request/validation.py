@@ -11,6 +11,8 @@ from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, Reque
 MOST_BAD_WORDS = 128
 MOST_TOGETHER = 4 * 1024 * 1024
 """Characters of all prompts of a request, each as often as it is continued: every run has it tokenized, hashed, sent and kept."""
+_MOST_TOOLS = 1024 * 1024
+"""Characters of a conversation's tools: the tokenizer reads them for each answer, and compiles them where a call must come."""
 _CHARACTERS_A_TOKEN, _CHARACTERS_A_TURN = 4, 32
 _UINT32 = 2**32
 
@@ -46,6 +48,10 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
     elif isinstance(prompt, ChatPrompt):
         if not prompt.turns:
             raise InvalidArgumentError("the conversation is empty", field=fields.prompt)
+        if len(prompt.tools) > _MOST_TOOLS:
+            raise InvalidArgumentError(
+                f"the tools have {len(prompt.tools)} characters; the most are {_MOST_TOOLS}", field="tools"
+            )
     else:
         check_token_ids(prompt.token_ids, fields.prompt)
 

@@ -137,7 +137,7 @@ class TokenizerClient:
         bare: bool = False,
         add_special: bool = True,
         most_tokens: MostTokens | None = None,
-    ) -> list[list[int]]:
+    ) -> list[TokenIds]:
         """The tokens of several texts; arguments, and what it raises, as of :meth:`encode_text`.
 
         Args:
@@ -153,7 +153,7 @@ class TokenizerClient:
             elif not add_special:
                 request.add_special_tokens = False
             sequences = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
-            return [list(sequence.ids) for sequence in sequences]
+            return [await gather(sequence.ids) for sequence in sequences]
 
     async def encode_gap(
         self,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _METHOD = "/sapwood.v1.Tokenizer/Encode"
 _UNKNOWN_INTERVAL = 2.0
 """Seconds until a tokenizer is asked again that did not know the method."""
-_BYTES_A_MESSAGE = 512 * 1024
+_BYTES_A_MESSAGE = 256 * 1024
 _LONGEST_MS = 2**32 - 1
 
 Result = tokenizer_pb2.EncodeResult

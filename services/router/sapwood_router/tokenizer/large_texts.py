@@ -66,13 +66,13 @@ class LargeTexts:
             else:
                 self._forget(caller, turn)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceededError("the deadline passed before the prompt was tokenized") from None
+                raise DeadlineExceededError("the deadline passed before it was this request's turn") from None
             raise
 
     def _make_room(self, caller: str) -> None:
         """Refuses the last request of who has the most waiting, or this one if that is its own caller."""
         most = max(self._waiting, key=lambda each: len(self._waiting[each]))
-        error = ResourceExhaustedError("other requests with long texts wait", retry_after=1.0)
+        error = ResourceExhaustedError("other large requests wait", retry_after=1.0)
         if len(self._waiting[most]) <= len(self._waiting.get(caller, ())) + 1:
             raise error
         last = self._waiting[most][-1]

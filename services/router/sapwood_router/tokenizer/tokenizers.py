@@ -14,6 +14,9 @@ from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
 from sapwood_router.tokenizer.replicas import TokenizerReplicas
 
+_AT_ONCE = 16_384
+"""Tokens that are handed over in one turn of the event loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
@@ -40,7 +43,7 @@ class Tokenizer:
         stream.follow(written.set)
         try:
             async with asyncio.timeout_at(deadline):
-                for piece in pieces(token_ids):
+                for piece in pieces(token_ids, _AT_ONCE):
                     stream.push(piece)
                     await asyncio.sleep(0)
                 stream.push((), end=True)

@@ -7,8 +7,10 @@ keep their latency.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
@@ -21,6 +23,9 @@ from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.output.grammar.source import ModelFormat, output_source
 from sapwood_tokenizer.serve.convert import checked_salt, to_calls_wanted
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
+
+_LARGE = 32 * 1024
+"""Bytes of a request from which on its grammar is put together in a thread."""
 
 
 class Grammars:
@@ -36,6 +41,8 @@ class Grammars:
         names = frozenset[str]() if vocabulary is None else frozenset(vocabulary.special_names)
         self._model = ModelFormat(template, names)
         self._fingerprint = b"" if vocabulary is None else vocabulary.fingerprint
+        self._most_bytes = limits.max_source_bytes
+        self._one_large = asyncio.Semaphore(1)
         self._compiler = (
             None if vocabulary is None else GrammarCompiler(self._fingerprint, vocabulary.special_names, limits)
         )
@@ -60,7 +67,17 @@ class Grammars:
         calls = to_calls_wanted(request.tool_calls) if request.HasField("tool_calls") else None
         answer = _answer(request.grammar) if calls is None or request.HasField("grammar") else None
         reasoning_open = request.reasoning_open if request.HasField("reasoning_open") else None
-        source, parser = output_source(answer, calls, request.reasoning_parser, reasoning_open, self._model)
+        if len(request.tool_calls.tools) > self._most_bytes:
+            raise InvalidArgumentError(
+                f"the tools have {len(request.tool_calls.tools)} characters; at most {self._most_bytes} are compiled",
+                field="tool_calls.tools",
+            )
+        make = partial(output_source, answer, calls, request.reasoning_parser, reasoning_open, self._model)
+        if request.ByteSize() < _LARGE:
+            source, parser = make()
+        else:  # it takes up to 0.3 s
+            async with self._one_large:
+                source, parser = await asyncio.to_thread(make)
         made = source is not answer
         source = replace(source, salt=checked_salt(request.cache_salt))
         cached = self._compiler.find(source) is not None

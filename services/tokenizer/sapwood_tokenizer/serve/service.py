@@ -96,6 +96,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._loaded = loaded
         self._model = model
         self._parsers = parsers
+        self._tool_parsers = tool_parsers.names()  # which looks at all installed packages
         self._draining = draining
         self._grammars = grammars
         self._telemetry = telemetry
@@ -266,7 +267,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             bos_token_id=loaded.bos_token_id,
             eos_token_ids=loaded.eos_token_ids,
             has_chat_template=self._template is not None,
-            tool_parsers=tool_parsers.names(),
+            tool_parsers=self._tool_parsers,
             reasoning_parsers=reasoning_parsers.NAMES,
             tool_parser=self._parsers.tool_parser,
             reasoning_parser=self._parsers.reasoning_parser,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from msgspec.structs import replace
 
@@ -85,8 +85,8 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
         )
 
 
-def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[list[int]]:
-    """The token ids of each input, cut where the model's files say so.
+def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> Iterator[list[int]]:
+    """The token ids of each input, cut where the model's files say so; of thousands each is made as it is asked for.
 
     Raises:
         InvalidArgumentError: One of them cannot be embedded; names ``inputs``.
@@ -96,16 +96,16 @@ def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[l
     if not 1 <= len(request.inputs) <= MOST_EMBEDDED:
         raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_EMBEDDED}", field="inputs")
     limits = [limit for limit in (info.embedded_tokens, request.max_tokens) if limit]
-    inputs = [_cut(list(each.ids), min(limits, default=0), info.special_ids) for each in request.inputs]
-    for index, ids in enumerate(inputs):
+    for index, each in enumerate(request.inputs):
+        ids = _cut(each.ids[:], min(limits, default=0), info.special_ids)
         if not 1 <= len(ids) <= info.context_length:
             problem = f"has {len(ids)} tokens; there must be 1 to {info.context_length}"
         elif max(ids) >= info.vocab_size:
             problem = f"has a token id that is not below the vocabulary size {info.vocab_size}"
         else:
+            yield ids
             continue
         raise InvalidArgumentError(f"input {index} {problem}", field="inputs")
-    return inputs
 
 
 def _cut(token_ids: list[int], max_tokens: int, special_ids: tuple[int, ...]) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_common.pacing.pace import Pace
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
 from sapwood_worker.front.convert import (
@@ -43,6 +45,8 @@ UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Sessio
 """Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
 
 _EMBED = f"/{SERVICE}/Embed"
+_TOKENS_A_TURN = 32_768
+"""Of a request to embed, that are looked at in one turn of the event loop, in 2 ms."""
 MOST_NAME = 128
 """Characters of a pin's name."""
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
@@ -360,7 +364,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         info = self.loaded().info
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
-        inputs = to_inputs(request, info)
+        inputs: list[list[int]] = []
+        pace = Pace(partial(asyncio.sleep, 0), _TOKENS_A_TURN)
+        for ids in to_inputs(request, info):
+            inputs.append(ids)
+            await pace.did(len(ids))
         self._engine.check()
         pooling = to_pooling(request.pooling, info)
         vectors = await self._engine.embeddings.embed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Hashable
@@ -13,11 +12,11 @@ import pytest
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.http import json_size
 from sapwood_router.edges.http.errors import OPENAI
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import decode_object, pause_after
+from sapwood_router.edges.http.json_body import decode_object
 from sapwood_router.edges.http.json_size import check_size, most_values, size_steps
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.request import Request
@@ -180,12 +179,3 @@ def test_of_a_body_with_far_too_many_values_only_the_beginning_is_counted() -> N
     with pytest.raises(InvalidArgumentError, match="the body has more than"):
         check_size(body)
     assert 0 < body.looked_at < 1_000_000
-
-
-async def test_others_go_on_between_the_parsing_of_a_large_body_and_what_is_made_of_it() -> None:
-    went_on: list[int] = []
-    asyncio.get_running_loop().call_soon(went_on.append, 1)
-    await pause_after(LARGE - 1)
-    assert not went_on
-    await pause_after(LARGE)
-    assert went_on

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
 from sapwood_router.request.tokens import MANY
 from sapwood_router.request.validation import check_token_ids
 from sapwood_testing.router.fake_tokenizer import BOS, encode
@@ -37,10 +39,36 @@ async def test_many_tokens_are_looked_at_some_at_a_time(cluster, monkeypatch) ->
     text = "ab" * MANY
     found = await cluster.http.post("/detokenize", json={"tokens": encode(text)})
     assert found.json() == {"prompt": text}
-    assert (max(looked_at), sum(looked_at)) == (MANY, 2 * MANY + 1)
+    assert (max(looked_at), sum(looked_at)) == (MANY // 4, 2 * MANY + 1)
     for wrong in (-1, 2**32):
         refused = await cluster.http.post("/detokenize", json={"tokens": [*encode(text), wrong]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_large_requests_have_a_turn_of_the_loop_for_each_piece_and_are_in_memory_one_at_a_time(
+    cluster, monkeypatch
+) -> None:
+    turns: list[str] = []
+    take = HeavyWork.turn
+
+    async def turn(heavy: HeavyWork, caller: object = None) -> None:
+        turns.append(str(caller))
+        await take(heavy, caller)
+
+    monkeypatch.setattr(HeavyWork, "turn", turn)
+    text = "ab" * (LARGE // 2)
+    shown = (await cluster.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert shown["tokens"] == encode(text)
+    assert "".join(shown["token_strs"]) == f"<{BOS}>{text}"
+    assert len(turns) >= LARGE // (MANY // 4)
+    turns.clear()
+    body = {"tokens": encode(text)}
+    found = await asyncio.gather(*(cluster.http.post("/detokenize", json=body) for _ in range(6)))
+    served = [answer for answer in found if answer.status_code == 200]
+    assert len(served) >= 3  # one has its turn, two wait; others are told to come again
+    assert {answer.status_code for answer in found} <= {200, 429}
+    assert all(answer.json() == {"prompt": text} for answer in served)
+    assert len(turns) >= len(served) * LARGE // (MANY // 4)
 
 
 async def test_a_conversation_is_rendered_as_a_chat_would_be(cluster) -> None:

@@ -111,6 +111,22 @@ def test_cache_aware_sees_a_placement_at_once_and_the_answer_when_it_is_over() -
     assert policy.choose(views(0, 0), turn).cached_tokens == 160
 
 
+def test_of_a_very_long_prompt_the_first_pages_are_noted_and_taken_back() -> None:
+    index = PrefixIndex(1 << 30, time.monotonic)
+    policy = CacheAware(index, BlockIndex(1 << 20), HotPrefixes(time.monotonic))
+    prompt = PromptPages(range(100_000))
+    policy.placed("w1", 1, prompt)
+    noted = index.entries("w1")
+    assert noted == 16_384
+    assert policy.choose(views(0, 0, page_size=1), prompt).address == "w1"
+    policy.finished("w1", 1, prompt, range(1000))
+    assert index.entries("w1") == noted
+    policy.failed("w1", 1, prompt)
+    policy.placed("w0", 1, prompt)
+    policy.failed("w0", 1, prompt)
+    assert index.entries("w0") == 0
+
+
 def test_cache_aware_credits_no_worker_with_a_prompt_that_it_failed() -> None:
     policy = cache_aware()
     other = PromptPages([*range(48), *[7] * 60])  # begins as PROMPT does

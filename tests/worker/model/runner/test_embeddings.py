@@ -301,9 +301,9 @@ def test_inputs_are_cut_before_their_last_special_tokens() -> None:
     )  # fmt: skip
     given = [[1, 5, 6, 2], [1, 5, 6, 7, 2], [1, 5, 6, 7, 8], [1, 5, 6, 7, 2, 2], [2] * 12]
     request = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in given])
-    assert to_inputs(request, info) == [[1, 5, 6, 2], [1, 5, 6, 2], [1, 5, 6, 7], [1, 5, 2, 2], [2] * 4]
+    assert list(to_inputs(request, info)) == [[1, 5, 6, 2], [1, 5, 6, 2], [1, 5, 6, 7], [1, 5, 2, 2], [2] * 4]
     with pytest.raises(InvalidArgumentError, match="has 12 tokens"):
-        to_inputs(request, msgspec.structs.replace(info, embedded_tokens=0))
+        list(to_inputs(request, msgspec.structs.replace(info, embedded_tokens=0)))
 
 
 def start_worker(model: Path) -> tuple[subprocess.Popen[str], str]:

@@ -300,7 +300,8 @@ class ServerConnection(asyncio.Protocol):
         """Goes on in later turns if time was over."""
         if self._behind and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
-            self._share.add(self, light=len(self._reader.pending) <= _LIGHT)
+            light = len(self._reader.pending) <= _LIGHT and self._transport.get_extra_info("light", True)
+            self._share.add(self, light=light)
 
     def _close_transport(self) -> None:
         """Closes the socket after what was written."""

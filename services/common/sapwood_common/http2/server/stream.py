@@ -24,6 +24,8 @@ _LARGE = 64 * 1024
 """Bytes: a larger request counts as held while its call runs."""
 _EACH = 128
 """Bytes of memory that a whole message takes beside its own."""
+_CALL = 8 * 1024
+"""Bytes that a call which holds much counts beside: its task and all that belongs to it, while it waits to be worked on."""
 _UNREAD = 16 * 1024
 """Bytes that a call counts whose client does not read, for all that works for it."""
 
@@ -293,7 +295,7 @@ class ServerStream:
         self._heavy = size + _LIGHT
         if self._unread:
             size += _UNREAD
-        weight = size if size > _LIGHT and not self.closed else 0
+        weight = size + _CALL if size > _LIGHT and not self.closed else 0
         if weight != self._weight:
             self._weight = weight
             self._connection.hold(self, weight)

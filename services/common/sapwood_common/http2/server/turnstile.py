@@ -1,5 +1,8 @@
 """Lets a few calls begin in each turn of the event loop: those of high priority first, then each caller's in turn.
 
+Every second place goes to a caller of whom none has begun since it came: who has one call does not wait until each of a thousand
+callers with many has had a turn. Of very many such callers the newest goes first.
+
 Where turns take long there are fewer, since what else is done in them is done for others: who comes new waits for several turns.
 
 Calls that come together would otherwise go in step: a turn does the same piece of work for every call, and what they write leaves
@@ -17,6 +20,8 @@ from collections.abc import Callable, Hashable
 MOST_A_TURN, LEAST_A_TURN = 8, 2
 LONG = 0.004
 """Seconds of a turn after which fewer begin in the next."""
+_FAIR = 8
+"""New callers beyond which the newest begins first."""
 
 Rank = tuple[int, Hashable]
 """The priority and the caller of a call that has to wait."""
@@ -61,6 +66,9 @@ class Turnstile:
         """Calls that have begun in this turn."""
         self._waiting: dict[int, OrderedDict[Hashable, OrderedDict[Place, None]]] = {}
         """Places by priority and caller, in the order of the callers' turns; no dictionary in it is empty."""
+        self._new: dict[int, OrderedDict[Hashable, None]] = {}
+        """By priority the callers that wait for their first turn; they have their place among the others, too."""
+        self._news_turn = False
 
     @property
     def busy(self) -> bool:
@@ -92,7 +100,11 @@ class Turnstile:
             return None
         place = Place(self, begin, priority, caller)
         callers = self._waiting.setdefault(priority, OrderedDict())
-        callers.setdefault(caller, OrderedDict())[place] = None
+        places = callers.get(caller)
+        if places is None:
+            places = callers[caller] = OrderedDict()
+            self._new.setdefault(priority, OrderedDict())[caller] = None
+        places[place] = None
         return place
 
     async def wait(self) -> None:
@@ -113,12 +125,22 @@ class Turnstile:
             del places[place]
             self._tidy(place.priority, place.caller)
 
-    def _tidy(self, priority: int, caller: Hashable) -> None:
-        callers = self._waiting[priority]
+    def _tidy(self, priority: int, caller: Hashable, *, had_turn: bool = False) -> None:
+        callers, new = self._waiting[priority], self._new[priority]
         if not callers[caller]:
             del callers[caller]
+            had_turn = True  # it comes as new, if it comes again
+        if had_turn:
+            new.pop(caller, None)
         if not callers:
-            del self._waiting[priority]
+            del self._waiting[priority], self._new[priority]
+
+    def _next_caller(self, priority: int) -> Hashable:
+        callers, new = self._waiting[priority], self._new[priority]
+        self._news_turn = not self._news_turn
+        if not self._news_turn or not new:
+            return next(iter(callers))
+        return next(reversed(new)) if len(new) > _FAIR else next(iter(new))
 
     def _turn(self) -> None:
         now = self._clock()
@@ -130,9 +152,9 @@ class Turnstile:
                 asyncio.get_running_loop().call_soon(self._turn)
             self._begun += 1
             priority = max(self._waiting)
+            caller = self._next_caller(priority)
             callers = self._waiting[priority]
-            caller, places = next(iter(callers.items()))
-            place, _ = places.popitem(last=False)
+            place, _ = callers[caller].popitem(last=False)
             callers.move_to_end(caller)
-            self._tidy(priority, caller)
+            self._tidy(priority, caller, had_turn=True)
             place.begin()

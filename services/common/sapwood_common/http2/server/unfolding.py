@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from sapwood_common.http2.wire.encoding import TooLargeError, Unfolder
 from sapwood_common.pacing.time_share import TimeShare
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     unfolder: Unfolder
     keep: Callable[[int], None]
@@ -29,7 +29,7 @@ class Unfoldings:
 
     def __init__(self, share: TimeShare) -> None:
         self._share = share
-        self._waiting: OrderedDict[Hashable, deque[_Work]] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, OrderedDict[_Work, None]] = OrderedDict()
         """By caller, the one first whose turn it is; none of them is empty."""
 
     def is_waiting(self, caller: Hashable) -> bool:
@@ -48,20 +48,28 @@ class Unfoldings:
             TooLargeError, ValueError: As the unfolder does.
         """
         work = _Work(unfolder, keep, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(caller, deque()).append(work)
+        self._waiting.setdefault(caller, OrderedDict())[work] = None
         self._share.add(self)
-        return await work.done
+        try:
+            return await work.done
+        except asyncio.CancelledError:  # its message is not to be kept until its turn
+            self._drop(caller, work)
+            raise
+
+    def _drop(self, caller: Hashable, work: _Work) -> None:
+        works = self._waiting.get(caller)
+        if works is not None:
+            works.pop(work, None)
+            if not works:
+                del self._waiting[caller]
 
     def go_on(self, until: float) -> bool:
         while self._waiting and self._share.clock() < until:
             caller, works = next(iter(self._waiting.items()))
-            if not _go_on(works[0]):
-                continue
-            works.popleft()
-            if works:
+            work = next(iter(works))
+            if _go_on(work):
                 self._waiting.move_to_end(caller)
-            else:
-                del self._waiting[caller]
+                self._drop(caller, work)
         return bool(self._waiting)
 
 

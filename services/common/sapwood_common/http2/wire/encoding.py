@@ -36,7 +36,7 @@ class Unfolder:
         ValueError: It is not to be compressed at all.
     """
 
-    __slots__ = ("_at", "_decompressor", "_encoding", "_message", "_most_bytes", "_whole", "size")
+    __slots__ = ("_at", "_bits", "_decompressor", "_encoding", "_message", "_most_bytes", "_whole", "size")
 
     def __init__(self, encoding: bytes, message: bytes, most_bytes: int) -> None:
         bits = _WINDOW_BITS.get(encoding)
@@ -46,7 +46,9 @@ class Unfolder:
         self._encoding = encoding.decode()
         self._message = message
         self._most_bytes = most_bytes
-        self._decompressor = zlib.decompressobj(bits)
+        self._bits = bits
+        self._decompressor: zlib._Decompress | None = None
+        """Made with the first step: it takes 10 KB or more, and thousands may wait."""
         self._whole = bytearray()
         self._at = 0
         """So much of the message was handed over."""
@@ -58,6 +60,8 @@ class Unfolder:
             TooLargeError: It has more than ``most_bytes``.
             ValueError: It is not compressed as ``encoding`` says.
         """
+        if self._decompressor is None:
+            self._decompressor = zlib.decompressobj(self._bits)
         decompressor = self._decompressor
         data = decompressor.unconsumed_tail
         if not data:

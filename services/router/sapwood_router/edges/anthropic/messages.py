@@ -19,7 +19,7 @@ from sapwood_router.edges.anthropic.types import (
     Usage,
 )
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object, pause_after
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.single_run import send_events, send_whole
 from sapwood_router.flow.pipeline import Pipeline
@@ -50,11 +50,13 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
+    await exchange.breathe()
     request = convert(given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING)
     exchange.accept_body_id(request)
     stream = request.stream is True
-    await pause_after(len(body))
+    await exchange.breathe()
     context = _context(request, given, exchange.request_id, deadline if stream else exchange.sooner(deadline))
+    await exchange.breathe()
     context.caller = exchange.caller(request, _sessions(request))
     make = partial(_message, context)
     if not stream:
@@ -73,11 +75,12 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
+    await exchange.breathe()
     request = convert(given, CountRequest, NEUTRAL, IGNORED)
     exchange.accept_body_id(request)
     deadline, salt = exchange.sooner(deadline), exchange.caller(request, {}).cache_salt
     tool_choice_of(request)
-    await pause_after(len(body))
+    await exchange.breathe()
     prompt, paths = prompt_of(request)
     fields = _fields(paths)
     check_prompt(prompt, fields)

@@ -30,7 +30,6 @@ from sapwood_router.edges.grpc.convert_operators import to_explanation, to_statu
 from sapwood_router.flow.delivery import READER_SLACK, Delivery
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline, close_all
-from sapwood_router.flow.stages.prepare import prepare
 from sapwood_router.observe.status import RouterState
 from sapwood_router.request.caller import Caller, caller_of
 from sapwood_router.request.context import Delta, RequestContext
@@ -297,7 +296,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         caller = _caller(context, dict(_metadata(context)))
         asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]
         pipeline.registry.resolve(asked.model)  # also where there is nothing but backends, and no tokenizer
-        await prepare(asked, pipeline.tokenizers.of(asked.model).client, pipeline.registry)
+        await pipeline.prepare(asked)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation))
 
 

@@ -74,6 +74,8 @@ class Exchange:
         self._request = request
         self._watcher: Callable[[], None] | None = None
         self._deadline = math.inf
+        self._heavy: HeavyWork | None = None
+        """Where the pieces of a large request, or of one with many values, wait for their turns."""
 
     @property
     def started(self) -> bool:
@@ -121,8 +123,10 @@ class Exchange:
         async def look_at(body: Body) -> None:
             if body.size < LARGE:
                 if body.size >= SMALL and check_size(body.whole):
+                    self._heavy = heavy
                     await heavy.turn(tenant)
                 return
+            self._heavy = heavy
             await heavy.turn(tenant)
             for _ in size_steps(body.whole, most_values(longest_context())):
                 await heavy.turn(tenant)
@@ -130,6 +134,11 @@ class Exchange:
                     raise body.error
 
         return await self._request.receive_body(limit, look_at)
+
+    async def breathe(self) -> None:
+        """Lets others go on where the request is a large one, or has many values: what follows is another piece of work."""
+        if self._heavy is not None:
+            await self._heavy.turn(self.tenant)
 
     def deadline(self, most: float) -> float:
         """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -12,12 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.heavy_work import LARGE
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
 
-_MOST_EXPLAINED = 1024 * 1024
+_MOST_EXPLAINED = 64 * 1024
 """Bytes up to which a body is searched for the parameter with bad Unicode, so that the error can name it."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -79,12 +77,6 @@ def convert(
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
         raise _explain_type(str(error), prefix) from error
-
-
-async def pause_after(size: int) -> None:
-    """Lets others go on after a large body of ``size`` bytes was parsed: to make a request of its parts takes as long."""
-    if size >= LARGE:
-        await asyncio.sleep(0)
 
 
 @cache

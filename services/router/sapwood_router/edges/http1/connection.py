@@ -103,8 +103,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if request is not None:
             request.lose_client()
         self.resume_writing()
-        # A transport over TLS refers to this object: neither is to wait for the collector.
-        self._transport = None
+        self._transport = None  # over TLS it refers to this object: neither is to wait for the collector
 
     def eof_received(self) -> bool:
         """Has the connection close, whether or not the client still reads."""
@@ -301,7 +300,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _queue(self) -> None:
         if not self._queued:
             self._queued = True
-            self._host.share.add(self, light=len(self._data) - self._at <= LIGHT)
+            little = len(self._data) - self._at <= LIGHT
+            self._host.share.add(self, light=little and self.transport.get_extra_info("light", True))
 
     def _regulate(self) -> None:
         """Reads on, or does not: as long as less than a head's bytes wait, and of a body what is asked for."""

@@ -12,7 +12,7 @@ import msgspec
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import convert, decode_object, pause_after
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL
@@ -64,15 +64,17 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    given, size = decode_object(body), len(body)
+    given = decode_object(body)
     del body
+    await exchange.breathe()
     request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE)
-    await pause_after(size)
+    await exchange.breathe()
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
     contexts = contexts_of(request, given, exchange.request_id, deadline)
+    await exchange.breathe()
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller

@@ -14,6 +14,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
+from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, send_answer, usage_object
 from sapwood_router.edges.openai.logprobs import CompletionWriter
@@ -53,6 +54,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     given = decode_object(body)
     del body
+    await exchange.breathe()
     request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, BESIDE)
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE
@@ -60,7 +62,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
     caller = exchange.caller(request, given)
-    contexts, count = await _contexts(request, given, caller, exchange.request_id, deadline, pipeline.heavy)
+    named = await _prompts(request.prompt, request.suffix or "", TokenLists(exchange))
+    contexts, count = await _contexts(request, given, named, caller, exchange.request_id, deadline, pipeline.heavy)
     best = 1 if request.n is None else request.n
     if best < count and stream:
         raise InvalidArgumentError(
@@ -118,6 +121,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 async def _contexts(
     request: CompletionRequest,
     given: dict[str, Any],
+    named: list[tuple[str, Prompt]],
     caller: Caller,
     request_id: str,
     deadline: float,
@@ -151,7 +155,6 @@ async def _contexts(
             own["logprobs"] = 0  # to tell which are the best
         count = request.best_of
     sampling = sampling_of(given, fields, **own)
-    named = _prompts(request.prompt, request.suffix or "")
     if request.suffix and any(isinstance(prompt, TokenPrompt) for _, prompt in named):
         raise InvalidArgumentError("suffix goes with a prompt of text", field="suffix")
     if request.suffix and len(named) > MOST_GAPS:
@@ -200,7 +203,7 @@ def _fields(prompt: str, grammar: str) -> FieldNames:
     return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
 
 
-def _prompts(value: Any, suffix: str) -> list[tuple[str, Prompt]]:
+async def _prompts(value: Any, suffix: str, lists: TokenLists) -> list[tuple[str, Prompt]]:
     """The prompts and their names in errors."""
     if isinstance(value, str):
         return [("prompt", TextPrompt(value, suffix))]
@@ -210,7 +213,7 @@ def _prompts(value: Any, suffix: str) -> list[tuple[str, Prompt]]:
         raise InvalidArgumentError("prompt must be a string, strings, token ids or lists of token ids", field="prompt")
     if not value:
         raise InvalidArgumentError("the prompt is empty", field="prompt")
-    if _is_tokens(value):
+    if await lists.are_tokens(value):
         return [("prompt", TokenPrompt(value))]
     if len(value) > MAX_CHOICES:
         raise InvalidArgumentError(f"at most {MAX_CHOICES} prompts a request, got {len(value)}", field="prompt")
@@ -219,12 +222,8 @@ def _prompts(value: Any, suffix: str) -> list[tuple[str, Prompt]]:
         name = f"prompt[{index}]"
         if isinstance(item, str):
             named.append((name, TextPrompt(item, suffix)))
-        elif isinstance(item, list) and _is_tokens(item):
+        elif isinstance(item, list) and await lists.are_tokens(item):
             named.append((name, TokenPrompt(item)))
         else:
             raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)
     return named
-
-
-def _is_tokens(value: list[Any]) -> bool:
-    return set(map(type, value)) <= {int}

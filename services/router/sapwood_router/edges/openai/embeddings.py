@@ -13,6 +13,7 @@ from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
+from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.flow.pipeline import Pipeline
@@ -60,6 +61,7 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
+    await exchange.breathe()
     request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED)
     exchange.accept_body_id(request)
     if request.encoding_format not in (None, "float", "base64"):
@@ -68,7 +70,7 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         raise InvalidArgumentError('pooling must be "mean", "last" or "cls"', field="pooling")
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
-    inputs, names = inputs_of(request.input)
+    inputs, names = await inputs_of(request.input, TokenLists(exchange))
     wanted = EmbedRequest(
         request_id=exchange.request_id,
         inputs=inputs,
@@ -94,7 +96,7 @@ def _base64(vector: Sequence[float]) -> str:
     return base64.b64encode(array("f", vector).tobytes()).decode()
 
 
-def inputs_of(value: Any) -> tuple[list[str | list[int]], list[str]]:
+async def inputs_of(value: Any, lists: TokenLists) -> tuple[list[str | list[int]], list[str]]:
     """The inputs of a request, and the client's name of each.
 
     Raises:
@@ -106,12 +108,12 @@ def inputs_of(value: Any) -> tuple[list[str | list[int]], list[str]]:
         raise InvalidArgumentError("input is required", field="input")
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError("input must be a string, strings, token ids or lists of token ids", field="input")
-    if set(map(type, value)) == {int}:
+    if await lists.are_tokens(value):
         return [value], ["input"]
     if len(value) > MOST_EMBEDDED:
         raise InvalidArgumentError(f"at most {MOST_EMBEDDED} inputs, got {len(value)}", field="input")
     names = [f"input[{index}]" for index in range(len(value))]
     for name, item in zip(names, value, strict=True):
-        if not isinstance(item, str) and not (isinstance(item, list) and set(map(type, item)) <= {int}):
+        if not isinstance(item, str) and not (isinstance(item, list) and await lists.are_tokens(item)):
             raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)
     return value, names

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
+from sapwood_common.pacing.pace import Pace
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object, pause_after
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
@@ -40,6 +41,8 @@ NEUTRAL: Neutral = {
 """Parameters that are taken only with the values that ask for nothing."""
 ALSO_IGNORED = frozenset({"max_tool_calls"})
 """Parameters of the tools that OpenAI runs itself, which are not here."""
+_ITEMS_AT_ONCE = 2048
+"""Items of an input that are looked at in one turn of the event loop, in a millisecond or two."""
 _LOGPROBS = "message.output_text.logprobs"
 _FORMAT = "text.format"
 
@@ -71,6 +74,7 @@ class ResponsesApi:
             SapwoodError: It is wrong, or it failed.
         """
         given = decode_object(body)
+        await exchange.breathe()
         request = convert(given, ResponsesRequest, NEUTRAL, (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"})
         stream = _wants_stream(request)
         exchange.accept_body_id(request)
@@ -83,10 +87,13 @@ class ResponsesApi:
             for turn in self._store.history(tenant, request.previous_response_id, field):
                 conversation.add(field, turn)
         own = Conversation()
-        await pause_after(len(body))
-        own.take(request.input, partial(self._find, tenant, {}))
+        await exchange.breathe()
+        pace = Pace(exchange.breathe, _ITEMS_AT_ONCE)
+        for _ in own.take(request.input, partial(self._find, tenant, {})):
+            await pace.did()
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
+            await pace.did()
         context = _context(request, given, conversation, exchange.request_id, deadline)
         context.deadline = deadline if stream else exchange.sooner(deadline)
         context.caller = exchange.caller(request, given)

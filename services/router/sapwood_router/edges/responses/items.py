@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -46,8 +46,8 @@ class Conversation:
             self._turns.append([turn])
             self.paths.append(path)
 
-    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> None:
-        """The input of a request.
+    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> Iterator[None]:
+        """The input of a request, an item a step.
 
         Args:
             given: The input.
@@ -65,6 +65,7 @@ class Conversation:
             if item.type == "item_reference":
                 item = find(_needed(item.id, f"{path}.id"), f"{path}.id")
             self.add(path, _turn(item, path))
+            yield
 
 
 def _merged(parts: Sequence[Turn]) -> Turn:

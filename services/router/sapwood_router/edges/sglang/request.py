@@ -9,6 +9,7 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.source import GrammarKind
 from sapwood_router.edges.http.json_body import Neutral, convert
+from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
@@ -79,7 +80,9 @@ class _Settings(msgspec.Struct):
     structural_tag: str | None = None
 
 
-def contexts_of(request: GenerateRequest, request_id: str, deadline: float) -> tuple[list[RequestContext], bool]:
+async def contexts_of(
+    request: GenerateRequest, request_id: str, deadline: float, lists: TokenLists
+) -> tuple[list[RequestContext], bool]:
     """One context for each answer, those of a prompt together; and whether the answer is a list of them.
 
     Raises:
@@ -89,7 +92,7 @@ def contexts_of(request: GenerateRequest, request_id: str, deadline: float) -> t
     settings = convert(given, _Settings, SETTINGS_NEUTRAL, TEXT_SAMPLING, prefix=_SETTINGS)
     grammar, grammar_field = _grammar(settings)
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
-    named = _prompts(request)
+    named = await _prompts(request, lists)
     count = 1 if settings.n is None else settings.n
     if len(named) * max(1, count) > MOST_CHOICES:
         raise InvalidArgumentError(f"at most {MOST_CHOICES} answers a request", field=named[-1][0])
@@ -123,10 +126,7 @@ def contexts_of(request: GenerateRequest, request_id: str, deadline: float) -> t
             )
             for each in continuations(sampling, count, fields)
         ]
-    is_list = (
-        count > 1 or isinstance(request.text, list) or (request.text is None and not _is_tokens(request.input_ids))
-    )
-    return contexts, is_list
+    return contexts, count > 1 or named[0][0] not in ("text", "input_ids")
 
 
 def _renamed(error: InvalidArgumentError, given: dict[str, Any]) -> InvalidArgumentError:
@@ -154,7 +154,7 @@ def _grammar(settings: _Settings) -> tuple[AnswerGrammar | None, str]:
     return AnswerGrammar(kind, text, lenient=kind == "json_schema"), f"{_SETTINGS}{kind}"
 
 
-def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
+async def _prompts(request: GenerateRequest, lists: TokenLists) -> list[tuple[str, Prompt]]:
     """The prompts, each with the client's name of it."""
     if (request.text is None) == (request.input_ids is None):
         raise InvalidArgumentError("either text or input_ids is required", field="text")
@@ -164,11 +164,11 @@ def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
         _check_some(request.text, "text")
         return [(f"text[{index}]", TextPrompt(text)) for index, text in enumerate(request.text)]
     assert request.input_ids is not None
-    if _is_tokens(request.input_ids):
+    if request.input_ids and await lists.are_tokens(request.input_ids):
         return [("input_ids", TokenPrompt(request.input_ids))]
     _check_some(request.input_ids, "input_ids")
     for index, item in enumerate(request.input_ids):
-        if not _is_tokens(item):
+        if not (isinstance(item, list) and item and await lists.are_tokens(item)):
             raise InvalidArgumentError("it must be token ids", field=f"input_ids[{index}]")
     return [(f"input_ids[{index}]", TokenPrompt(item)) for index, item in enumerate(request.input_ids)]
 
@@ -176,7 +176,3 @@ def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
 def _check_some(prompts: list[Any], field: str) -> None:
     if not 0 < len(prompts) <= MOST_CHOICES:
         raise InvalidArgumentError(f"1 to {MOST_CHOICES} prompts, got {len(prompts)}", field=field)
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

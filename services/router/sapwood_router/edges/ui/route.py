@@ -12,7 +12,6 @@ from sapwood_router.edges.openai.parameters import BESIDE
 from sapwood_router.edges.openai.types import ChatRequest
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline
-from sapwood_router.flow.stages.prepare import prepare
 
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
@@ -31,6 +30,6 @@ async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, dea
     asked = contexts_of(request, given, exchange.request_id, deadline)[0]
     asked.caller = exchange.caller(request, given)
     exchange.on_disconnect(lambda: None)
-    await prepare(asked, pipeline.tokenizers.of(asked.model).client, pipeline.registry)
+    await pipeline.prepare(asked)
     explanation = explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation)
     await exchange.send_body(200, msgspec.json.encode(explanation), _HEADERS)

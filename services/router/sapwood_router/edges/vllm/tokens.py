@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+from array import array
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.pacing.heavy_work import LARGE
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object, pause_after
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.logprobs import text_of
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message, Tool
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames
 from sapwood_router.request.field_names import to_client_field
-from sapwood_router.request.tokens import pieces
+from sapwood_router.request.tokens import TokenIds, pieces
 from sapwood_router.request.validation import check_prompt, check_token_ids
 
 CHAT_NEUTRAL: Neutral = {
@@ -28,6 +30,8 @@ CHAT_NEUTRAL: Neutral = {
 }
 """Parameters of conversations that are taken only with the values that ask for nothing."""
 
+_AT_ONCE = 16_384
+"""Tokens that are looked at in one turn of the event loop."""
 _TEXT_FIELDS = FieldNames(prompt="prompt")
 
 
@@ -51,7 +55,7 @@ class TokenizeChatRequest(AnyRequest, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """The answer; ``token_strs`` are the texts that the tokens stand for."""
+    """The answer; ``token_strs`` are the texts that the tokens stand for. It is written in pieces."""
 
     count: int
     max_model_len: int
@@ -77,36 +81,45 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    given = decode_object(body)
-    request: TokenizeTextRequest | TokenizeChatRequest
-    if given.get("messages") is not None:
-        request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL)
-    else:
-        request = convert(given, TokenizeTextRequest, {})
-    exchange.accept_body_id(request)
-    deadline, salt = exchange.sooner(deadline), exchange.caller(request, given).cache_salt
-    exchange.on_disconnect(lambda: None)
-    model = pipeline.registry.resolve(request.model)
-    client, own = pipeline.tokenizers.of(model).client, (exchange.request_id, deadline)
-    is_text = isinstance(request, TokenizeTextRequest)
-    most_tokens = partial(pipeline.registry.context_length, model)
-    try:
-        if isinstance(request, TokenizeTextRequest):
-            special = request.add_special_tokens is not False
-            texts = [request.prompt]
-            (ids,) = await client.encode_texts(texts, *own, salt, add_special=special, most_tokens=most_tokens)
+    async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)):
+        await exchange.breathe()
+        given = decode_object(body)
+        request: TokenizeTextRequest | TokenizeChatRequest
+        if given.get("messages") is not None:
+            request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL)
         else:
-            prompt = _prompt(request, given)
-            check_prompt(prompt, CHAT_FIELDS)
-            ids = list((await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids)
-    except SapwoodError as error:
-        raise to_client_field(error, _TEXT_FIELDS if is_text else CHAT_FIELDS) from error
-    shown = None
-    if request.return_token_strs:
-        table = await client.token_bytes(ids, *own)
-        shown = [text_of(token, table) for token in ids]
-    answer = TokenizeResponse(len(ids), pipeline.registry.context_length(model), ids, shown)
-    await exchange.send_body(200, msgspec.json.encode(answer))
+            request = convert(given, TokenizeTextRequest, {})
+        exchange.accept_body_id(request)
+        deadline, salt = exchange.sooner(deadline), exchange.caller(request, given).cache_salt
+        exchange.on_disconnect(lambda: None)
+        model = pipeline.registry.resolve(request.model)
+        client, own = pipeline.tokenizers.of(model).client, (exchange.request_id, deadline)
+        is_text = isinstance(request, TokenizeTextRequest)
+        most_tokens = partial(pipeline.registry.context_length, model)
+        ids: TokenIds
+        try:
+            if isinstance(request, TokenizeTextRequest):
+                special = request.add_special_tokens is not False
+                texts = [request.prompt]
+                (ids,) = await client.encode_texts(texts, *own, salt, add_special=special, most_tokens=most_tokens)
+            else:
+                prompt = _prompt(request, given)
+                check_prompt(prompt, CHAT_FIELDS)
+                ids = (await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids
+        except SapwoodError as error:
+            raise to_client_field(error, _TEXT_FIELDS if is_text else CHAT_FIELDS) from error
+        tokens: list[bytes] = []
+        shown: list[bytes] = []
+        for piece in pieces(ids, _AT_ONCE):
+            await exchange.breathe()
+            tokens.append(msgspec.json.encode(list(piece))[1:-1])
+            if request.return_token_strs:
+                table = await client.token_bytes(piece, *own)
+                shown.append(msgspec.json.encode([text_of(token, table) for token in piece])[1:-1])
+        length = pipeline.registry.context_length(model)
+        strings = b"[%b]" % b",".join(shown) if request.return_token_strs else b"null"
+        answer = b'{"count":%d,"max_model_len":%d,"tokens":[%b],"token_strs":%b}'
+        await exchange.send_body(200, answer % (len(ids), length, b",".join(tokens), strings))
 
 
 async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -115,24 +128,37 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    given = decode_object(body)
-    await pause_after(len(body))
-    request = convert(given, DetokenizeRequest, {})
-    exchange.accept_body_id(request)
-    deadline = exchange.sooner(deadline)
-    exchange.on_disconnect(lambda: None)
-    model = pipeline.registry.resolve(request.model)
-    tokenizer = pipeline.tokenizers.of(model)
-    text = ""
-    if request.tokens:
-        size = (await tokenizer.client.info(exchange.request_id, deadline)).vocab_size
-        for piece in pieces(request.tokens):
-            check_token_ids(piece, "tokens")
-            if max(piece) >= size:
-                raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
-            await asyncio.sleep(0)
-        text = await tokenizer.text_of(request.tokens, deadline, skip_special_tokens=False)
-    await exchange.send_body(200, msgspec.json.encode(DetokenizeResponse(text)))
+    async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)):
+        await exchange.breathe()
+        given = decode_object(body)
+        await exchange.breathe()
+        request = convert(given, DetokenizeRequest, {})
+        given.clear()
+        exchange.accept_body_id(request)
+        deadline = exchange.sooner(deadline)
+        exchange.on_disconnect(lambda: None)
+        model = pipeline.registry.resolve(request.model)
+        tokenizer = pipeline.tokenizers.of(model)
+        text, tokens = "", array("I")
+        if request.tokens:
+            size = (await tokenizer.client.info(exchange.request_id, deadline)).vocab_size
+            for piece in pieces(request.tokens, _AT_ONCE):
+                check_token_ids(piece, "tokens")
+                if max(piece) >= size:
+                    raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
+                tokens.extend(piece)
+                await exchange.breathe()
+            request.tokens.clear()  # a list takes 9 times as much
+            text = await tokenizer.text_of(tokens, deadline, skip_special_tokens=False)
+        await exchange.breathe()
+        answer = msgspec.json.encode(DetokenizeResponse(text))
+        await exchange.breathe()
+        await exchange.send_body(200, answer)
+
+
+def _turn(exchange: Exchange, size: int, pipeline: Pipeline, deadline: float) -> AbstractAsyncContextManager[None]:
+    """A large request has its turn alone, from its parsing to its answer: its tokens take many times its bytes."""
+    return pipeline.large.turn(exchange.tenant, deadline) if size >= LARGE else nullcontext()
 
 
 def _prompt(request: TokenizeChatRequest, given: dict[str, Any]) -> ChatPrompt:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -28,20 +27,23 @@ from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
 
 
-async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry) -> None:
+async def prepare(
+    context: RequestContext, tokenizer: TokenizerClient, registry: Registry, breathe: Callable[[], Awaitable[None]]
+) -> None:
     """Checks the request and fills ``token_ids``, ``compiled_grammar`` and, for a conversation, the parsers in ``output``.
 
     Args:
         context: The request.
         tokenizer: The model's.
         registry: Knows the model's context.
+        breathe: Lets others go on between two pieces of work.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.
         SapwoodError: As the tokenizer service answers.
     """
     if isinstance(context.prompt, TokenPrompt) and len(context.prompt.token_ids) > MANY:
-        await _check_many(context.prompt.token_ids, context, registry)
+        await _check_many(context.prompt.token_ids, context, registry, breathe)
     else:
         check_prompt(context.prompt, context.fields)
     if context.session is not None:
@@ -85,7 +87,9 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         raise to_client_field(error, context.fields) from error
 
 
-async def _check_many(token_ids: Sequence[int], context: RequestContext, registry: Registry) -> None:
+async def _check_many(
+    token_ids: Sequence[int], context: RequestContext, registry: Registry, breathe: Callable[[], Awaitable[None]]
+) -> None:
     """Looks at a long prompt only if it fits, and lets others go on now and then."""
     most = _most_tokens(context, registry)
     if most is not None and len(token_ids) > most():
@@ -94,7 +98,7 @@ async def _check_many(token_ids: Sequence[int], context: RequestContext, registr
         )
     for piece in pieces(token_ids):
         check_token_ids(piece, context.fields.prompt)
-        await asyncio.sleep(0)
+        await breathe()
 
 
 def _most_tokens(context: RequestContext, registry: Registry) -> Callable[[], int] | None:

@@ -58,6 +58,8 @@ _SLACK_REQUESTS = 8
 _Held = tuple[int, float]
 """How many of a prompt's tokens a worker holds, and how many computed tokens that saves."""
 _NOTHING = (0, 0.0)
+_MOST_PAGES = 16_384
+"""Of a longer prompt only its first pages are noted as sent: to note all would take the event loop 10 ms and more."""
 
 
 class CacheAware:
@@ -150,20 +152,23 @@ class CacheAware:
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """The worker will hold the prompt: a sibling sent right after follows it."""
-        hashes = prompt.hashes(page_size)
+        hashes = prompt.hashes(page_size)[:_MOST_PAGES]
         self._placed[prompt] = self._index.insert(address, hashes)
         self._hot.asked(address, hashes)
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
         """The worker holds the answer too: the conversation's next turn starts with it."""
-        # The last token was sampled, but its KV was never computed.
-        self._index.insert(address, prompt.extended(new_tokens[:-1], page_size))
+        hashes = prompt.hashes(page_size)
+        if len(hashes) < _MOST_PAGES:
+            # The last token was sampled, but its KV was never computed.
+            hashes = prompt.extended(new_tokens[:-1], page_size)
+        self._index.insert(address, hashes[:_MOST_PAGES])
 
     def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """What the placement alone made believe is believed no more; what the worker held before, or others placed since, is."""
         insertion = self._placed.pop(prompt, None)
         if insertion is not None:
-            self._index.take_back(address, prompt.hashes(page_size), insertion)
+            self._index.take_back(address, prompt.hashes(page_size)[:_MOST_PAGES], insertion)
 
     def reset(self, address: str, num_pages: int) -> None:
         self._index.reset(address, num_pages)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sapwood_kernels.reference import rms_norm
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernels = pytest.importorskip("sapwood_kernels.triton_all_reduce")
+kernels = pytest.importorskip("sapwood_kernels.ranks.triton_all_reduce")
 
 CPU = torch.device("cpu")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of the ranks is the host's here")
@@ -220,7 +220,7 @@ def test_a_sum_for_which_a_rank_does_not_come_is_broken() -> None:
 PROGRAM = """
 import sys, numpy as np, torch
 from sapwood_kernels.reference import rms_norm
-from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
+from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
 folder, rank = sys.argv[1], int(sys.argv[2])
 most = PROGRAMS * 16 * 2 * 8
 size = -(-PeerSums.region_bytes(most) // 4096) * 4096
@@ -263,7 +263,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sapwood_kernels import triton_all_reduce as module
+from sapwood_kernels.ranks import triton_all_reduce as module
 
 kinds = dict(x="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32")
 kinds.update(residual="*bf16", weight="*fp32", out="*bf16", eps="fp32")

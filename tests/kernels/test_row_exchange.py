@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernels = pytest.importorskip("sapwood_kernels.triton_row_exchange")
+kernels = pytest.importorskip("sapwood_kernels.ranks.triton_row_exchange")
 
 CPU = torch.device("cpu")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of the ranks is the host's here")
@@ -95,7 +95,7 @@ def test_an_exchange_for_which_a_rank_does_not_come_is_broken() -> None:
 
 PROGRAM = """
 import sys, numpy as np, torch
-from sapwood_kernels.triton_row_exchange import PROGRAMS, RowExchange
+from sapwood_kernels.ranks.triton_row_exchange import PROGRAMS, RowExchange
 folder, rank = sys.argv[1], int(sys.argv[2])
 most = PROGRAMS * 16 * 2 * 8
 size = -(-RowExchange.region_bytes(most, 2) // 4096) * 4096
@@ -134,7 +134,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sapwood_kernels import triton_row_exchange as module
+from sapwood_kernels.ranks import triton_row_exchange as module
 
 kinds = dict(x="*bf16", found="*bf16", peers="*i64", calls="*i64", done="*i64", broken="*i32")
 kinds.update(count="i32", each="i32", rank="i32", most="i32")

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sapwood_kernels.experts.payload import GROUP, RowShape
-from sapwood_kernels.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, signal_bytes
+from sapwood_kernels.ranks.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, signal_bytes
 
 _HEAD_WORDS = 2
 """Words of 32 bits before a row's experts and weights: whether it came, and to how many other ranks it went."""

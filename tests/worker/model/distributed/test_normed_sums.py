@@ -170,8 +170,8 @@ def test_layers_take_what_is_normed_already(tiny_model: Any, name: str, own: int
 
 def over_processes(rank: int, folder: Path, path: Path) -> None:
     """A process: logits of a model's part, summed by the GPU's kernels in Triton's interpreter over memory that ranks share."""
-    from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
-    from sapwood_kernels.triton_row_exchange import RowExchange
+    from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
+    from sapwood_kernels.ranks.triton_row_exchange import RowExchange
     from sapwood_worker.model.distributed.peer_sums import PeerNormedSum, PeerSum
 
     torch.set_num_threads(1)

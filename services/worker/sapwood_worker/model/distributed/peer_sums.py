@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Norm
-from sapwood_kernels.triton_all_reduce import PROGRAMS, PeerSums
-from sapwood_kernels.triton_meeting import WAIT_FOREVER
-from sapwood_kernels.triton_row_exchange import RowExchange
+from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
+from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
+from sapwood_kernels.ranks.triton_row_exchange import RowExchange
 from sapwood_worker.model.distributed.peer_memory import PeerMemory
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sapwood_kernels.experts.payload import RowShape
 from sapwood_kernels.experts.triton_dispatch import PeerRows
-from sapwood_kernels.triton_meeting import WAIT_FOREVER
+from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.peer_memory import PeerMemory
 

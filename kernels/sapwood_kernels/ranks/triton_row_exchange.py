@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, signal_bytes
+from sapwood_kernels.ranks.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, signal_bytes
 
 _BLOCK = 2048
 _LEAST_BYTES = 8192

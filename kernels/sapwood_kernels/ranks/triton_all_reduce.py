@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.triton_meeting import WAIT_FOREVER
+from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
 
 PROGRAMS = 128
 """Programs of a call, at most: fewer than a GPU has multiprocessors, so that all run at once."""

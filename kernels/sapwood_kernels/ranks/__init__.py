@@ -1,0 +1,1 @@
+"""Kernels of ranks that reach each other's memory."""

@@ -133,10 +133,10 @@ class WorkerConfig(ServiceConfig):
     )
     all_reduce: AllReduceName = Field(
         "auto",
-        description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank reads "
-        "all parts from the others' memory and sums them) or two-shot (each sums a share and reads the others' sums). auto times "
-        "them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a layer on "
-        "several hosts have the backend. With --data-parallel-attention rows are exchanged so, and there is no two-shot.",
+        description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank gets "
+        "all parts over memory that they share and sums them) or two-shot (each sums a share and gets the others' sums). auto "
+        "times them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a layer "
+        "on several hosts have the backend. With --data-parallel-attention rows are exchanged so, and there is no two-shot.",
     )
     data_parallel_attention: bool = Field(
         False,

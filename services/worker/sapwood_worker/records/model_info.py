@@ -9,8 +9,8 @@ import msgspec
 from sapwood_worker.records.kv_layout import WindowGroup
 
 SUM_METHODS = ("backend", "one-shot", "two-shot", "one-shot+norm", "two-shot+norm")
-"""``backend``: that of torch.distributed. ``one-shot``: each rank reads what all others have and sums it. ``two-shot``: each rank
-sums a share of it and reads the others' sums, which is less to read for large tensors. ``+norm``: adds the sum to a residual and
+"""``backend``: that of torch.distributed. ``one-shot``: each rank gets what all others have and sums it. ``two-shot``: each rank
+sums a share of it and gets the others' sums, which is less to move for large tensors. ``+norm``: adds the sum to a residual and
 norms that, all in one.
 """
 

@@ -1,15 +1,10 @@
 """Triton: sums over ranks whose memory each of them can write to, as one host's GPUs can over NVLink, by CUDA IPC.
 
-A sum is pushed: each rank writes its numbers into a place of its own in every rank's region, and looks at its own region until
-all have come. A number says by itself that it is there: places are zero, and what is written is a number's bits, inverted, of
-which zero alone, a NaN, goes as another NaN. So there are no signals and no fences; whoever has read a place zeroes it. Places
-have two sides that take turns, each program's by its own count of calls, in device memory, so that CUDA graphs go on where other
-calls ended. A rank that writes to a side for the second time has got all ranks' numbers of the call between, which they wrote
-after the kernel in which they read and zeroed that side; so every call finds its side zero, whatever the layouts of both.
-
-One-shot, each rank gets all numbers and adds them up; two-shot, it gets a share of them, and sends its sums to all. Both add up
-in the order of the ranks in float32 and round once: their sums are equal to the bit, on all ranks. Where the sum is added to a
-residual that is normed next, a program takes whole rows and does all of it: neither the sum nor the residual is read again.
+One-shot, each rank sends its numbers to all others and adds up; two-shot, it gets a share of all ranks' numbers, and sends its
+sums to the others. Both add up in the order of the ranks in float32 and round once: their sums are equal to the bit, on all
+ranks. Calls are counted in device memory, so that CUDA graphs go on where other calls ended. Where the sum is added to a residual
+that is normed next, one kernel does all of it. A row is then in parts, of a program each, which tell each other their sums of
+squares as ranks tell numbers.
 
 Bound: for small tensors the time in which a write comes to the other GPUs, twice that two-shot; for large ones the link, which
 carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. Numbers that are their own signals
@@ -24,168 +19,167 @@ import triton.language as tl
 from torch import Tensor
 
 from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
+from sapwood_kernels.ranks.triton_push import added, come, send, sent, side_of
 
 PROGRAMS = 128
 """Programs of a call, at most: fewer than a GPU has multiprocessors, so that all run at once."""
-_BLOCK = 2048
+_BLOCK, _WIDE = 2048, 8192
+"""Numbers that a program adds up at a time, and those that it takes of the others' sums."""
 _LEAST_BYTES = 4096
-"""Bytes of a program's piece below which there are fewer programs."""
+"""Bytes of a program's piece below which there are fewer programs; and of a part of a row, at most."""
 _VECTOR_BYTES = 16
-_WARPS = 8
-_AREA = 4
+_AREA = 2
 """Times the largest tensor that a side of a region has room for."""
-
-
-@triton.jit
-def _side(peers, rank, program, call, BITS: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Where a program's numbers come to in a rank's region in this call."""
-    place = ((call & 1) * PROGRAMS + program) * AREA_BYTES
-    return tl.multiple_of((tl.load(peers + rank) + place).to(tl.pointer_type(BITS)), 16)
-
-
-@triton.jit
-def _sent(values, BITS: tl.constexpr):
-    """The bits that numbers are sent as: never zero."""
-    bits = ~values.to(BITS, bitcast=True)
-    return bits + (bits == 0).to(BITS)
-
-
-@triton.jit
-def _send(
-    values, peers, rank, program, call, at, mask, SIZE: tl.constexpr, BITS: tl.constexpr,
-    AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Writes numbers to these places of all ranks: first to the next, so that not all write to the same one at a time."""
-    bits = _sent(values, BITS)
-    for step in tl.static_range(SIZE):
-        side = _side(peers, (rank + 1 + step) % SIZE, program, call, BITS, AREA_BYTES, PROGRAMS)
-        tl.store(side + at, bits, mask=mask)
-
-
-@triton.jit
-def _added(
-    own, broken, at, mask, apart, most, KIND: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, FOREVER: tl.constexpr
-):  # fmt: skip
-    """float32: the numbers that come to these places, and to those ``apart`` further, added up in this order."""
-    total, least = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, BITS)
-    missing, tries = 1, 0
-    while (missing > 0) & ((tries < most) | (most == FOREVER)):
-        for part in tl.static_range(PARTS):
-            bits = tl.load(own + part * apart + at, mask=mask, other=1, volatile=True)
-            least = bits if part == 0 else tl.minimum(least, bits)
-            value = (~bits).to(KIND, bitcast=True).to(tl.float32)
-            total = value if part == 0 else total + value
-        missing = (tl.min(least, axis=0) == 0).to(tl.int32)
-        tries += 1
-    for part in tl.static_range(PARTS):
-        tl.store(own + part * apart + at, tl.zeros(at.shape, BITS), mask=mask)
-    if missing > 0:
-        tl.store(broken, 1)
-    return total
+_SQUARES = 256
+"""Sums of squares that come to a program in a call, at most."""
 
 
 @triton.jit(do_not_specialize=["count", "each", "rank", "most"])
 def _sum_kernel(
     x, peers, calls, done, broken, count, each, rank, most,
     SIZE: tl.constexpr, TWO: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, FOREVER: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
     BITS: tl.constexpr = tl.uint16 if KIND.primitive_bitwidth == 16 else tl.uint32  # noqa: N806
     program = tl.program_id(0)
     call, times = tl.load(calls + program) + 1, tl.load(done) + 1
     most = tl.where(tl.load(broken) == 0, most, 0)  # what comes late would be taken for what comes next
-    own = _side(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
+    side = side_of(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
     # All in whole vectors, so that the compiler knows that they can be moved at once.
-    first = program * each * VECTOR
-    vectors = tl.maximum(tl.minimum(each, count - program * each), 0)
-    length = vectors * VECTOR
+    own = x + program * each * VECTOR
+    length = tl.maximum(tl.minimum(each, count - program * each), 0) * VECTOR
     places = tl.arange(0, BLOCK)
     if TWO:
         share = each // SIZE * VECTOR
-        mine = tl.minimum(tl.maximum(length - rank * share, 0), share)
+        first = rank * share
         for start in range(0, share, BLOCK):
-            for step in tl.static_range(SIZE):
-                peer = (rank + 1 + step) % SIZE
-                at = start + places
+            at = start + places
+            for step in tl.static_range(1, SIZE):
+                peer = (rank + step) % SIZE
                 inside = at < tl.minimum(length - peer * share, share)
-                bits = _sent(tl.load(x + first + peer * share + at, mask=inside), BITS)
-                side = _side(peers, peer, program, call, BITS, AREA_BYTES, PROGRAMS)
-                tl.store(side + rank * share + at, bits, mask=inside)
-        for start in range(0, mine, BLOCK):
+                bits = sent(tl.load(own + peer * share + at, mask=inside), BITS)
+                theirs = side_of(peers, peer, program, call, BITS, AREA_BYTES, PROGRAMS)
+                tl.store(theirs + first + at, bits, mask=inside)
+        last = tl.minimum(length - first, share)
+        for start in range(0, last, BLOCK):
             at = start + places
-            total = _added(own, broken, at, at < mine, share, most, KIND, BITS, SIZE, FOREVER).to(KIND)
+            mine = tl.load(own + first + at, mask=at < last, other=0.0)
+            total = added(mine, side, broken, at, at < last, share, rank, most, KIND, BITS, SIZE, FOREVER).to(KIND)
             there = (SIZE + rank) * share + at
-            _send(total, peers, rank, program, call, there, at < mine, SIZE, BITS, AREA_BYTES, PROGRAMS)
-        for start in range(0, length, BLOCK):
-            at = start + places
-            summed = _added(own + SIZE * share, broken, at, at < length, 0, most, KIND, BITS, 1, FOREVER)
-            tl.store(x + first + at, summed.to(KIND), mask=at < length)
+            send(total, peers, rank, program, call, there, at < last, SIZE, BITS, AREA_BYTES, PROGRAMS)
+            tl.store(own + first + at, total, mask=at < last)
+        for start in range(0, length, WIDE):
+            at = start + tl.arange(0, WIDE)
+            theirs = (at < length) & ((at < first) | (at >= first + share))
+            summed = come(side + SIZE * share, broken, at, theirs, most, KIND, BITS, FOREVER)
+            tl.store(own + at, summed, mask=theirs)
     else:
         room = each * VECTOR
         for start in range(0, length, BLOCK):
             at = start + places
-            values = tl.load(x + first + at, mask=at < length)
-            _send(values, peers, rank, program, call, rank * room + at, at < length, SIZE, BITS, AREA_BYTES, PROGRAMS)
+            values = tl.load(own + at, mask=at < length)
+            send(values, peers, rank, program, call, rank * room + at, at < length, SIZE, BITS, AREA_BYTES, PROGRAMS)
         for start in range(0, length, BLOCK):
             at = start + places
-            total = _added(own, broken, at, at < length, room, most, KIND, BITS, SIZE, FOREVER)
-            tl.store(x + first + at, total.to(KIND), mask=at < length)
+            mine = tl.load(own + at, mask=at < length, other=0.0)
+            total = added(mine, side, broken, at, at < length, room, rank, most, KIND, BITS, SIZE, FOREVER)
+            tl.store(own + at, total.to(KIND), mask=at < length)
     tl.store(calls + program, call)
     if program == 0:
         tl.store(done, times)
 
 
+@triton.jit
+def _add(
+    total, residual, at, inside, squares, nth, program, SPLIT: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """Adds a part of a row to the residual, and tells all parts' programs the sum of its squares."""
+    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    after = (before + total.to(tl.float32)).to(KIND)  # rounded as often as by a sum and a residual apart
+    tl.store(residual + at, after, mask=inside)
+    values = tl.where(inside, after.to(tl.float32), 0.0)
+    bits = ~tl.sum(values * values, axis=0).to(tl.int32, bitcast=True)  # not zero: squares have no sign
+    parts = tl.arange(0, triton.next_power_of_2(SPLIT))
+    places = (nth * PROGRAMS + program // SPLIT * SPLIT + parts) * SPLIT + program % SPLIT
+    tl.store(squares + places, tl.broadcast_to(bits, parts.shape), mask=parts < SPLIT)
+
+
+@triton.jit
+def _square(squares, broken, nth, program, most, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, FOREVER: tl.constexpr):
+    """The sum of all parts' squares."""
+    parts = tl.arange(0, triton.next_power_of_2(SPLIT))
+    places = squares + (nth * PROGRAMS + program) * SPLIT + parts
+    bits = tl.zeros(parts.shape, tl.int32)
+    missing, tries = 1, 0
+    while (missing > 0) & ((tries < most) | (most == FOREVER)):
+        # By one thread, so that all of the program's see the same.
+        bits = tl.atomic_add(places, tl.zeros(parts.shape, tl.int32), mask=parts < SPLIT, sem="relaxed", scope="gpu")
+        missing = tl.max(((bits == 0) & (parts < SPLIT)).to(tl.int32), axis=0)
+        tries += 1
+    tl.store(places, tl.zeros(parts.shape, tl.int32), mask=parts < SPLIT)
+    if missing > 0:
+        tl.store(broken, 1)
+    return tl.sum(tl.where(parts < SPLIT, (~bits).to(tl.float32, bitcast=True), 0.0), axis=0)
+
+
 @triton.jit(do_not_specialize=["rows", "rank", "most"])
 def _normed_kernel(
-    x, residual, weight, out, peers, calls, done, broken, rows, rank, most, eps,
-    N: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+    x, residual, weight, out, peers, squares, calls, done, broken, rows, rank, most, eps,
+    N: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr,
+    AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
     BITS: tl.constexpr = tl.uint16 if KIND.primitive_bitwidth == 16 else tl.uint32  # noqa: N806
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
     call, times = tl.load(calls + program) + 1, tl.load(done) + 1
     most = tl.where(tl.load(broken) == 0, most, 0)
-    own = _side(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < N
-    # Rows of a program, and those that one rank sums of them.
-    count = (rows + programs - 1) // programs
+    side = side_of(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
+    # A program has a part of every so manieth row, and one rank sums some of them.
+    top, step = program // SPLIT, tl.num_programs(0) // SPLIT
+    count = (rows + step - 1) // step
     share = (count + SIZE - 1) // SIZE
-    for row in range(program, rows, programs):
-        nth = row // programs
+    places = tl.arange(0, BLOCK)
+    columns = program % SPLIT * PART + places
+    inside = (places < PART) & (columns < N)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    for row in range(top, rows, step):
+        nth = row // step
         values = tl.load(x + row * N + columns, mask=inside)
         if TWO:
-            side = _side(peers, (program + nth) % SIZE, program, call, BITS, AREA_BYTES, PROGRAMS)
-            tl.store(side + (rank * share + nth // SIZE) * N + columns, _sent(values, BITS), mask=inside)
+            owner = (program + nth) % SIZE
+            if owner != rank:
+                theirs = side_of(peers, owner, program, call, BITS, AREA_BYTES, PROGRAMS)
+                tl.store(theirs + (rank * share + nth // SIZE) * PART + places, sent(values, BITS), mask=inside)
         else:
-            at = (rank * count + nth) * N + columns
-            _send(values, peers, rank, program, call, at, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
-    if TWO:
-        mine = (rank + SIZE - program % SIZE) % SIZE
-        for row in range(program + mine * programs, rows, SIZE * programs):
-            nth = row // programs
-            at = nth // SIZE * N + columns
-            total = _added(own, broken, at, inside, share * N, most, KIND, BITS, SIZE, FOREVER).to(KIND)
-            there = (SIZE * share + nth) * N + columns
-            _send(total, peers, rank, program, call, there, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
-    factors = tl.load(weight + columns, mask=inside, other=0.0)
-    for row in range(program, rows, programs):
-        nth = row // programs
-        before = tl.load(residual + row * N + columns, mask=inside, other=0.0).to(tl.float32)
+            there = (rank * count + nth) * PART + places
+            send(values, peers, rank, program, call, there, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
+    # One-shot all of them, two-shot this rank's.
+    every = SIZE if TWO else 1
+    apart = (share if TWO else count) * PART
+    first = (rank + SIZE - program % SIZE) % SIZE if TWO else 0
+    for row in range(top + first * step, rows, every * step):
+        nth = row // step
+        at = row * N + columns
+        mine = tl.load(x + at, mask=inside, other=0.0)
+        here = nth // every * PART + places
+        total = added(mine, side, broken, here, inside, apart, rank, most, KIND, BITS, SIZE, FOREVER).to(KIND)
         if TWO:
-            at = (SIZE * share + nth) * N + columns
-            total = _added(own, broken, at, inside, 0, most, KIND, BITS, 1, FOREVER)
-        else:
-            at = nth * N + columns
-            total = _added(own, broken, at, inside, count * N, most, KIND, BITS, SIZE, FOREVER)
-        # Rounded as often as by a sum, a residual and a norm one after another.
-        after = (before + total.to(KIND).to(tl.float32)).to(KIND)
-        tl.store(residual + row * N + columns, after, mask=inside)
-        values = tl.where(inside, after.to(tl.float32), 0.0)
-        scale = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
-        tl.store(out + row * N + columns, (values * scale * factors).to(KIND), mask=inside)
+            there = (SIZE * share + nth) * PART + places
+            send(total, peers, rank, program, call, there, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
+        _add(total, residual, at, inside, squares, nth, program, SPLIT, KIND, PROGRAMS)
+    if TWO:
+        for row in range(top, rows, step):
+            nth = row // step
+            if (program + nth) % SIZE != rank:
+                here = (SIZE * share + nth) * PART + places
+                total = come(side, broken, here, inside, most, KIND, BITS, FOREVER)
+                _add(total, residual, row * N + columns, inside, squares, nth, program, SPLIT, KIND, PROGRAMS)
+    for row in range(top, rows, step):
+        at = row * N + columns
+        after = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        square = _square(squares, broken, row // step, program, most, SPLIT, PROGRAMS, FOREVER)
+        tl.store(out + at, (after * tl.rsqrt(square / N + eps) * factors).to(KIND), mask=inside)
     tl.store(calls + program, call)
     if program == 0:
         tl.store(done, times)
@@ -209,6 +203,7 @@ class PeerSums:
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
         self._done = torch.zeros(4, dtype=torch.int64, device=device)
         self._broken = torch.zeros(1, dtype=torch.int32, device=device)
+        self._squares = torch.zeros(_SQUARES * PROGRAMS, dtype=torch.int32, device=device)
 
     @staticmethod
     def region_bytes(most_bytes: int) -> int:
@@ -243,16 +238,26 @@ class PeerSums:
         _sum_kernel[(programs,)](
             x, self._peers, self._calls, self._done[int(two_shot):], self._broken, x.numel() // vector, each // vector,
             self._rank, tries, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area, PROGRAMS=PROGRAMS, VECTOR=vector,
-            BLOCK=_BLOCK, FOREVER=WAIT_FOREVER, num_warps=_WARPS,
+            BLOCK=_BLOCK, WIDE=_WIDE, FOREVER=WAIT_FOREVER, num_warps=8,
         )  # fmt: skip
 
     def takes_rows(self, x: Tensor, residual: Tensor, *, two_shot: bool) -> bool:
         """Whether :meth:`add_normed` takes these: rows of whole vectors, as many as there is room for, all of one dtype."""
-        rows, row = len(x), x.shape[-1] * x.element_size()
-        most = -(-rows // PROGRAMS)
-        places = most + self._size * -(-most // self._size) if two_shot else most * self._size
-        fits = row % _VECTOR_BYTES == 0 and places * row <= self._area
-        return fits and x.dtype == residual.dtype and x.is_contiguous() and residual.is_contiguous()
+        if x.shape[-1] * x.element_size() % _VECTOR_BYTES or x.dtype != residual.dtype:
+            return False
+        split, part, steps = self._parts(x)
+        count = -(-len(x) // steps)
+        places = count + self._size * -(-count // self._size) if two_shot else count * self._size
+        fits = places * part * x.element_size() <= self._area and count * split <= _SQUARES
+        return fits and x.is_contiguous() and residual.is_contiguous()
+
+    @staticmethod
+    def _parts(x: Tensor) -> tuple[int, int, int]:
+        """How many parts a row is in, how many numbers a part has, and of how many rows there are programs."""
+        rows, width = x.shape
+        vector = _VECTOR_BYTES // x.element_size()
+        split = -(-width * x.element_size() // _LEAST_BYTES)
+        return split, -(-width // (split * vector)) * vector, min(max(PROGRAMS // split, 1), rows)
 
     def add_normed(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, two_shot: bool, tries: int = WAIT_FOREVER
@@ -264,20 +269,20 @@ class PeerSums:
             residual: [T, N]; :meth:`takes_rows` tells which.
             weight: float32 [N]: the norm's.
             eps: The norm's.
-            two_shot: As for :meth:`sum`; a share is some of the rows.
+            two_shot: As for :meth:`sum`; a share is parts of some of the rows.
             tries: As for :meth:`sum`.
 
         Returns:
             [T, N]: ``reference.rms_norm`` of the residual.
         """
         assert self.takes_rows(x, residual, two_shot=two_shot)
-        rows, width = x.shape
+        split, part, steps = self._parts(x)
         out = torch.empty_like(x)
-        block = triton.next_power_of_2(width)
-        _normed_kernel[(min(PROGRAMS, rows),)](
-            x, residual, weight, out, self._peers, self._calls, self._done[2 + two_shot:], self._broken, rows, self._rank, tries,
-            eps, N=width, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area, PROGRAMS=PROGRAMS, BLOCK=block,
-            FOREVER=WAIT_FOREVER, num_warps=min(max(block // 512, 1), 16),
+        block = triton.next_power_of_2(part)
+        _normed_kernel[(steps * split,)](
+            x, residual, weight, out, self._peers, self._squares, self._calls, self._done[2 + two_shot:], self._broken, len(x),
+            self._rank, tries, eps, N=x.shape[1], PART=part, SPLIT=split, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area,
+            PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER, num_warps=min(max(block * x.element_size() // 512, 1), 8),
         )  # fmt: skip
         return out
 

@@ -135,8 +135,9 @@ class WorkerConfig(ServiceConfig):
         "auto",
         description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank gets "
         "all parts over memory that they share and sums them) or two-shot (each sums a share and gets the others' sums). auto "
-        "times them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a layer "
-        "on several hosts have the backend. With --data-parallel-attention rows are exchanged so, and there is no two-shot.",
+        "times them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a "
+        "layer on several hosts have the backend. With --data-parallel-attention rows are exchanged so, and there is no "
+        "two-shot.",
     )
     data_parallel_attention: bool = Field(
         False,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_digest, triton_float8, triton_gemv, triton_norm, triton_rows
-from sapwood_kernels.experts import triton_experts, triton_routing
+from sapwood_kernels.experts import triton_experts, triton_router, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
@@ -219,6 +219,9 @@ class CudaOps(DeviceOps):
         tiles = self._tiles(gate_up, down, chosen, activate, gate).plan
         return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, gate=gate, tiles=tiles)
 
+    def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return partial(triton_router.logits, weight=weight, bias=bias)
+
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         live = self._live.setdefault(ranks, torch.full((ranks,), _ALL, dtype=torch.int32, device=self.device))
         return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=live)
@@ -233,6 +236,8 @@ class CudaOps(DeviceOps):
         yield
         for live in self._live.values():
             live.fill_(_ALL)
+
+    turns = staticmethod(triton_router.turns)
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor, **others: Any) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors, **others)

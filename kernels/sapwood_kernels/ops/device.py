@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
@@ -317,6 +318,15 @@ class DeviceOps:
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
         return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
 
+    def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """A router's product in float32, ``x.float() @ weight.T + bias``: [T, K] -> [T, E].
+
+        Args:
+            weight: float32 [E, K].
+            bias: float32 [E], or None.
+        """
+        return lambda x: F.linear(x.float(), weight, bias)
+
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         """What chooses each token's experts.
 
@@ -334,6 +344,22 @@ class DeviceOps:
             return ids, weights
 
         return choose
+
+    def turns(self, table: Tensor, copies: Tensor, ids: Tensor, first: int) -> Tensor:
+        """What a table has of each pair of a row and an expert, where the row's number chooses among the expert's copies.
+
+        Args:
+            table: int64 [E + 1, most copies].
+            copies: int64 [E + 1], at least 1: how many an expert has.
+            ids: Integers [T, k], up to E; contiguous.
+            first: The first row's number.
+
+        Returns:
+            Integers [T, k].
+        """
+        ids = ids.long()
+        turns = torch.arange(first, first + len(ids), device=ids.device)[:, None] % copies[ids]
+        return table[ids, turns]
 
     def padded(self, tokens: int, of_ranks: Sequence[int] = ()) -> AbstractContextManager[None]:
         """While it is entered, some rows of what is launched pad a captured step: :meth:`router` gives them no expert.

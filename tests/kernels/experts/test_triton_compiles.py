@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_digest
-from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_routing
+from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_router, triton_routing
 
 
 
@@ -74,6 +74,15 @@ constants = dict(
     BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8,
 )
 print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
+kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", out="*fp32", T="i32")
+constants = dict(EXPERTS=256, K=7168, HAS_BIAS=False)
+few = constants | dict(BLOCK_N=2, BLOCK_K=1024)
+print("router", 0, *compiled(triton_router._few_kernel, kinds, few))
+for height, width, depth, stages in triton_router.TILES:
+    tile = constants | dict(BLOCK_M=height, BLOCK_N=width, BLOCK_K=depth)
+    print("router", height, *compiled(triton_router._many_kernel, kinds, tile, num_warps=4, num_stages=stages))
+kinds = dict(table="*i64", copies="*i64", ids="*i32", out="*i32", COUNT="i32", first="i32")
+print("turns", 0, *compiled(triton_router._turns_kernel, kinds, dict(CHOSEN=8, RANKS=8, BLOCK=256)))
 kinds = dict(words="*i64", total="*i64", COUNT="i32")
 print("digest", 0, *compiled(triton_digest._digest_kernel, kinds, dict(BLOCK=1024)))
 """
@@ -85,7 +94,19 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr[-3000:]
     rows = map(str.split, done.stdout.splitlines())
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
-    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "int4", "int8", "sum", "align", "route", "digest"}
+    assert {name for name, _ in found} == {
+        "bf16",
+        "fp8",
+        "mxfp4",
+        "int4",
+        "int8",
+        "sum",
+        "align",
+        "route",
+        "router",
+        "turns",
+        "digest",
+    }
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
     assert sum(height in (1, 2) for _, height in found) == 10
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]

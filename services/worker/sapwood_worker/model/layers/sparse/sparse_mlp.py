@@ -138,7 +138,7 @@ class SparseMLP(Layer):
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
         if self.shared is not None:
-            shared = self.shared(hidden, norm)
+            shared = self.shared(x, None)
             for gate in self._gate.values():
                 shared *= F.linear(x, gate.target).sigmoid()
             result += shared

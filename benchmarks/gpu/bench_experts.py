@@ -26,13 +26,15 @@ import torch.nn.functional as F
 from commit import measured_commit
 from torch import Tensor
 
-from sapwood_kernels import triton_activation
+from sapwood_kernels.experts import triton_experts
 from sapwood_kernels.experts.stack import DenseStack
 from sapwood_kernels.experts.tiles import FEW_TOKENS, HEIGHTS, TilePlan, TileShape, candidates
+from sapwood_kernels.experts.triton_align import align
 from sapwood_kernels.experts.triton_timing import ProductTimer
 from sapwood_kernels.experts.tuning import TOKENS, Measure, Part
 from sapwood_kernels.ops.cuda import CudaOps
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.triton_activation import silu_mul
 
 GRID = [TileShape(*each) for each in product((32, 64, 128, 256), (64, 128), (4, 8), (3, 4))]
 ALONE = [TileShape(*each, 1) for each in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8))]
@@ -67,7 +69,7 @@ def timer_of(sizes: Sizes, experts: int = 0) -> Measure:
     if DEVICE.type == "cpu":
         return lambda pairs, height, part, shape: 1e-6 * (height + shape.width + pairs)
     stacks = DenseStack(numbers(2 * sizes.inner, sizes.hidden)), DenseStack(numbers(sizes.hidden, sizes.inner))
-    return ProductTimer(*stacks, sizes.chosen, torch.bfloat16, triton_activation.silu_mul, "silu")
+    return ProductTimer(*stacks, sizes.chosen, torch.bfloat16, "silu")
 
 
 def compile_some(sizes: Sizes, tries: list[Try]) -> None:
@@ -163,6 +165,17 @@ class Bench:
         hit = experts * (1 - (1 - chosen / experts) ** tokens)
         numbers = 3 * hidden * inner
         least = max(hit * 2 * numbers / BYTES_A_SECOND, 2 * numbers * tokens * chosen / PRODUCTS_A_SECOND)
+        if plan.height > 1 and DEVICE.type == "cuda":
+            stack = DenseStack(torch.randn(experts, 2 * inner, hidden, device=DEVICE, dtype=torch.bfloat16) / 30)
+            draws = [torch.rand(tokens, experts, device=DEVICE).topk(chosen, -1).indices.int() for _ in range(4)]
+            sorted_by = [align(each, experts, plan.height) for each in draws]
+            multiply = partial(
+                triton_experts.product, x, stack, pairs=tokens * chosen, share=chosen, shape=plan.gate_up
+            )
+            self.report(
+                f"first product and gate {tokens}", us=timed(lambda at: multiply(sorted_by[at], gate="silu"), 4),
+                apart_us=timed(lambda at: silu_mul(multiply(sorted_by[at])), 4),
+            )  # fmt: skip
         taken = self.seconds(tokens * chosen, plan)
         self.report(f"experts {tokens}", us=taken * 1e6, floor_us=least * 1e6, plan=plan)
 

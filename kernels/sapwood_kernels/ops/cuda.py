@@ -191,7 +191,6 @@ class CudaOps(DeviceOps):
         gate_up: DenseStack | StoredStack,
         down: DenseStack | StoredStack,
         chosen: int,
-        activate: Callable[[Tensor], Tensor],
         gate: Gate | ClampedGate,
     ) -> TileTable:
         """The tiles of a kind of layer, measured once."""
@@ -202,12 +201,12 @@ class CudaOps(DeviceOps):
         kind = f"int{gate_up.integers}" if isinstance(gate_up, StoredStack) and gate_up.integers else held.dtype
         parts = (  # and the number of what candidates there were
             torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
-            f"triton{version('triton')}", "2",
+            f"triton{version('triton')}", "3",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
         if name not in self._tables:
             dtype = held.dtype if held.dtype.itemsize > 1 else torch.bfloat16
-            timer = ProductTimer(gate_up, down, chosen, dtype, activate, gate)
+            timer = ProductTimer(gate_up, down, chosen, dtype, gate)
             self._tables[name], self.tuning = tuned(experts, chosen, timer, folder / f"{name}.json", seconds)
         return self._tables[name]
 
@@ -215,9 +214,8 @@ class CudaOps(DeviceOps):
         known = DenseStack | StoredStack
         if not isinstance(gate_up, known) or not isinstance(down, known):
             return super().expert_sum(gate_up, down, gate, chosen)
-        activate = partial(triton_activation.clamped, gate=gate) if isinstance(gate, ClampedGate) else self.gated(gate)
-        tiles = self._tiles(gate_up, down, chosen, activate, gate).plan
-        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, gate=gate, tiles=tiles)
+        tiles = self._tiles(gate_up, down, chosen, gate).plan
+        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
 
     def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return partial(triton_router.logits, weight=weight, bias=bias)

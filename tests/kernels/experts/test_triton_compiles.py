@@ -37,7 +37,7 @@ def compiled(kernel, kinds, constants, **options):
 
 
 kinds = dict(x="*bf16", zeros="*u8", bias="*bf16", out="*bf16", places="*i32", experts="*i32")
-kinds |= dict(COUNT="i32", N="i32", EXPERTS="i32")
+kinds |= dict(COUNT="i32", N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
 formats = {
     "bf16": (dict(weight="*bf16", scales="*bf16"), 0, 0),
     "fp8": (dict(weight="*fp8e4nv", scales="*fp32"), 128, 8),
@@ -49,7 +49,7 @@ for name, (stored, group, bits) in formats.items():
     for height in (16, 64, 128) if name == "bf16" else (16, 128):
         shape = tiles.tile_shape(height)
         constants = dict(
-            SHARE=8, K=2048, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
+            SHARE=8, K=2048, GATE=0 if bits < 8 else -1, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
             BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}

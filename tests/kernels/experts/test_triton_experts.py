@@ -45,7 +45,7 @@ def both(parts, gate, plan=None):
     """The kernels' sum, by a plan if it is given, and the reference's."""
     tiles = None if plan is None else lambda pairs: plan
     activate = GATES[gate] if isinstance(gate, str) else gate
-    return triton_experts.expert_sum(*parts, activate, gate, tiles), expert_sum(*parts, activate)
+    return triton_experts.expert_sum(*parts, gate, tiles), expert_sum(*parts, activate)
 
 
 def near(ours, theirs, limit):

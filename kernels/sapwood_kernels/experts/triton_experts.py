@@ -74,7 +74,9 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -84,7 +86,10 @@ def _sum_kernel(parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, BLOC
         end = tl.where(tl.load(ids + pair) < EXPERTS, N, 0)
         part = tl.load(parts + pair * N + columns, mask=columns < end, other=0.0)
         total += tl.load(weights + pair) * part.to(tl.float32)
-    tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=columns < N)
+    target = out + token * N + columns
+    if ADDS:
+        total += tl.load(target, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), mask=columns < N)
 
 
 def product(
@@ -114,13 +119,15 @@ def product(
     return out
 
 
-def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read."""
+def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int, add_to: Tensor | None = None) -> Tensor:
+    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read. Added to
+    ``add_to`` in place if that is given."""
     tokens, width = len(ids), parts.shape[1]
-    out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device)
+    out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device) if add_to is None else add_to
     _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
-        parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], BLOCK=_SUM_BLOCK, num_warps=4
-    )
+        parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], ADDS=add_to is not None, BLOCK=_SUM_BLOCK,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -132,6 +139,7 @@ def expert_sum(
     down: DenseStack | StoredStack,
     gate: Gate,
     tiles: Callable[[int], TilePlan] | None = None,
+    add_to: Tensor | None = None,
 ) -> Tensor:
     """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous.
 
@@ -139,11 +147,12 @@ def expert_sum(
         x, ids, weights, gate_up, down: As ``reference.expert_sum`` has them; ids may be of any integers.
         gate: The activation.
         tiles: Gives them, by the number of pairs of tokens and experts; None: ``modelled_tiles`` does.
+        add_to: [T, K], contiguous, to which the sum is added in place before it is rounded, and which is returned.
     """
     pairs, chosen = ids.numel(), ids.shape[1]
     plan = modelled_tiles(pairs, gate_up.experts) if tiles is None else tiles(pairs)
     if plan.height == 1:
-        return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan)
+        return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan, add_to)
     places = align(ids, gate_up.experts, plan.height)
     inner = product(x, gate_up, places, pairs, chosen, plan.gate_up, gate)
-    return weighted_sum(product(inner, down, places, pairs, 1, plan.down), ids, weights, gate_up.experts)
+    return weighted_sum(product(inner, down, places, pairs, 1, plan.down), ids, weights, gate_up.experts, add_to)

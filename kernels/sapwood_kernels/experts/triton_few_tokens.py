@@ -77,8 +77,8 @@ def _first_kernel(
 @triton.jit
 def _second_kernel(
     inner, weight, scales, zeros, bias, out, ids, weights, alpha, limit, N, EXPERTS, CHOSEN: tl.constexpr, K: tl.constexpr,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -102,7 +102,10 @@ def _second_kernel(
         if HAS_BIAS:
             shift += factor * tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)
     result = tl.sum(total, axis=1) + shift
-    tl.store(out + token * N + columns, result.to(out.dtype.element_ty), mask=columns < N)
+    target = out + token * N + columns
+    if ADDS:
+        result += tl.load(target, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(target, result.to(out.dtype.element_ty), mask=columns < N)
 
 
 def first(x: Tensor, ids: Tensor, stack: DenseStack | StoredStack, shape: TileShape) -> Tensor:
@@ -122,14 +125,18 @@ def second(
     stack: DenseStack | StoredStack,
     gate: Gate,
     shape: TileShape,
+    add_to: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of ``gate(inner) @ weight.T + bias`` over a token's experts: [T * k, 2 K] -> [T, N], in inner's dtype."""
-    out = torch.empty(len(ids), stack.outputs, dtype=inner.dtype, device=inner.device)
+    """The weighted sum of ``gate(inner) @ weight.T + bias`` over a token's experts: [T * k, 2 K] -> [T, N], in inner's dtype;
+    added to ``add_to`` in place if that is given."""
+    out = add_to
+    if out is None:
+        out = torch.empty(len(ids), stack.outputs, dtype=inner.dtype, device=inner.device)
     tensors, sizes, blocks = _arguments(stack, inner.shape[1] // 2, shape)
     kind, alpha, limit = kind_of(gate)
     _second_kernel[(len(ids), triton.cdiv(stack.outputs, shape.width))](
         inner, *tensors, out, ids, weights, alpha, limit, stack.outputs, stack.experts, CHOSEN=ids.shape[1], GATE=kind,
-        **sizes, **blocks,
+        ADDS=add_to is not None, **sizes, **blocks,
     )  # fmt: skip
     return out
 
@@ -142,9 +149,10 @@ def expert_sum(
     down: DenseStack | StoredStack,
     gate: Gate,
     plan: TilePlan,
+    add_to: Tensor | None = None,
 ) -> Tensor:
     """Computes ``triton_experts.expert_sum``, whose arguments these are, by a plan whose tiles are one pair high."""
-    return second(first(x, ids, gate_up, plan.gate_up), ids, weights, down, gate, plan.down)
+    return second(first(x, ids, gate_up, plan.gate_up), ids, weights, down, gate, plan.down, add_to)
 
 
 def _arguments(

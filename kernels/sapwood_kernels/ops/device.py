@@ -126,9 +126,12 @@ tensor. It takes vectors [T, R + E] and queries [T, H, N + E], the rows of both 
 
 
 class ExpertSum(Protocol):
-    """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own."""
+    """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own.
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor: ...
+    Added to ``add_to`` in place if that is given, which is returned then.
+    """
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor: ...
 
 
 class RouteTokens(Protocol):
@@ -316,7 +319,12 @@ class DeviceOps:
             chosen: How many experts a token goes to.
         """
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
-        return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
+
+        def summed(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
+            result = expert_sum(x, ids, weights, gate_up, down, activate)
+            return result if add_to is None else add_to.add_(result)
+
+        return summed
 
     def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A router's product in float32, ``x.float() @ weight.T + bias``: [T, K] -> [T, E].

@@ -60,10 +60,10 @@ for name, (stored, group, bits) in formats.items():
     constants = dict(HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", BLOCK_N=4, BLOCK_K=2048)
     one = constants | dict(SHARE=8, K=2048)
     print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=8))
-    two = constants | dict(CHOSEN=8, K=2048, GATE=0)
+    two = constants | dict(CHOSEN=8, K=2048, GATE=0, ADDS=True)
     print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds | stored, two, num_warps=8))
 kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i32", N="i32")
-print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, BLOCK=512)))
+print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, ADDS=True, BLOCK=512)))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
 print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=1024)))
 kinds = dict(

@@ -59,6 +59,20 @@ def test_the_sum_is_the_references(tokens, chosen):
     near(*both(parts, "silu"), 1e-5)
 
 
+@pytest.mark.parametrize("plan", [None, ALONE])
+def test_the_sum_is_added_to_what_is_there(plan):
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    x, ids, weights, *stacks = made(9, 2, torch.float32)
+    before = torch.randn(9, 72, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    total, tiles = before.clone(), None if plan is None else lambda pairs: plan
+    assert triton_experts.expert_sum(x, ids, weights, *stacks, "silu", tiles, total) is total
+    near(total, before + expert_sum(x, ids, weights, *stacks, reference.silu_mul), 1e-5)
+    for own in (ops, DeviceOps(torch.device(DEVICE))):
+        again = before.clone()
+        assert own.expert_sum(*stacks, "silu", 2)(x, ids, weights, add_to=again) is again
+        near(again, total, 1e-5)
+
+
 # The interpreter's products of bfloat16 are wrong.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16])
 def test_half_precision_with_biases_and_a_clamped_gate(dtype):

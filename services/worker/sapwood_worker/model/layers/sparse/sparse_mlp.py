@@ -133,8 +133,10 @@ class SparseMLP(Layer):
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         result: Tensor
+        # What is not normed may be the residual itself, which the shared expert reads meanwhile.
+        adds = norm is not None and self._exchange is None and self.ranks is None
         if self._exchange is None:
-            result = self.experts(taken, ids, weights)
+            result = self.experts(taken, ids, weights, residual if adds else None)
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
         if self.shared is not None:
@@ -144,7 +146,7 @@ class SparseMLP(Layer):
             result += shared
         if self.ranks is not None:
             return self.ranks(result, residual)
-        if residual is None:
+        if residual is None or adds:
             return result
         residual += result
         return residual

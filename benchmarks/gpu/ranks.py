@@ -5,8 +5,11 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import multiprocessing
+import os
 import signal
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,6 +113,28 @@ def group_runners(
                     process.kill()
                 if dist.is_initialized():
                     dist.destroy_process_group()
+
+
+@contextmanager
+def ending_at_once(device: str, size: int) -> Iterator[None]:
+    """Where there are several GPUs, ends this process and its ranks when it is left.
+
+    NCCL does not end before all graphs are gone that have captured it, and they last as long as their runners.
+    """
+    if device == "cpu" or size == 1:
+        yield
+        return
+    code = 0
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -318,6 +318,7 @@ def measure(arguments: argparse.Namespace) -> None:
         dispatch=arguments.expert_dispatch,
         all_reduce=arguments.all_reduce,
         uniform_tokens=most if arguments.routing == "uniform" else 0,
+        graph_sizes=arguments.graph_sizes,
         diverging_rank=arguments.diverging_rank,
     )
     engine = Engine(

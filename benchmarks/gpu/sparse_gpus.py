@@ -42,6 +42,9 @@ OFFLINE = "tp", "ep", "dp", "direct"
 """Ways of Qwen3-30B-A3B that 256 whole requests are measured in, too."""
 KV_GB = 36
 """GiB of all ranks' caches together, which 256 requests of Qwen3-30B-A3B need."""
+LAYER_KV_GB = 0.36
+"""GiB of a layer's latents of as many requests."""
+BATCHES = 1, 64, 256
 
 
 class Machine:
@@ -79,10 +82,17 @@ class Machine:
         command += ["--tensor-parallel", str(size), *FLAGS[way], "--diverging-rank", str(given.diverging_rank)]
         if given.device == "cpu":
             return [*command, "--kv-gb", "0.2", "--only", "steady,prefill", "--batches", "1,4", "--prefills", "1x64"]
-        # What DeepSeek-V3's layers leave has to be measured.
-        kv, only = (str(KV_GB // size), "steady") if shape == QWEN else ("0", "steady,prefill")
-        command += ["--kv-gb", kv, "--only", f"{only},offline" if shape == QWEN and way in OFFLINE else only]
-        command += ["--batches", "1,64,256", "--prefills", "1x8192", "--routing", "uniform"]
+        own = FLAGS[way].count("--data-parallel-attention")
+        if shape == QWEN:
+            kv, only = KV_GB / size, "steady,offline" if way in OFFLINE and not given.quick else "steady"
+        else:
+            layers = json.loads((self.shape(shape, size) / "config.json").read_text())["num_hidden_layers"]
+            kv, only = layers * LAYER_KV_GB / (size if own else 1), "steady" if given.quick else "steady,prefill"
+        command += ["--kv-gb", f"{kv:.2f}", "--only", only, "--prefills", "1x8192", "--routing", "uniform"]
+        command += ["--batches", ",".join(map(str, BATCHES))]
+        if given.quick:
+            sizes = sorted({max(1, batch // (size if own else 1)) for batch in BATCHES})
+            command += ["--graph-sizes", ",".join(map(str, sizes))]
         command += ["--attention-backend", "triton"]  # FlashInfer's kernels would be waited for
         command += ["--expert-tuning", str(given.tuning)] if given.tuning else []
         return command + (["--profile", str(given.profile)] if given.profile else [])
@@ -191,6 +201,7 @@ def main() -> int:
         "--tuning", type=float, default=0.0, help="Seconds to measure experts' tiles in (default: none)."
     )
     parser.add_argument("--profile", type=Path, help="Folder for traces; also prints steps' time by part.")
+    parser.add_argument("--quick", action="store_true", help="Decodes only, with graphs of their sizes only.")
     parser.add_argument("--no-check", dest="check", action="store_false", help="Leave out whether answers are right.")
     parser.add_argument(
         "--budget", type=float, default=250.0, help="Seconds after which no part begins (default: 250)."

@@ -133,7 +133,7 @@ class SparseMLP(Layer):
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         result: Tensor
-        # What is not normed may be the residual itself, which the shared expert reads meanwhile.
+        # What is not normed may be the residual itself, which the shared expert is yet to read.
         adds = norm is not None and self._exchange is None and self.ranks is None
         if self._exchange is None:
             result = self.experts(taken, ids, weights, residual if adds else None)

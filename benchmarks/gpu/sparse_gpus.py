@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -53,6 +54,8 @@ class Machine:
     def __init__(self, arguments: argparse.Namespace, folder: Path, lines: IO[str], errors: IO[str]) -> None:
         self.arguments, self.folder, self.lines, self.errors = arguments, folder, lines, errors
         self.began, self.failed = time.monotonic(), 0
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._queue: deque[list[str]] = deque()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(each) for each in range(arguments.gpus)]
         self.gpus = names[: arguments.gpus]
@@ -111,18 +114,26 @@ class Machine:
                     print(json.dumps(row), file=self.lines, flush=True)
                 jobs += [self.measure(shape, size, way) for way in given.ways.split(",")]
             places = [self.gpus[first : first + size] for first in range(0, len(self.gpus) - size + 1, size)]
-            queue = deque(jobs)
+            self._queue.extend(jobs)
             with ThreadPoolExecutor(len(places)) as threads:
-                list(threads.map(partial(self._work, queue), places))
+                list(threads.map(self._work, places))
         self.say(f"done, {self.failed} failed")
 
-    def _work(self, queue: deque[list[str]], gpus: Sequence[str]) -> None:
+    def stop(self, *_: object) -> None:
+        """Ends what runs, whose ranks first say where they are, and begins nothing more."""
+        self.arguments.budget = 0.0
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._started:
+                _end(process, number)
+            time.sleep(1)
+
+    def _work(self, gpus: Sequence[str]) -> None:
         """Runs what is queued on some GPUs; the next begins to import while one runs, and gets the lock when it is done."""
         lock = self.folder / f"{'-'.join(gpus)}.lock"
         running: deque[tuple[str, float, subprocess.Popen[bytes]]] = deque()
-        while queue or running:
-            if queue and len(running) < 2:
-                job = queue.popleft()
+        while self._queue or running:
+            if self._queue and len(running) < 2:
+                job = self._queue.popleft()
                 told = " ".join([Path(job[0]).name, *job[1:]])
                 if time.monotonic() - self.began > self.arguments.budget:
                     self.say(f"left out: {told}")
@@ -134,12 +145,11 @@ class Machine:
             try:
                 code = process.wait(max(1.0, started + self.arguments.limit * 2 - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 15)
+                _end(process, signal.SIGTERM)
                 code = 124
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(5)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, 9)
+            _end(process, signal.SIGKILL)  # ranks that are left
             if code:
                 self.failed += 1
                 self.say(f"FAILED with {code}, see {self.errors.name}: {told}")
@@ -151,7 +161,16 @@ class Machine:
         else:
             command = ["flock", str(lock), *command]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        return subprocess.Popen(command, stdout=self.lines, stderr=self.errors, env=environment, start_new_session=True)
+        streams = {"stdout": self.lines, "stderr": self.errors}
+        process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
+        self._started.append(process)
+        return process
+
+
+def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Sends a signal to a part and its ranks."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def memory() -> int:
@@ -225,6 +244,7 @@ def main() -> int:
             arguments.out.with_suffix(".err").open("a") as errors,
         ):
             machine = Machine(arguments, Path(folder), lines, errors)
+            signal.signal(signal.SIGTERM, machine.stop)
             machine.run_all()
             failed = machine.failed
     table(arguments.out)

@@ -16,10 +16,10 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -142,9 +142,9 @@ class Bench:
         tried = candidates(tokens * chosen, experts, chosen)
         return self.best(tokens * chosen, {height: list(shapes) for height, shapes in tried.items()})
 
-    def layer(self, tokens: int) -> None:
-        """Prints what a layer's parts take."""
-        experts, chosen, hidden, inner = self.sizes
+    def router(self, tokens: int) -> None:
+        """Prints what choosing experts takes."""
+        experts, chosen, hidden, _ = self.sizes
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         weights = torch.randn(LAYERS, experts, hidden, device=DEVICE) / hidden**0.5
         ops = CudaOps(DEVICE)
@@ -161,6 +161,11 @@ class Bench:
         mine, theirs = (partial(each, table, copies, ids, 0) for each in (ops.turns, partial(DeviceOps.turns, ops)))
         assert torch.equal(mine().long(), theirs().long())
         self.report(f"slots {tokens}", us=timed(lambda at: mine()), torch_us=timed(lambda at: theirs()))
+
+    def experts(self, tokens: int) -> None:
+        """Prints what a layer's experts take."""
+        experts, chosen, hidden, inner = self.sizes
+        x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         plan = self.found(tokens)
         hit = experts * (1 - (1 - chosen / experts) ** tokens)
         numbers = 3 * hidden * inner
@@ -179,6 +184,24 @@ class Bench:
         taken = self.seconds(tokens * chosen, plan)
         self.report(f"experts {tokens}", us=taken * 1e6, floor_us=least * 1e6, plan=plan)
 
+    def compile(self, shapes: Mapping[int, Sequence[TileShape]], processes: int) -> None:
+        """Compiles products in tiles of some shapes by height, side by side."""
+        began, parts = time.monotonic(), get_args(Part)
+        tries: list[Try] = [
+            (self.sizes.chosen * FEW_TOKENS, height, part, shape)
+            for height, some in shapes.items()
+            for part in parts
+            for shape in some
+        ]
+        if processes > 1:
+            with multiprocessing.get_context("spawn").Pool(processes) as pool:
+                jobs = [
+                    pool.apply_async(compile_some, (self.sizes, tries[first::processes])) for first in range(processes)
+                ]
+                for job in jobs:
+                    job.get()
+        self.report("compiled", kernels=len(tries), seconds=time.monotonic() - began)
+
     def tiles(self, seconds: float, processes: int) -> None:
         """Prints how near what a start finds comes to the best there is."""
         began = time.monotonic()
@@ -187,21 +210,7 @@ class Bench:
         grids: list[tuple[int, dict[int, list[TileShape]]]] = [
             (tokens, heights | ({1: ALONE} if tokens <= FEW_TOKENS else {})) for tokens in TOKENS
         ]
-        parts: tuple[Part, Part] = "gate_up", "down"
-        every: list[Try] = [
-            (chosen * FEW_TOKENS, height, part, shape)
-            for height, shapes in (heights | {1: ALONE}).items()
-            for part in parts
-            for shape in shapes
-        ]
-        if processes > 1:
-            with multiprocessing.get_context("spawn").Pool(processes) as pool:
-                jobs = [
-                    pool.apply_async(compile_some, (self.sizes, every[first::processes])) for first in range(processes)
-                ]
-                for job in jobs:
-                    job.get()
-        self.report("compiled", kernels=len(every), seconds=time.monotonic() - began)
+        self.compile(heights | {1: ALONE}, processes)
         again = timer_of(self.sizes)
         for tokens, grid in grids:
             if time.monotonic() - began > seconds:
@@ -239,8 +248,17 @@ def main() -> None:
     if given.only == "tiles":
         bench.tiles(given.seconds, given.processes)
     else:
-        for tokens in map(int, given.tokens.split(",")):
-            bench.layer(tokens)
+        tokens = [int(each) for each in given.tokens.split(",")]
+        for each in tokens:
+            bench.router(each)
+        experts, chosen, *_ = bench.sizes
+        tried: dict[int, dict[TileShape, None]] = {}
+        for each in tokens:
+            for height, shapes in candidates(each * chosen, experts, chosen).items():
+                tried.setdefault(height, {}).update(dict.fromkeys(shapes))
+        bench.compile({height: list(shapes) for height, shapes in tried.items()}, given.processes)
+        for each in tokens:
+            bench.experts(each)
 
 
 if __name__ == "__main__":

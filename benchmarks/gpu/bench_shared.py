@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,15 +21,16 @@ from sparse_shape import CONFIGS
 from sapwood_worker.model.layers.sparse import sparse_mlp
 
 
-def built(folder: Path, beside: int, device: str) -> Engine:
+def built(folder: Path, beside: int, batches: tuple[int, ...], device: str) -> Engine:
     """An engine whose shared experts are computed beside the others in steps of up to so many tokens."""
     sparse_mlp.MOST_BESIDE = beside
-    split = Split()
+    split = Split(graph_sizes=batches)
     if device == "cuda":
         from sapwood_kernels.ops.cuda import CudaOps  # it needs Triton
 
-        kept, split = CudaOps.router, Split(uniform_tokens=STEP_TOKENS)
-    engine = Engine(folder, 256, STEP_TOKENS, 8 if device == "cuda" else 0.2, split=split, device=device)
+        kept, split = CudaOps.router, replace(split, uniform_tokens=STEP_TOKENS)
+    kv_gb, backend = (8.0, "triton") if device == "cuda" else (0.2, "auto")
+    engine = Engine(folder, 256, STEP_TOKENS, kv_gb, split=split, device=device, attention_backend=backend)
     if device == "cuda":
         CudaOps.router = kept  # type: ignore[method-assign]
     return engine
@@ -48,12 +50,13 @@ def main() -> None:
     where = {"device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu", "commit": measured_commit()}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        engines = {beside: built(Path(folder), beside, given.device) for beside in (0, 256)}
-        for batch in map(int, given.batches.split(",")):
+        batches = tuple(map(int, given.batches.split(",")))
+        engines = {beside: built(Path(folder), beside, batches, given.device) for beside in (0, 256)}
+        for batch in batches:
             best = dict.fromkeys(engines, float("inf"))
             for _ in range(given.rounds):
                 for beside, engine in engines.items():
-                    with engine.decoding(batch, length=60) as step:
+                    with engine.decoding(batch, length=100) as step:
                         best[beside] = min(best[beside], engine.time_steps(step, 30)["steady"])
             found = {"after_ms": best[0], "beside_ms": best[256], "ratio": best[256] / best[0]}
             print(json.dumps({"what": f"shared experts, decode {batch}"} | found | where), flush=True)

@@ -8,6 +8,7 @@ measured through whole requests, for when time is short. Prints one JSON object 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from commit import measured_commit
 from engine_flags import parse_arguments, variant_of
-from ranks import Split, group_runners
+from ranks import Split, ending_at_once, group_runners
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
@@ -302,6 +303,12 @@ class Bench:
 
 def main() -> None:
     arguments = parse_arguments(str(__doc__))
+    with ending_at_once(arguments.device, arguments.tensor_parallel * arguments.pipeline_parallel):
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Prints the figures that are asked for."""
     wanted = set(arguments.only.split(","))
     commit = measured_commit()
     most = STEP_TOKENS * (arguments.tensor_parallel if arguments.data_parallel_attention else 1)
@@ -311,6 +318,7 @@ def main() -> None:
         dispatch=arguments.expert_dispatch,
         all_reduce=arguments.all_reduce,
         uniform_tokens=most if arguments.routing == "uniform" else 0,
+        graph_sizes=arguments.graph_sizes,
         diverging_rank=arguments.diverging_rank,
     )
     engine = Engine(

@@ -84,6 +84,12 @@ def parse_arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
     parser.add_argument(
+        "--graph-sizes",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(),
+        help="Batches whose decodes are captured, for a quicker start (default: as a worker has them).",
+    )
+    parser.add_argument(
         "--turn", type=Path, help="File whose lock is held while the GPUs are used, for what is started meanwhile."
     )
     parser.add_argument(

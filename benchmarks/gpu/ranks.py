@@ -5,8 +5,11 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import multiprocessing
+import os
 import signal
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.graphs import cuda_graph, piecewise_graphs
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.ranks.place import Place
@@ -50,6 +54,7 @@ class Split:
         redundant_experts: Slots of a layer beyond one for each expert, to which experts may move.
         uniform_tokens: Most tokens of a step that experts are chosen for at random; 0: the model's routers choose.
         skew: Standard deviation of the logarithms of how likely a layer's experts are then, but for a factor; 0: all alike.
+        graph_sizes: Batches of decodes that have graphs, and no others have, for a quicker start; none: as a worker has them.
         diverging_rank: The rank that gets other numbers of all ranks than the others, to try whether that is found; -1: none.
     """
 
@@ -60,6 +65,7 @@ class Split:
     redundant_experts: int = 0
     uniform_tokens: int = 0
     skew: float = 0.0
+    graph_sizes: tuple[int, ...] = ()
     diverging_rank: int = -1
 
 
@@ -113,6 +119,28 @@ def group_runners(
 
 
 @contextmanager
+def ending_at_once(device: str, size: int) -> Iterator[None]:
+    """Where there are several GPUs, ends this process and its ranks when it is left.
+
+    NCCL does not end before all graphs are gone that have captured it, and they last as long as their runners.
+    """
+    if device == "cpu" or size == 1:
+        yield
+        return
+    code = 0
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
 def _locked(turn: Path | None) -> Iterator[None]:
     if turn is None:
         yield
@@ -146,6 +174,9 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
         from uniform_routing import route_uniformly  # it needs Triton
 
         route_uniformly(split.uniform_tokens, 0 if split.dispatch == "gather" else place.rank, split.skew)
+    if split.graph_sizes:
+        cuda_graph.ladder = lambda largest: [size for size in split.graph_sizes if size <= largest]
+        piecewise_graphs.token_ladder = lambda largest: [largest]
     if device == "cuda":
         torch.cuda.set_device(place.rank)
         device = f"cuda:{place.rank}"

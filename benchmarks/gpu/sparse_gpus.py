@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -42,6 +43,9 @@ OFFLINE = "tp", "ep", "dp", "direct"
 """Ways of Qwen3-30B-A3B that 256 whole requests are measured in, too."""
 KV_GB = 36
 """GiB of all ranks' caches together, which 256 requests of Qwen3-30B-A3B need."""
+LAYER_KV_GB = 0.36
+"""GiB of a layer's latents of as many requests."""
+BATCHES = 1, 64, 256
 
 
 class Machine:
@@ -50,6 +54,8 @@ class Machine:
     def __init__(self, arguments: argparse.Namespace, folder: Path, lines: IO[str], errors: IO[str]) -> None:
         self.arguments, self.folder, self.lines, self.errors = arguments, folder, lines, errors
         self.began, self.failed = time.monotonic(), 0
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._queue: deque[list[str]] = deque()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(each) for each in range(arguments.gpus)]
         self.gpus = names[: arguments.gpus]
@@ -79,10 +85,17 @@ class Machine:
         command += ["--tensor-parallel", str(size), *FLAGS[way], "--diverging-rank", str(given.diverging_rank)]
         if given.device == "cpu":
             return [*command, "--kv-gb", "0.2", "--only", "steady,prefill", "--batches", "1,4", "--prefills", "1x64"]
-        # What DeepSeek-V3's layers leave has to be measured.
-        kv, only = (str(KV_GB // size), "steady") if shape == QWEN else ("0", "steady,prefill")
-        command += ["--kv-gb", kv, "--only", f"{only},offline" if shape == QWEN and way in OFFLINE else only]
-        command += ["--batches", "1,64,256", "--prefills", "1x8192", "--routing", "uniform"]
+        own = FLAGS[way].count("--data-parallel-attention")
+        if shape == QWEN:
+            kv, only = KV_GB / size, "steady,offline" if way in OFFLINE and not given.quick else "steady"
+        else:
+            layers = json.loads((self.shape(shape, size) / "config.json").read_text())["num_hidden_layers"]
+            kv, only = layers * LAYER_KV_GB / (size if own else 1), "steady" if given.quick else "steady,prefill"
+        command += ["--kv-gb", f"{kv:.2f}", "--only", only, "--prefills", "1x8192", "--routing", "uniform"]
+        command += ["--batches", ",".join(map(str, BATCHES))]
+        if given.quick:
+            sizes = sorted({max(1, batch // (size if own else 1)) for batch in BATCHES})
+            command += ["--graph-sizes", ",".join(map(str, sizes))]
         command += ["--attention-backend", "triton"]  # FlashInfer's kernels would be waited for
         command += ["--expert-tuning", str(given.tuning)] if given.tuning else []
         return command + (["--profile", str(given.profile)] if given.profile else [])
@@ -101,18 +114,26 @@ class Machine:
                     print(json.dumps(row), file=self.lines, flush=True)
                 jobs += [self.measure(shape, size, way) for way in given.ways.split(",")]
             places = [self.gpus[first : first + size] for first in range(0, len(self.gpus) - size + 1, size)]
-            queue = deque(jobs)
+            self._queue.extend(jobs)
             with ThreadPoolExecutor(len(places)) as threads:
-                list(threads.map(partial(self._work, queue), places))
+                list(threads.map(self._work, places))
         self.say(f"done, {self.failed} failed")
 
-    def _work(self, queue: deque[list[str]], gpus: Sequence[str]) -> None:
+    def stop(self, *_: object) -> None:
+        """Ends what runs, whose ranks first say where they are, and begins nothing more."""
+        self.arguments.budget = 0.0
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._started:
+                _end(process, number)
+            time.sleep(1)
+
+    def _work(self, gpus: Sequence[str]) -> None:
         """Runs what is queued on some GPUs; the next begins to import while one runs, and gets the lock when it is done."""
         lock = self.folder / f"{'-'.join(gpus)}.lock"
         running: deque[tuple[str, float, subprocess.Popen[bytes]]] = deque()
-        while queue or running:
-            if queue and len(running) < 2:
-                job = queue.popleft()
+        while self._queue or running:
+            if self._queue and len(running) < 2:
+                job = self._queue.popleft()
                 told = " ".join([Path(job[0]).name, *job[1:]])
                 if time.monotonic() - self.began > self.arguments.budget:
                     self.say(f"left out: {told}")
@@ -124,12 +145,11 @@ class Machine:
             try:
                 code = process.wait(max(1.0, started + self.arguments.limit * 2 - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 15)
+                _end(process, signal.SIGTERM)
                 code = 124
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(5)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, 9)
+            _end(process, signal.SIGKILL)  # ranks that are left
             if code:
                 self.failed += 1
                 self.say(f"FAILED with {code}, see {self.errors.name}: {told}")
@@ -141,7 +161,16 @@ class Machine:
         else:
             command = ["flock", str(lock), *command]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        return subprocess.Popen(command, stdout=self.lines, stderr=self.errors, env=environment, start_new_session=True)
+        streams = {"stdout": self.lines, "stderr": self.errors}
+        process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
+        self._started.append(process)
+        return process
+
+
+def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Sends a signal to a part and its ranks."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def memory() -> int:
@@ -191,6 +220,7 @@ def main() -> int:
         "--tuning", type=float, default=0.0, help="Seconds to measure experts' tiles in (default: none)."
     )
     parser.add_argument("--profile", type=Path, help="Folder for traces; also prints steps' time by part.")
+    parser.add_argument("--quick", action="store_true", help="Decodes only, with graphs of their sizes only.")
     parser.add_argument("--no-check", dest="check", action="store_false", help="Leave out whether answers are right.")
     parser.add_argument(
         "--budget", type=float, default=250.0, help="Seconds after which no part begins (default: 250)."
@@ -214,6 +244,7 @@ def main() -> int:
             arguments.out.with_suffix(".err").open("a") as errors,
         ):
             machine = Machine(arguments, Path(folder), lines, errors)
+            signal.signal(signal.SIGTERM, machine.stop)
             machine.run_all()
             failed = machine.failed
     table(arguments.out)

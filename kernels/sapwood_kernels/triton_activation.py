@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.experts.activation import ClampedGate
-
 _BLOCK = 1024
 
 
@@ -32,26 +30,6 @@ def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     width = double // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     _gated_kernel[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, GELU=gelu, BLOCK=_BLOCK, num_warps=4)
-    return out
-
-
-@triton.jit
-def _clamped_kernel(gate_up, out, alpha, limit, COUNT, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < COUNT
-    gate = tl.minimum(tl.load(gate_up + 2 * at, mask=inside, other=0.0).to(tl.float32), limit)
-    up = tl.load(gate_up + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    tl.store(out + at, ((up + 1.0) * gate * tl.sigmoid(alpha * gate)).to(out.dtype.element_ty), mask=inside)
-
-
-def clamped(gate_up: Tensor, gate: ClampedGate) -> Tensor:
-    """Computes ``gate``: contiguous [T, 2N] -> [T, N]."""
-    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
-    count = out.numel()
-    _clamped_kernel[(triton.cdiv(count, _BLOCK),)](
-        gate_up, out, gate.alpha, gate.limit, count, BLOCK=_BLOCK, num_warps=4
-    )
     return out
 
 

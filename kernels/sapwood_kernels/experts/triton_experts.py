@@ -20,7 +20,7 @@ from sapwood_kernels.experts import triton_few_tokens
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles import TilePlan, TileShape, modelled_tiles
 from sapwood_kernels.experts.triton_align import Tiles, align
-from sapwood_kernels.experts.triton_few_tokens import Gate
+from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import widened
 
 _SUM_BLOCK = 512
@@ -28,9 +28,9 @@ _SUM_BLOCK = 512
 
 @triton.jit(do_not_specialize=["COUNT"])
 def _product_kernel(
-    x, weight, scales, zeros, bias, out, places, experts, COUNT, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scales, zeros, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS, SHARE: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Programs that run at the same time share an expert's tokens and matrix, which the L2 cache then holds.
     blocks = tl.cdiv(N, BLOCK_N)
@@ -39,8 +39,11 @@ def _product_kernel(
     if expert < EXPERTS:
         pair = tl.load(places + tile * BLOCK_M + tl.arange(0, BLOCK_M))
         valid = pair < COUNT
-        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        nth = tl.arange(0, BLOCK_N)
+        columns = block * BLOCK_N + nth
         inside = columns < N
+        if GATE == 0 or GATE == 1:  # each gate beside what it lets through, as matrices of the other kind have them
+            columns = columns // 2 + nth % 2 * (N // 2)
         # Offsets of 64 bits: all experts of a layer may have more than 2^31 numbers.
         matrix = weight + (expert.to(tl.int64) * N + columns.to(tl.int64)) * K
         row = x + (pair // SHARE).to(tl.int64) * K
@@ -59,12 +62,21 @@ def _product_kernel(
             total = tl.dot(taken, part, total, input_precision="ieee")
         if HAS_BIAS:
             total += tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        target = out + pair.to(tl.int64)[:, None] * N + columns[None, :]
-        tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
+        if GATE >= 0:
+            gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+            active = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            target = out + pair.to(tl.int64)[:, None] * (N // 2) + active[None, :]
+            result = gated(gate, up, alpha, limit, GATE).to(out.dtype.element_ty)
+            tl.store(target, result, mask=valid[:, None] & (active < N // 2)[None, :])
+        else:
+            target = out + pair.to(tl.int64)[:, None] * N + columns[None, :]
+            tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
 
 
 @triton.jit
-def _sum_kernel(parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -74,35 +86,48 @@ def _sum_kernel(parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, BLOC
         end = tl.where(tl.load(ids + pair) < EXPERTS, N, 0)
         part = tl.load(parts + pair * N + columns, mask=columns < end, other=0.0)
         total += tl.load(weights + pair) * part.to(tl.float32)
-    tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=columns < N)
+    target = out + token * N + columns
+    if ADDS:
+        total += tl.load(target, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), mask=columns < N)
 
 
 def product(
-    x: Tensor, stack: DenseStack | StoredStack, tiles: Tiles, pairs: int, share: int, shape: TileShape
+    x: Tensor,
+    stack: DenseStack | StoredStack,
+    tiles: Tiles,
+    pairs: int,
+    share: int,
+    shape: TileShape,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """``x[pair // share] @ weight.T + bias`` by each pair's expert: [*, K] -> [pairs, N], in x's dtype; undefined without one."""
+    """``x[pair // share] @ weight.T + bias`` by each pair's expert, gated if there is a gate: [*, K] -> [pairs, N] or
+    [pairs, N / 2], in x's dtype; undefined without an expert."""
     if isinstance(stack, DenseStack):
         weight, scales, zeros, group, bits = stack.weight, stack.weight, None, 0, 0
     else:
         weight, scales, zeros, group, bits = stack.codes, stack.scales, stack.zeros, stack.group, stack.bits
     experts, outputs = weight.shape[:2]
-    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    kind, alpha, limit = (-1, 0.0, 0.0) if gate is None else kind_of(gate)
+    out = torch.empty(pairs, outputs if gate is None else outputs // 2, dtype=x.dtype, device=x.device)
     _product_kernel[(len(tiles.experts) * triton.cdiv(outputs, shape.width),)](
         x, weight, scales, weight if zeros is None else zeros, weight if stack.bias is None else stack.bias, out,
-        tiles.places, tiles.experts, pairs, outputs, experts, SHARE=share, K=x.shape[1], HAS_BIAS=stack.bias is not None,
-        GROUP=group, BITS=bits, INTEGERS=zeros is not None, BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
-        num_warps=shape.warps, num_stages=shape.stages,
+        tiles.places, tiles.experts, alpha, limit, pairs, outputs, experts, SHARE=share, K=x.shape[1], GATE=kind,
+        HAS_BIAS=stack.bias is not None, GROUP=group, BITS=bits, INTEGERS=zeros is not None, BLOCK_M=tiles.height,
+        BLOCK_N=shape.width, BLOCK_K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
 
-def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read."""
+def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int, add_to: Tensor | None = None) -> Tensor:
+    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read. Added to
+    ``add_to`` in place if that is given."""
     tokens, width = len(ids), parts.shape[1]
-    out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device)
+    out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device) if add_to is None else add_to
     _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
-        parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], BLOCK=_SUM_BLOCK, num_warps=4
-    )
+        parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], ADDS=add_to is not None, BLOCK=_SUM_BLOCK,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -112,21 +137,22 @@ def expert_sum(
     weights: Tensor,
     gate_up: DenseStack | StoredStack,
     down: DenseStack | StoredStack,
-    activate: Callable[[Tensor], Tensor],
     gate: Gate,
     tiles: Callable[[int], TilePlan] | None = None,
+    add_to: Tensor | None = None,
 ) -> Tensor:
     """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous.
 
     Args:
-        x, ids, weights, gate_up, down, activate: As ``reference.expert_sum`` has them; ids may be of any integers.
-        gate: What ``activate`` computes, for a kernel that does so itself.
+        x, ids, weights, gate_up, down: As ``reference.expert_sum`` has them; ids may be of any integers.
+        gate: The activation.
         tiles: Gives them, by the number of pairs of tokens and experts; None: ``modelled_tiles`` does.
+        add_to: [T, K], contiguous, to which the sum is added in place before it is rounded, and which is returned.
     """
     pairs, chosen = ids.numel(), ids.shape[1]
     plan = modelled_tiles(pairs, gate_up.experts) if tiles is None else tiles(pairs)
     if plan.height == 1:
-        return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan)
+        return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan, add_to)
     places = align(ids, gate_up.experts, plan.height)
-    inner = activate(product(x, gate_up, places, pairs, chosen, plan.gate_up))
-    return weighted_sum(product(inner, down, places, pairs, 1, plan.down), ids, weights, gate_up.experts)
+    inner = product(x, gate_up, places, pairs, chosen, plan.gate_up, gate)
+    return weighted_sum(product(inner, down, places, pairs, 1, plan.down), ids, weights, gate_up.experts, add_to)

@@ -9,19 +9,15 @@ Bound: one read of the chosen experts' matrices.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles import TilePlan, TileShape
+from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import widened
-
-Gate = Literal["silu", "gelu_tanh"] | ClampedGate
 
 
 @triton.jit
@@ -45,20 +41,13 @@ def _rows(
 @triton.jit
 def _activated(inner, at, inside, alpha, limit, K: tl.constexpr, GATE: tl.constexpr):
     """float32: a pair's activations at places of K, made of its 2 K numbers."""
-    if GATE == 2:
-        gate = tl.minimum(tl.load(inner + 2 * at, mask=inside, other=0.0).to(tl.float32), limit)
-        up = tl.load(inner + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        active = gate * tl.sigmoid(alpha * gate)
+    if GATE == 2:  # gates and what they let through take turns
+        gate = tl.load(inner + 2 * at, mask=inside, other=0.0)
+        up = tl.load(inner + 2 * at + 1, mask=inside, other=0.0)
     else:
-        gate = tl.load(inner + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(inner + K + at, mask=inside, other=0.0).to(tl.float32)
-        if GATE == 1:
-            z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-            active = gate * tl.sigmoid(2.0 * z)  # 0.5 (1 + tanh z) = sigmoid(2 z)
-        else:
-            active = gate * tl.sigmoid(gate)
-    return active * up
+        gate = tl.load(inner + at, mask=inside, other=0.0)
+        up = tl.load(inner + K + at, mask=inside, other=0.0)
+    return gated(gate.to(tl.float32), up.to(tl.float32), alpha, limit, GATE)
 
 
 @triton.jit
@@ -88,8 +77,8 @@ def _first_kernel(
 @triton.jit
 def _second_kernel(
     inner, weight, scales, zeros, bias, out, ids, weights, alpha, limit, N, EXPERTS, CHOSEN: tl.constexpr, K: tl.constexpr,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -113,7 +102,10 @@ def _second_kernel(
         if HAS_BIAS:
             shift += factor * tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)
     result = tl.sum(total, axis=1) + shift
-    tl.store(out + token * N + columns, result.to(out.dtype.element_ty), mask=columns < N)
+    target = out + token * N + columns
+    if ADDS:
+        result += tl.load(target, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(target, result.to(out.dtype.element_ty), mask=columns < N)
 
 
 def first(x: Tensor, ids: Tensor, stack: DenseStack | StoredStack, shape: TileShape) -> Tensor:
@@ -133,15 +125,18 @@ def second(
     stack: DenseStack | StoredStack,
     gate: Gate,
     shape: TileShape,
+    add_to: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of ``gate(inner) @ weight.T + bias`` over a token's experts: [T * k, 2 K] -> [T, N], in inner's dtype."""
-    out = torch.empty(len(ids), stack.outputs, dtype=inner.dtype, device=inner.device)
+    """The weighted sum of ``gate(inner) @ weight.T + bias`` over a token's experts: [T * k, 2 K] -> [T, N], in inner's dtype;
+    added to ``add_to`` in place if that is given."""
+    out = add_to
+    if out is None:
+        out = torch.empty(len(ids), stack.outputs, dtype=inner.dtype, device=inner.device)
     tensors, sizes, blocks = _arguments(stack, inner.shape[1] // 2, shape)
-    alpha, limit = (gate.alpha, gate.limit) if isinstance(gate, ClampedGate) else (0.0, 0.0)
-    kind = 2 if isinstance(gate, ClampedGate) else int(gate == "gelu_tanh")
+    kind, alpha, limit = kind_of(gate)
     _second_kernel[(len(ids), triton.cdiv(stack.outputs, shape.width))](
         inner, *tensors, out, ids, weights, alpha, limit, stack.outputs, stack.experts, CHOSEN=ids.shape[1], GATE=kind,
-        **sizes, **blocks,
+        ADDS=add_to is not None, **sizes, **blocks,
     )  # fmt: skip
     return out
 
@@ -154,9 +149,10 @@ def expert_sum(
     down: DenseStack | StoredStack,
     gate: Gate,
     plan: TilePlan,
+    add_to: Tensor | None = None,
 ) -> Tensor:
     """Computes ``triton_experts.expert_sum``, whose arguments these are, by a plan whose tiles are one pair high."""
-    return second(first(x, ids, gate_up, plan.gate_up), ids, weights, down, gate, plan.down)
+    return second(first(x, ids, gate_up, plan.gate_up), ids, weights, down, gate, plan.down, add_to)
 
 
 def _arguments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import triton
@@ -13,7 +12,8 @@ from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles import TileShape
 from sapwood_kernels.experts.triton_align import align
 from sapwood_kernels.experts.triton_experts import product, weighted_sum
-from sapwood_kernels.experts.triton_few_tokens import Gate, first, second
+from sapwood_kernels.experts.triton_few_tokens import first, second
+from sapwood_kernels.experts.triton_gate import Gate
 from sapwood_kernels.experts.tuning import Part
 
 _DRAWS, _ROUNDS = 4, 3
@@ -23,15 +23,14 @@ _DRAWS, _ROUNDS = 4, 3
 class ProductTimer:
     """Implements ``Measure`` by the weights of a layer, with tokens spread evenly over its experts.
 
-    Timed with the first product are sorting and activation, with the second the sum.
+    Timed with the first product is sorting, with the second the sum.
 
     Args:
         gate_up: The matrices of the first product.
         down: Those of the second.
         chosen: How many experts a token goes to.
         dtype: The dtype of activations.
-        activate: The gated activation.
-        gate: What it computes.
+        gate: The activation.
     """
 
     def __init__(
@@ -40,13 +39,11 @@ class ProductTimer:
         down: DenseStack | StoredStack,
         chosen: int,
         dtype: torch.dtype,
-        activate: Callable[[Tensor], Tensor],
         gate: Gate,
     ) -> None:
         self._stacks = {"gate_up": gate_up, "down": down}
         self._widths = {"gate_up": down.outputs, "down": gate_up.outputs // 2}
-        self._chosen, self._dtype = chosen, dtype
-        self._activate, self._gate = activate, gate
+        self._chosen, self._dtype, self._gate = chosen, dtype, gate
 
     def __call__(self, pairs: int, height: int, part: Part, shape: TileShape) -> float:
         stack = self._stacks[part]
@@ -63,7 +60,7 @@ class ProductTimer:
             elif height == 1:
                 second(x, ids, weights, stack, self._gate, shape)
             elif part == "gate_up":
-                self._activate(product(x, stack, align(ids, stack.experts, height), pairs, self._chosen, shape))
+                product(x, stack, align(ids, stack.experts, height), pairs, self._chosen, shape, self._gate)
             else:
                 weighted_sum(product(x, stack, aligned[id(ids)], pairs, 1, shape), ids, weights, stack.experts)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_digest, triton_float8, triton_gemv, triton_norm, triton_rows
-from sapwood_kernels.experts import triton_experts, triton_routing
+from sapwood_kernels.experts import triton_experts, triton_router, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
@@ -89,8 +89,10 @@ class CudaOps(DeviceOps):
         self._tables: dict[str, TileTable] = {}
         self._live: dict[int, Tensor] = {}
         self._hopper = False
+        self._side: torch.cuda.Stream | None = None
         self._tried: dict[tuple[object, ...], bool] = {}
         if torch.cuda.is_available():  # else Triton's interpreter stands in
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             properties = torch.cuda.get_device_properties(device)
             self.processors = properties.multi_processor_count
             self._hopper = torch.version.hip is None and properties.major == 9
@@ -191,7 +193,6 @@ class CudaOps(DeviceOps):
         gate_up: DenseStack | StoredStack,
         down: DenseStack | StoredStack,
         chosen: int,
-        activate: Callable[[Tensor], Tensor],
         gate: Gate | ClampedGate,
     ) -> TileTable:
         """The tiles of a kind of layer, measured once."""
@@ -202,12 +203,12 @@ class CudaOps(DeviceOps):
         kind = f"int{gate_up.integers}" if isinstance(gate_up, StoredStack) and gate_up.integers else held.dtype
         parts = (  # and the number of what candidates there were
             torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
-            f"triton{version('triton')}", "2",
+            f"triton{version('triton')}", "3",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
         if name not in self._tables:
             dtype = held.dtype if held.dtype.itemsize > 1 else torch.bfloat16
-            timer = ProductTimer(gate_up, down, chosen, dtype, activate, gate)
+            timer = ProductTimer(gate_up, down, chosen, dtype, gate)
             self._tables[name], self.tuning = tuned(experts, chosen, timer, folder / f"{name}.json", seconds)
         return self._tables[name]
 
@@ -215,9 +216,11 @@ class CudaOps(DeviceOps):
         known = DenseStack | StoredStack
         if not isinstance(gate_up, known) or not isinstance(down, known):
             return super().expert_sum(gate_up, down, gate, chosen)
-        activate = partial(triton_activation.clamped, gate=gate) if isinstance(gate, ClampedGate) else self.gated(gate)
-        tiles = self._tiles(gate_up, down, chosen, activate, gate).plan
-        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate, gate=gate, tiles=tiles)
+        tiles = self._tiles(gate_up, down, chosen, gate).plan
+        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
+
+    def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return partial(triton_router.logits, weight=weight, bias=bias)
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         live = self._live.setdefault(ranks, torch.full((ranks,), _ALL, dtype=torch.int32, device=self.device))
@@ -233,6 +236,23 @@ class CudaOps(DeviceOps):
         yield
         for live in self._live.values():
             live.fill_(_ALL)
+
+    turns = staticmethod(triton_router.turns)
+
+    def beside(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._side is None:
+            return run
+        side, main = self._side, torch.cuda.current_stream(self.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            made = run()
+
+        def joined() -> Tensor:
+            # Memory that is freed there serves that stream alone, which waits for this one before it is used again.
+            main.wait_stream(side)
+            return made
+
+        return joined
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor, **others: Any) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors, **others)

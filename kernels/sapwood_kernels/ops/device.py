@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
@@ -125,9 +126,12 @@ tensor. It takes vectors [T, R + E] and queries [T, H, N + E], the rows of both 
 
 
 class ExpertSum(Protocol):
-    """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own."""
+    """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own.
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor: ...
+    Added to ``add_to`` in place if that is given, which is returned then.
+    """
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor: ...
 
 
 class RouteTokens(Protocol):
@@ -315,7 +319,21 @@ class DeviceOps:
             chosen: How many experts a token goes to.
         """
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
-        return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
+
+        def summed(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
+            result = expert_sum(x, ids, weights, gate_up, down, activate)
+            return result if add_to is None else add_to.add_(result)
+
+        return summed
+
+    def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """A router's product in float32, ``x.float() @ weight.T + bias``: [T, K] -> [T, E].
+
+        Args:
+            weight: float32 [E, K].
+            bias: float32 [E], or None.
+        """
+        return lambda x: F.linear(x.float(), weight, bias)
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         """What chooses each token's experts.
@@ -334,6 +352,33 @@ class DeviceOps:
             return ids, weights
 
         return choose
+
+    def turns(self, table: Tensor, copies: Tensor, ids: Tensor, first: int) -> Tensor:
+        """What a table has of each pair of a row and an expert, where the row's number chooses among the expert's copies.
+
+        Args:
+            table: int64 [E + 1, most copies].
+            copies: int64 [E + 1], at least 1: how many an expert has.
+            ids: Integers [T, k], up to E; contiguous.
+            first: The first row's number.
+
+        Returns:
+            Integers [T, k].
+        """
+        ids = ids.long()
+        turns = torch.arange(first, first + len(ids), device=ids.device)[:, None] % copies[ids]
+        return table[ids, turns]
+
+    def beside(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begins what takes few of the device's processors, at the same time as what is launched next.
+
+        Args:
+            run: Launches it.
+
+        Returns:
+            Gives its result, for what is launched after the call; called once.
+        """
+        return run
 
     def padded(self, tokens: int, of_ranks: Sequence[int] = ()) -> AbstractContextManager[None]:
         """While it is entered, some rows of what is launched pad a captured step: :meth:`router` gives them no expert.

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_digest
-from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_routing
+from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_router, triton_routing
 
 
 
@@ -37,7 +37,7 @@ def compiled(kernel, kinds, constants, **options):
 
 
 kinds = dict(x="*bf16", zeros="*u8", bias="*bf16", out="*bf16", places="*i32", experts="*i32")
-kinds |= dict(COUNT="i32", N="i32", EXPERTS="i32")
+kinds |= dict(COUNT="i32", N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
 formats = {
     "bf16": (dict(weight="*bf16", scales="*bf16"), 0, 0),
     "fp8": (dict(weight="*fp8e4nv", scales="*fp32"), 128, 8),
@@ -49,7 +49,7 @@ for name, (stored, group, bits) in formats.items():
     for height in (16, 64, 128) if name == "bf16" else (16, 128):
         shape = tiles.tile_shape(height)
         constants = dict(
-            SHARE=8, K=2048, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
+            SHARE=8, K=2048, GATE=0 if bits < 8 else -1, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
             BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
@@ -60,10 +60,10 @@ for name, (stored, group, bits) in formats.items():
     constants = dict(HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", BLOCK_N=4, BLOCK_K=2048)
     one = constants | dict(SHARE=8, K=2048)
     print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=8))
-    two = constants | dict(CHOSEN=8, K=2048, GATE=0)
+    two = constants | dict(CHOSEN=8, K=2048, GATE=0, ADDS=True)
     print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds | stored, two, num_warps=8))
 kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i32", N="i32")
-print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, BLOCK=512)))
+print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, ADDS=True, BLOCK=512)))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
 print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=1024)))
 kinds = dict(
@@ -74,6 +74,15 @@ constants = dict(
     BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8,
 )
 print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
+kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", out="*fp32", T="i32")
+constants = dict(EXPERTS=256, K=7168, HAS_BIAS=False)
+few = constants | dict(BLOCK_N=2, BLOCK_K=1024)
+print("router", 0, *compiled(triton_router._few_kernel, kinds, few))
+for height, width, depth, stages in triton_router.TILES:
+    tile = constants | dict(BLOCK_M=height, BLOCK_N=width, BLOCK_K=depth)
+    print("router", height, *compiled(triton_router._many_kernel, kinds, tile, num_warps=4, num_stages=stages))
+kinds = dict(table="*i64", copies="*i64", ids="*i32", out="*i32", COUNT="i32", first="i32")
+print("turns", 0, *compiled(triton_router._turns_kernel, kinds, dict(CHOSEN=8, RANKS=8, BLOCK=256)))
 kinds = dict(words="*i64", total="*i64", COUNT="i32")
 print("digest", 0, *compiled(triton_digest._digest_kernel, kinds, dict(BLOCK=1024)))
 """
@@ -85,7 +94,19 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr[-3000:]
     rows = map(str.split, done.stdout.splitlines())
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
-    assert {name for name, _ in found} == {"bf16", "fp8", "mxfp4", "int4", "int8", "sum", "align", "route", "digest"}
+    assert {name for name, _ in found} == {
+        "bf16",
+        "fp8",
+        "mxfp4",
+        "int4",
+        "int8",
+        "sum",
+        "align",
+        "route",
+        "router",
+        "turns",
+        "digest",
+    }
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
     assert sum(height in (1, 2) for _, height in found) == 10
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]

@@ -22,7 +22,6 @@ from sapwood_worker.model.layers.mlp import GatedMLP, PlainMLP
 from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
 from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, UnitNorm, WidthNorm
 from sapwood_worker.model.layers.rotary import Angles, NoRotation, RotaryEmbedding
-from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.records.experts import ExpertMove

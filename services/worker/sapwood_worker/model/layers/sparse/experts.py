@@ -74,9 +74,10 @@ class Experts(Layer):
         stacks = wrap(self._gate_up.stack()), wrap(self._down.stack())
         self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
-        return self._sum(x, ids, weights)
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum; of one rank
+        it may be added to ``add_to`` in place, which is returned then."""
+        return self._sum(x, ids, weights, add_to)
 
     def holders(self, ids: Tensor, first: int) -> Tensor:
         """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""

@@ -55,11 +55,12 @@ class PlacedSum:
         self._group = context.parallel.ep
         self._exact = places.movable and not context.ops.groups_experts and context.parallel.expert_exchange is None
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], to be summed over the ranks."""
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], to be summed over the ranks; of one rank
+        it may be added to ``add_to`` in place, which is returned then."""
         local = self._places.local(ids)
         if not self._exact:
-            return self._sum(x, local, weights)
+            return self._sum(x, local, weights, add_to=add_to)
         each = self._sum(x.repeat_interleave(ids.shape[1], 0), local.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         parts = self._group.all_reduce(each).view(*ids.shape, -1)
         result = torch.bmm(weights.to(x.dtype).unsqueeze(1), parts).squeeze(1)

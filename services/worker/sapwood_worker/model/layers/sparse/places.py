@@ -40,7 +40,7 @@ class ExpertPlaces:
         self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=ops.device)
         self._copies = torch.ones(experts + 1, dtype=torch.int64, device=ops.device)
         self._ranks = torch.full_like(self._local, parallel.ep.size)
-        if self.movable:
+        if parallel.ep.size > 1:
             self._fill()
 
     @property
@@ -50,12 +50,9 @@ class ExpertPlaces:
 
     def local(self, ids: Tensor) -> Tensor:
         """Integers [T, k], experts, or their number for none -> slots of this rank, or their number for one elsewhere."""
-        if self.movable:
-            return self._of_turns(self._local, ids, 0)
-        if self.own.size == self.own.total:
+        if not self.movable and self.own.size == self.own.total:
             return ids
-        ids = ids - self.own.start
-        return ids.masked_fill_((ids < 0) | (ids >= self.size), self.size)
+        return self._ops.turns(self._local, self._copies, ids, 0)
 
     def holders(self, ids: Tensor, first: int) -> Tensor:
         """Integers [T, k], as for :meth:`local` -> the ranks that have the slots; the number of ranks for none.
@@ -64,13 +61,7 @@ class ExpertPlaces:
             ids: Of rows that are ``first`` and after among those that all ranks see.
             first: Rows before them.
         """
-        return self._of_turns(self._ranks, ids, first) if self.movable else ids // self.own.size
-
-    def _of_turns(self, table: Tensor, ids: Tensor, first: int) -> Tensor:
-        """What a table has of each pair, where the rows' number chooses among an expert's copies."""
-        ids = ids.long()
-        turns = torch.arange(first, first + len(ids), device=ids.device)[:, None] % self._copies[ids]
-        return table[ids, turns]
+        return self._ops.turns(self._ranks, self._copies, ids, first)
 
     def move(self, moves: Sequence[ExpertMove], tensors: Sequence[Tensor]) -> None:
         """Copies experts between slots; all ranks make the same call.

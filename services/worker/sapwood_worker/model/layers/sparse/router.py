@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.experts.routing import Routing
@@ -51,6 +50,7 @@ class Router(Layer):
         counted = self.counts if context.parallel.expert_exchange is None else torch.zeros_like(self.counts)
         joined = context.parallel.rows is not None and context.parallel.expert_exchange is None
         ranks = context.parallel.tp.size if joined else 1
+        self._logits = context.ops.router_logits(self._weight, self._bias)
         self._route = context.ops.router(routing, self._correction, counted, ranks)
 
     def slots(self) -> WeightSlots:
@@ -64,4 +64,4 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> each token's experts, integers [T, k], and their weights, float32 [T, k]."""
-        return self._route(F.linear(x.float(), self._weight, self._bias))
+        return self._route(self._logits(x))

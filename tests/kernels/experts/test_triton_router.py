@@ -1,0 +1,49 @@
+"""A router's product and the slots of what it chose, on a GPU or interpreted, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sapwood_kernels.ops.device import DeviceOps
+
+pytest.importorskip("triton", reason="Triton is not installed")
+triton_router = pytest.importorskip("sapwood_kernels.experts.triton_router")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 530])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_are_those_of_float32_for_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    x = (torch.randn(rows, 200, generator=draw) * 8).to(dtype).to(DEVICE)
+    weight = (torch.randn(20, 200, generator=draw) / 14).to(DEVICE)
+    bias = torch.randn(20, generator=draw).to(DEVICE)
+    for each in (None, bias):
+        exact = F.linear(x.double(), weight.double(), None if each is None else each.double())
+        found = triton_router.logits(x, weight, each)
+        assert found.dtype == torch.float32
+        assert (found.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
+def test_a_rows_logits_do_not_change_with_the_few_beside_it() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(16, 96, generator=draw).to(DEVICE), torch.randn(12, 96, generator=draw).to(DEVICE)
+    every = triton_router.logits(x, weight, None)
+    for row in range(16):
+        assert torch.equal(triton_router.logits(x[row : row + 1], weight, None)[0], every[row])
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_are_taken_in_turns(first: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    table, copies = torch.randint(9, (8, 4), generator=draw), torch.randint(1, 5, (8,), generator=draw)
+    ids = torch.randint(8, (70, 6), generator=draw).to(dtype)
+    expected = DeviceOps(torch.device("cpu")).turns(table, copies, ids, first)
+    assert len(set(expected.flatten().tolist())) > 5
+    assert torch.equal(
+        triton_router.turns(*(each.to(DEVICE) for each in (table, copies, ids)), first).cpu(), expected.int()
+    )

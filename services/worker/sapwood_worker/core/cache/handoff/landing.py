@@ -54,12 +54,11 @@ class DeviceRoom(Protocol):
         """Frees pages that were taken."""
         ...
 
-    def adopt(self, token_ids: array[int], namespace: bytes, filled: Callable[[int], int | None]) -> int:
+    def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
         """Shares pages that were taken, and frees those that are there already.
 
         Args:
-            token_ids: A prompt's.
-            namespace: Within which it is cached.
+            prompt: Whose they are.
             filled: The page that was filled with the prompt's page of an index; None: none was.
 
         Returns:
@@ -179,7 +178,7 @@ class Landing:
             entry = self._find(keys[index]) if index < len(keys) else None
             return None if entry is None else self._entries.pop(entry.key.hash).page
 
-        cached = self._device.room.adopt(prompt.token_ids, prompt.namespace, filled)
+        cached = self._device.room.adopt(prompt, filled)
         return not wanted or keys.index(wanted[-1]) < cached
 
     def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:

@@ -162,6 +162,11 @@ class Pulls:
         """Whether pages of this transfer were announced."""
         return ticket.transfer_id in self._announced
 
+    def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
+        """All pages of the prompt of which some were announced; none if none were."""
+        prompt = self._announced.get(ticket.transfer_id)
+        return () if prompt is None else prompt.pages
+
     def pull(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
         """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
 

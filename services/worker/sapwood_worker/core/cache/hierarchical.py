@@ -26,6 +26,7 @@ from typing import Literal
 
 import numpy as np
 
+from sapwood_worker.core.cache.handoff.adopted_pages import AdoptedPages
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.takeover import Takeover
@@ -102,8 +103,7 @@ class HierarchicalCache:
         self._rows: dict[int, _Row] = {}
         self._next = PagesToStore()
         self._during = PagesToStore()
-        # Pulled pages go to the second tier a step later, so that no first token waits for that; true: since the last step.
-        self._adopted: dict[int, bool] = {}
+        self._adopted = AdoptedPages()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
         self._given = 0
@@ -122,7 +122,7 @@ class HierarchicalCache:
 
     @property
     def _copying(self) -> bool:
-        return bool(self._next.device or self._during.device or self._loads or self._stores or self._adopted)
+        return bool(self._next.device or self._during.device or self._loads or self._stores or self._adopted.pages)
 
     def announce(self, events: KvEventLog) -> None:
         """Has ``events`` record what enters and leaves these tiers; called while they are empty."""
@@ -242,7 +242,7 @@ class HierarchicalCache:
     def adopted(self, names: Sequence[PageName], pages: PageIds) -> None:
         self._cached(names, pages, pages)
         if self._threshold == 1:
-            self._adopted.update(dict.fromkeys(pages.tolist(), True))
+            self._adopted.add(pages)
 
     def _cached(self, names: Sequence[PageName], pages: PageIds, new: PageIds) -> None:
         for page, name in zip(pages.tolist(), names, strict=False):
@@ -277,8 +277,7 @@ class HierarchicalCache:
         self.dropped(pages)
 
     def dropped(self, pages: PageIds) -> None:
-        for page in pages.tolist() if self._adopted else ():
-            self._adopted.pop(page, None)
+        self._adopted.forget(pages)
         if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
             self._fence = True
 
@@ -295,10 +294,8 @@ class HierarchicalCache:
         """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
         if not self._copying:
             return None
-        if self._adopted:
-            due = [page for page, new in self._adopted.items() if not new]
-            self._adopted = {page: False for page, new in self._adopted.items() if new}
-            self._store(np.array(due, np.int32))
+        if self._adopted.pages:
+            self._store(self._adopted.take())
         store, loads, started = self._next, self._loads, self._started
         self._next, self._loads, self._started = PagesToStore(), [], []
         fence, self._fence = self._fence, False
@@ -372,7 +369,7 @@ class HierarchicalCache:
         """Has those of ``pages``, which are the tree's, copied that the second tier lacks and that no window has lost."""
         for window in self._windows:
             pages = pages[window.beside(pages) >= 0]
-        place = {self._name(page).key: page for page in pages.tolist() if page not in self._adopted}
+        place = {self._name(page).key: page for page in pages.tolist() if page not in self._adopted.pages}
         wanted = [self._name(page) for key, page in place.items() if not self.host.has(key)]
         reserved = self.host.reserve(wanted)
         self.counters.no_room += len(wanted) - len(reserved)

@@ -27,7 +27,7 @@ from sapwood_worker.core.cache.storage.record import verify
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
-_BATCH = 128
+_BATCH = 256
 """A GPU's copy engines carry hundreds of GB/s: what a read takes is its questions and answers."""
 _THROUGH_HOST = 16
 """Pages at a time that the source's device does not have any more: of these the host's memory holds a copy on the way."""
@@ -133,12 +133,12 @@ class Landing:
         mover: Reads.
 
     Attributes:
-        batch: Pages of a read.
+        batch, early_reads: As :class:`~sapwood_worker.core.cache.handoff.pulls.Ground` has it.
         num_pages, page_bytes: The arguments.
         parts: Counts what came of pages before all of their layers were computed.
     """
 
-    batch = _BATCH
+    batch, early_reads = _BATCH, 1
 
     def __init__(
         self, device: LandingDevice, num_pages: int, page_bytes: int, fingerprint: bytes, mover: DeviceMover

@@ -6,7 +6,8 @@ For each length of prompt (random tokens, dummy weights), medians over ``--repea
 time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
 and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a pair takes
 to the second token than one worker, ``cached_first_ms`` how long the decode worker takes to a token after a prompt that it has,
-``same_answers`` how many were what the prefill worker generates itself, and ``pull...`` what the decode worker counted. Prints
+``same_answers`` how many were what the prefill worker generates itself, ``same_pages`` how many of some pages of the last prompt
+are the same in both, byte by byte, and ``pull...`` what the decode worker counted. Prints
 one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or ``--worker-module
 sapwood_testing.worker.fake_worker``.
 """
@@ -37,7 +38,11 @@ from serving_load.services import Service, gpus_of_pair
 from serving_load.synthetic_model import write_model
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+from sapwood_worker.records.handoff import HandoffTicket
 
+_COMPARED = 64
 REAL_WORKER = "sapwood_worker"
 
 
@@ -108,6 +113,27 @@ class Pair:
         assert one.ticket is not None
         one.ticket.source = "127.0.0.1" + one.ticket.source
         return one, ask(self.decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
+
+
+def same_pages(prefill: Any, decode: Any, prompt: Sequence[int], page_bytes: int) -> str:
+    """How many of some pages of a prompt are the same, byte by byte, in the host memory of the worker that has computed them and
+    in that of the one that has pulled them, where they come from its GPU."""
+    contents: list[list[bytes]] = []
+    decode.SetRole(worker_pb2.SetRoleRequest(role=worker_pb2.WORKER_ROLE_PREFILL), timeout=60)
+    for stub in (prefill, decode):
+        said = ask(stub, prompt, hand_off=True).ticket
+        assert said is not None
+        places = list(zip(said.places, said.place_epochs, strict=True))
+        known = said.transfer_id, "127.0.0.1" + said.source, said.epoch, said.fingerprint
+        ticket = HandoffTicket(*known, list(said.page_hashes), places, said.lease_ms)
+        indices = range(0, len(places), max(1, len(places) // _COMPARED))
+        buffers = [memoryview(bytearray(HEADER_BYTES + page_bytes)) for _ in indices]
+        had = TcpMover().read(ticket, indices, buffers)
+        contents.append(
+            [bytes(buffer[HEADER_BYTES:]) if there else b"" for there, buffer in zip(had, buffers, strict=True)]
+        )
+    decode.SetRole(worker_pb2.SetRoleRequest(role=worker_pb2.WORKER_ROLE_DECODE), timeout=60)
+    return f"{sum(one == two != b'' for one, two in zip(*contents, strict=True))} of {len(contents[0])}"
 
 
 class Counters:
@@ -190,6 +216,7 @@ def measure(
                 "pages": 0 if pairs[-1][0].ticket is None else len(pairs[-1][0].ticket.page_hashes),
                 **{name: round(1000 * value, 2) for name, value in seconds.items()},
                 "same_answers": sum(one == two[: len(one)] for one, two in zip(again, answers, strict=True)),
+                "same_pages": same_pages(one, other, prompts[-1], pulled["pulled_bytes"] // pulled["pulled_pages"]),
                 **pulled,
             }
 

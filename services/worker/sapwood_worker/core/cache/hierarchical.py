@@ -26,6 +26,7 @@ from typing import Literal
 
 import numpy as np
 
+from sapwood_worker.core.cache.handoff.adopted_pages import AdoptedPages
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.takeover import Takeover
@@ -102,8 +103,7 @@ class HierarchicalCache:
         self._rows: dict[int, _Row] = {}
         self._next = PagesToStore()
         self._during = PagesToStore()
-        # Pulled pages go to the second tier a step later, so that no first token waits while their copies are launched.
-        self._adopted: dict[int, None] = {}
+        self._adopted = AdoptedPages()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
         self._given = 0
@@ -122,7 +122,7 @@ class HierarchicalCache:
 
     @property
     def _copying(self) -> bool:
-        return bool(self._next.device or self._during.device or self._loads or self._stores or self._adopted)
+        return bool(self._next.device or self._during.device or self._loads or self._stores or self._adopted.pages)
 
     def announce(self, events: KvEventLog) -> None:
         """Has ``events`` record what enters and leaves these tiers; called while they are empty."""
@@ -150,6 +150,8 @@ class HierarchicalCache:
         if storage is None and pulls is None:
             return False
         chain = PageChain(namespace, self._page_size)
+        if ticket is not None and pulls is not None:
+            chain.resume(pulls.announced_pages(ticket), token_ids)
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[cached:])
         self.host.touch(found)
@@ -179,7 +181,7 @@ class HierarchicalCache:
             fetched = self.storage.arrivals.settle(serial)
         if self._given:
             self._started.append(CacheLoad(serial, self._given, *(fetched or ())))
-            self._given = 0
+        self._given = 0
 
     def poll(self) -> list[int]:
         """Takes what the third tier and other workers have done; returns the requests that need not wait for them any longer.
@@ -197,7 +199,7 @@ class HierarchicalCache:
             time.sleep(seconds)
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
-        known = [self._name(page) for page in pages.tolist()]
+        known = list(map(self._name, pages.tolist()))
         chain = PageChain(namespace, self._page_size, list(known))
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[len(known) :])
@@ -237,14 +239,12 @@ class HierarchicalCache:
         if self._threshold == 1:
             self._store(new)
 
-    def adopted(self, token_ids: array[int], namespace: bytes, start: int, pages: PageIds) -> None:
-        chain = PageChain(namespace, self._page_size)
-        chain.extend(token_ids, (start + len(pages)) * self._page_size)
-        self._cached(chain.pages[start:], pages, pages)
+    def adopted(self, names: Sequence[PageName], pages: PageIds) -> None:
+        self._cached(names, pages, pages)
         if self._threshold == 1:
-            self._adopted.update(dict.fromkeys(pages.tolist()))
+            self._adopted.add(pages)
 
-    def _cached(self, names: list[PageName], pages: PageIds, new: PageIds) -> None:
+    def _cached(self, names: Sequence[PageName], pages: PageIds, new: PageIds) -> None:
         for page, name in zip(pages.tolist(), names, strict=False):
             self._names[page] = name
         self._wanted[new] = 1
@@ -277,8 +277,7 @@ class HierarchicalCache:
         self.dropped(pages)
 
     def dropped(self, pages: PageIds) -> None:
-        for page in pages.tolist() if self._adopted else ():
-            self._adopted.pop(page, None)
+        self._adopted.forget(pages)
         if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
             self._fence = True
 
@@ -295,16 +294,14 @@ class HierarchicalCache:
         """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
         if not self._copying:
             return None
-        store, self._next = self._next, PagesToStore()
-        loads, self._loads = self._loads, []
-        started, self._started = self._started, []
+        if self._adopted.pages:
+            self._store(self._adopted.take())
+        store, loads, started = self._next, self._loads, self._started
+        self._next, self._loads, self._started = PagesToStore(), [], []
         fence, self._fence = self._fence, False
         self.counters.fences += fence
         stored = self._begin(store)
         during, self._during = self._begin(self._during), PagesToStore()
-        if self._adopted:
-            self._store(np.array(list(self._adopted), np.int32))
-            self._adopted.clear()
         loaded = None
         if loads:
             device = np.concatenate([pages for pages, _ in loads], 1)
@@ -372,8 +369,8 @@ class HierarchicalCache:
         """Has those of ``pages``, which are the tree's, copied that the second tier lacks and that no window has lost."""
         for window in self._windows:
             pages = pages[window.beside(pages) >= 0]
-        place = {self._name(page).key: page for page in pages.tolist()}
-        wanted = [self._name(page) for page in pages.tolist() if not self.host.has(self._name(page).key)]
+        place = {self._name(page).key: page for page in pages.tolist() if page not in self._adopted.pages}
+        wanted = [self._name(page) for key, page in place.items() if not self.host.has(key)]
         reserved = self.host.reserve(wanted)
         self.counters.no_room += len(wanted) - len(reserved)
         for entry in reserved:

@@ -17,7 +17,7 @@ from sapwood_worker.core.cache.eviction import EvictionQueue, least_recently_use
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_allocator import CACHE, TRANSFER, PageAllocator
 from sapwood_worker.core.cache.page_key import PageKey, PageName
-from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
+from sapwood_worker.records.kv_events import BlockRemoved
 
 
 @dataclass(slots=True, eq=False)
@@ -172,9 +172,8 @@ class HostPages:
             assert not entry.ready
             entry.ready, entry.coming = True, False
             self._offer(entry)
-            if self._events is not None:
-                name = entry.name
-                self._events.add(BlockStored(name.key.hash, name.parent, name.token_ids, "CPU_TIER1", name.lora))
+        if self._events is not None:
+            self._events.stored((entry.name for entry in entries), "CPU_TIER1")
 
     def abandon(self, entries: Sequence[HostPage]) -> None:
         """Frees reserved entries whose content did not come; nobody writes to their pages any more."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom
 from sapwood_worker.core.cache.page_allocator import PageIds
+from sapwood_worker.core.cache.page_key import PageName
 from sapwood_worker.core.cache.window_pages import WindowPages
 
 
@@ -65,8 +66,8 @@ class LowerTiers(Protocol):
         """Frees what is kept for a row that ends."""
         ...
 
-    def adopted(self, token_ids: array[int], namespace: bytes, start: int, pages: PageIds) -> None:
-        """Notes that the pages of a prompt from page ``start`` on are cached now, as ``pages``, filled from elsewhere."""
+    def adopted(self, names: Sequence[PageName], pages: PageIds) -> None:
+        """Notes that ``pages``, filled from elsewhere, are cached now, and what they hold."""
         ...
 
     def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int], room: DeviceRoom) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -55,6 +56,13 @@ class PageChain:
     def keys(self) -> list[PageKey]:
         """The keys of all pages so far."""
         return [page.key for page in self.pages]
+
+    def resume(self, known: Sequence[PageName], token_ids: array[int]) -> None:
+        """Takes over what another chain has made, if it was of this sequence; called while there are no pages."""
+        self.extend(token_ids, self._page_size)
+        content = b"".join(page.token_ids for page in known)
+        if known and self.pages and known[0].key == self.pages[0].key and token_ids.tobytes().startswith(content):
+            self.pages = list(known)
 
     def extend(self, token_ids: array[int], end: int) -> None:
         """Adds the full pages among the sequence's first ``end`` tokens that are still missing."""

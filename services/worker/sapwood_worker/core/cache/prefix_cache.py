@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.core.cache.eviction import EvictionName
+from sapwood_worker.core.cache.handoff.landing import Prompt
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.lower_tiers import LowerTiers
 from sapwood_worker.core.cache.page_allocator import (
@@ -165,21 +166,20 @@ class PrefixCache:
         self._allocator.free(pages, TRANSFER)
         self.taken.difference_update(pages)
 
-    def adopt(self, token_ids: array[int], namespace: bytes, filled: Callable[[int], int | None]) -> int:
+    def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
         """Shares pages that were taken and filled; as :class:`~sapwood_worker.core.cache.handoff.landing.DeviceRoom`."""
-        match = self._tree.match(self._key(token_ids, 0, len(token_ids)), namespace)
-        start = end = len(match.pages)
+        match = self._tree.match(self._key(prompt.token_ids, 0, len(prompt.token_ids)), prompt.namespace)
         pages: list[int] = []
-        while (page := filled(end)) is not None:
+        while (page := filled(len(match.pages) + len(pages))) is not None:
             pages.append(page)
-            end += 1
+        start, end = len(match.pages), len(match.pages) + len(pages)
         if pages:
             new, size = np.array(pages, np.int32), self._page_size
-            self._tree.insert(match.node, self._key(token_ids, start * size, end * size), new)
+            self._tree.insert(match.node, self._key(prompt.token_ids, start * size, end * size), new)
             self._allocator.move(new, TRANSFER, CACHE)
             self.taken.difference_update(pages)
             if self._below is not None:
-                self._below.adopted(token_ids, namespace, start, new)
+                self._below.adopted(prompt.pages[start:end], new)
         return end
 
     def _allocate(self, count: int, owner: int) -> PageIds:

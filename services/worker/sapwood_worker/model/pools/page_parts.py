@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-
-_NAP_SECONDS = 2e-4
 
 Ranges = list[tuple[int, int]]
 """Bytes of a page's content: where each run begins and ends."""
 
 
 class PageParts:
-    """The pages that one step fills. The step's thread tells, others wait."""
+    """The pages that one step fills. The step's side tells, others wait."""
 
     def __init__(self) -> None:
         self._told = threading.Condition()
-        self._groups: list[Callable[[], bool]] = []
+        self._groups = 0
 
-    def reached(self, is_there: Callable[[], bool]) -> None:
-        """One more group of layers is in each page once ``is_there``, which any thread may call, says so."""
+    def reached(self) -> None:
+        """One more group of layers is in each page. For any thread."""
         with self._told:
-            self._groups.append(is_there)
+            self._groups += 1
             self._told.notify_all()
 
     def beyond(self, known: int, seconds: float) -> int:
-        """How many groups are there: more than ``known``, unless for so many seconds there were none."""
-        until = time.monotonic() + seconds
-        while True:
-            with self._told:
-                told = self._told.wait_for(lambda: len(self._groups) > known, until - time.monotonic())
-                groups = self._groups[known:]
-            found = known + next((number for number, is_there in enumerate(groups) if not is_there()), len(groups))
-            if found > known or not told or time.monotonic() >= until:
-                return found
-            time.sleep(_NAP_SECONDS)  # the device is on its way there
+        """How many groups are there: more than ``known``, unless for so many seconds there were none. For any thread."""
+        with self._told:
+            self._told.wait_for(lambda: self._groups > known, seconds)
+            return self._groups
 
 
 class PartsOfPages:

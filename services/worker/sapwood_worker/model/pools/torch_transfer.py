@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
 import weakref
 from collections import deque
@@ -47,7 +50,7 @@ class _During:
         device: The device pool.
         host: The host pool.
         copy: The pages.
-        copy_layers: Copies some layers of them, once all that was queued is computed; returns what says that they are there.
+        copy_layers: Copies some layers of them, once all that was queued is computed; returns what returns once they are there.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class _During:
         device: DevicePool,
         host: HostPool,
         copy: PageCopy,
-        copy_layers: Callable[[Sequence[int]], Callable[[], bool]],
+        copy_layers: Callable[[Sequence[int]], Callable[[], object]],
     ) -> None:
         self.copy = copy
         self._device = device
@@ -63,6 +66,9 @@ class _During:
         self._copy_layers = copy_layers
         self._groups = deque(layer_groups(tuple(device.pages), _GROUPS))
         self._parts = host.parts.begin(copy.host.tolist())
+        self._queued: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # Not the threads that answer reads: who looks again and again takes Python's lock from the one that launches the step.
+        threading.Thread(target=self._watch, name="page parts", daemon=True).start()
         device.watched(self.come_to)
 
     def come_to(self, layer: int) -> None:
@@ -75,13 +81,20 @@ class _During:
         self._device.watched(None)
         while self._groups and not failed:
             self._next()
+        self._queued.put(None)
 
     def end(self) -> None:
         """All is there, or will not be."""
         self._host.parts.end(self.copy.host.tolist(), self._parts)
 
     def _next(self) -> None:
-        self._parts.reached(self._copy_layers(self._groups.popleft()))
+        self._queued.put(self._copy_layers(self._groups.popleft()))
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the device has failed, as the step's thread will see
+            while (wait := self._queued.get()) is not None:
+                wait()
+                self._parts.reached()
 
 
 def _set_groups(device: DevicePool, host: HostPool) -> None:
@@ -128,9 +141,9 @@ class CpuTransfer:
             self._load_seconds += self._copy(copies.load, reference.load_pages, self._layers)
         if (copy := copies.during) is not None:
 
-            def copy_layers(layers: Iterable[int]) -> Callable[[], bool]:
+            def copy_layers(layers: Iterable[int]) -> Callable[[], object]:
                 self._store_seconds += self._copy(copy, reference.store_pages, layers)
-                return lambda: True
+                return lambda: None
 
             self._during = _During(self._device, self._host, copy, copy_layers)
 
@@ -216,7 +229,7 @@ class CudaTransfer:
         with torch.cuda.stream(self._stores):
             store_layers = self._storer.layer_storer(copy)
 
-        def copy_layers(layers: Sequence[int]) -> Callable[[], bool]:
+        def copy_layers(layers: Sequence[int]) -> Callable[[], object]:
             nonlocal begin
             self._stores.wait_stream(computing)
             with torch.cuda.stream(self._stores):
@@ -225,7 +238,7 @@ class CudaTransfer:
                 end = self._mark(self._stores)
             if layers[-1] == self._last_layer:
                 self._running.append((copy.number, begin, end))
-            return end.query
+            return end.synchronize
 
         self._during = _During(self._device, self._host, copy, copy_layers)
 
@@ -258,7 +271,7 @@ class CudaTransfer:
         )
 
     def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 

@@ -25,12 +25,12 @@ class HostGround:
         mover: Reads.
 
     Attributes:
-        batch: Pages of a read.
+        batch, early_reads: As :class:`~sapwood_worker.core.cache.handoff.pulls.Ground` has it.
         page_bytes: Bytes of a page's content.
         parts: Counts what came of pages before all of their layers were computed.
     """
 
-    batch = _BATCH
+    batch, early_reads = _BATCH, 4
 
     def __init__(self, host: HostPages, pool: HostPool, fingerprint: bytes, mover: PageMover) -> None:
         self.page_bytes = pool.object_bytes

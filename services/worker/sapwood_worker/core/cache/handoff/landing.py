@@ -27,7 +27,7 @@ from sapwood_worker.core.cache.storage.record import verify
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
-_BATCH = 128
+_BATCH = 256
 """A GPU's copy engines carry hundreds of GB/s: what a read takes is its questions and answers."""
 _THROUGH_HOST = 16
 """Pages at a time that the source's device does not have any more: of these the host's memory holds a copy on the way."""
@@ -54,12 +54,11 @@ class DeviceRoom(Protocol):
         """Frees pages that were taken."""
         ...
 
-    def adopt(self, token_ids: array[int], namespace: bytes, filled: Callable[[int], int | None]) -> int:
+    def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
         """Shares pages that were taken, and frees those that are there already.
 
         Args:
-            token_ids: A prompt's.
-            namespace: Within which it is cached.
+            prompt: Whose they are.
             filled: The page that was filled with the prompt's page of an index; None: none was.
 
         Returns:
@@ -134,12 +133,12 @@ class Landing:
         mover: Reads.
 
     Attributes:
-        batch: Pages of a read.
+        batch, early_reads: As :class:`~sapwood_worker.core.cache.handoff.pulls.Ground` has it.
         num_pages, page_bytes: The arguments.
         parts: Counts what came of pages before all of their layers were computed.
     """
 
-    batch = _BATCH
+    batch, early_reads = _BATCH, 1
 
     def __init__(
         self, device: LandingDevice, num_pages: int, page_bytes: int, fingerprint: bytes, mover: DeviceMover
@@ -179,7 +178,7 @@ class Landing:
             entry = self._find(keys[index]) if index < len(keys) else None
             return None if entry is None else self._entries.pop(entry.key.hash).page
 
-        cached = self._device.room.adopt(prompt.token_ids, prompt.namespace, filled)
+        cached = self._device.room.adopt(prompt, filled)
         return not wanted or keys.index(wanted[-1]) < cached
 
     def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:

@@ -31,8 +31,6 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 READS = 16
 """Reads at a time."""
-EARLY_READS = 4
-"""Of pages that are announced together: each may last as long as the source computes them."""
 PATIENCE_SECONDS = 5.0
 """How long a request waits for its pages. A source that is gone is noticed sooner, by the mover."""
 
@@ -90,11 +88,13 @@ class Ground(ArrivalPages, Protocol):
 
     Attributes:
         batch: Pages of a read.
+        early_reads: Reads of pages that are announced together: each may last as long as the source computes them.
         page_bytes: Bytes of a page's content.
         parts: Counts what came of pages before all of their layers were computed.
     """
 
     batch: int
+    early_reads: int
     page_bytes: int
     parts: PartCount
 
@@ -162,6 +162,11 @@ class Pulls:
         """Whether pages of this transfer were announced."""
         return ticket.transfer_id in self._announced
 
+    def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
+        """All pages of the prompt of which some were announced; none if none were."""
+        prompt = self._announced.get(ticket.transfer_id)
+        return () if prompt is None else prompt.pages
+
     def pull(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
         """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
 
@@ -228,7 +233,7 @@ class Pulls:
         index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
         each = self._ground.batch
         if pull.early:
-            each = max(each, min(-(-len(entries) // EARLY_READS), ARRIVING_PAGES))
+            each = max(each, min(-(-len(entries) // self._ground.early_reads), ARRIVING_PAGES))
         for start in range(0, len(entries), each):
             batch = entries[start : start + each]
             self._due.append((pull, ticket, [index_of[entry.key.hash] for entry in batch], batch))

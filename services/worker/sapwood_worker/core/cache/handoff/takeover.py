@@ -5,6 +5,8 @@ All pages of a transfer go one way. Those of which the second tier has the begin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sapwood_worker.core.cache.handoff.landing import Landing, Prompt
 from sapwood_worker.core.cache.handoff.pulls import Pulls
 from sapwood_worker.core.cache.page_key import PageName
@@ -68,6 +70,10 @@ class Takeover:
         """
         device = self._suited(ticket, pages, cached, found)
         (self.host if device is None else device[1]).announced(ticket, pages, cached)
+
+    def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
+        """All pages of the prompt of which some were announced; none if none were."""
+        return next(filter(None, (each.announced_pages(ticket) for each in self._both)), ())
 
     def settle(self, serial: int) -> tuple[int, float, float] | None:
         """A request has started or ended; returns as :meth:`Arrivals.settle`."""

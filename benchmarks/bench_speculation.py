@@ -234,6 +234,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--attention-backend", default="auto", help="triton needs no compiler of FlashInfer's")
     parser.add_argument("--max-running", type=int, default=64, help="Also the most positions of a step [default: 64]")
     parser.add_argument("--threads", type=int, default=0, help="On the CPU [default: all cores]")
     parser.add_argument("--workloads", default="copy,again,new,dial 0.8", help="[default: %(default)s]")
@@ -262,6 +263,7 @@ def main() -> None:
         model_path=model,
         load_format="dummy" if arguments.dummy else "auto",
         device=arguments.device,
+        attention_backend=arguments.attention_backend,
         dtype=arguments.dtype,
         threads=arguments.threads or None,
         context_length=8192,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood_worker.model.runner.drafts.follow_up import FollowUp
+from sapwood_worker.model.runner.graphs.cuda_graph import DecodeResult
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.launched_step import LaunchedStep
@@ -36,8 +38,8 @@ class DraftingRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch_chain(self, first: Step, wanted: IntArray) -> DraftedTokens | None:
-        """Begins a step and decodes that follow each other, each of the likeliest tokens of the one before, where the host need
-        not prepare them one by one.
+        """Begins a step and decodes that follow each other, each of the tokens of the one before, where the host need not wait
+        for any of them.
 
         Args:
             first: Samples a token of each of P requests; their pages reach to the last decode's.
@@ -49,7 +51,7 @@ class DraftingRunner(ModelRunner):
         """
         for entry in first.entries:
             self._enter(entry)
-        if self._graphs is None or not self._sampler.greedy(first.rows):
+        if self._graphs is None:
             return None
         begun, one = self.ops.moment(), np.ones(len(first.rows), np.int64)
         decodes = replace(first, starts=first.starts + first.counts, counts=one, token_ids=-one, entries=())
@@ -62,7 +64,18 @@ class DraftingRunner(ModelRunner):
             latest = self._last_tokens.index_select(0, self.ops.to_device(first.rows))
         else:
             latest = taken.tokens
-        return DraftedTokens([latest, *self._graphs.chain(rows, wanted)], self.ops, begun)
+        choose = None if self._sampler.greedy(first.rows) else self._chooser(decodes)
+        return DraftedTokens([latest, *self._graphs.chain(rows, wanted, choose)], self.ops, begun)
+
+    def _chooser(self, decodes: Step) -> Callable[[int, DecodeResult], Tensor]:
+        """Draws as many positions after these decodes as it is told, from what came of them there."""
+        at = Positions.of(decodes)
+
+        def choose(place: int, result: DecodeResult) -> Tensor:
+            there = replace(at, positions=at.positions + place)
+            return self._sampler.sample(result.logits, decodes, there, result.greedy).tokens
+
+        return choose
 
     @torch.inference_mode()
     def follow(self, step: Step, rows: DecodeRows, tokens: Tensor) -> None:

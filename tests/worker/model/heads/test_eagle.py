@@ -214,6 +214,31 @@ def test_checks_follow_drafts_and_the_head_follows_checks_before_the_host_knows_
     assert load.drafted_tokens > load.accepted_tokens > 15
 
 
+def test_a_head_that_fails_behind_a_check_is_not_asked_there_again(
+    tiny_model: Any, trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model("llama").path
+    plain, runner = build_runner(options(path)), build_headed_runner(options(path), trained)
+    assert isinstance(runner.draft, DraftingRunner)
+    with_graphs(runner, [8, 32])
+    graphs = with_graphs(runner.draft, [8, 32])
+    compute = graphs.run
+
+    def failing(*given: Any, **more: Any) -> Any:
+        if more.get("late") is not None:
+            raise RuntimeError("out of memory")
+        return compute(*given, **more)
+
+    graphs.run = failing  # type: ignore[method-assign]
+    scheduler = scheduler_of(runner, "eagle")
+    found = run(scheduler, runner, True, greedy_ones())
+    assert_alike(found, run(scheduler_of(plain), plain, False, greedy_ones()))
+    assert scheduler.load().accepted_tokens > 10 and runner.draft.taken == 0
+    assert [record.message for record in caplog.records if record.exc_info] == [
+        "the head failed behind a check; it computes nothing there any more"
+    ]
+
+
 def test_tokens_are_those_without_a_head_and_some_of_what_it_says_is_right(
     tiny_model: Any, trained: Path, store: GrammarStore
 ) -> None:

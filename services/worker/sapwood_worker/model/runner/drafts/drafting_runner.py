@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens
 from sapwood_worker.records.step import DeferredStep, IntArray, Step
 
+logger = logging.getLogger(__name__)
+
 
 class DraftingRunner(ModelRunner):
     """A runner whose model drafts for another one, on the same rows of the page table.
@@ -34,6 +37,7 @@ class DraftingRunner(ModelRunner):
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self.taken = 0
+        self._follows = True
         self._followed: FollowUp | None = None
 
     @torch.inference_mode()
@@ -79,11 +83,16 @@ class DraftingRunner(ModelRunner):
 
     @torch.inference_mode()
     def follow(self, step: Step, rows: DecodeRows, tokens: Tensor) -> None:
-        if self._shifted is None or self._graphs is None or len(tokens) > self._graphs.largest:
+        if self._shifted is None or not self._follows or self._graphs is None or len(tokens) > self._graphs.largest:
             return
         nowhere = np.full(len(tokens), self._pool.scratch_slots()[0])
         late = self._graphs.columns[: len(tokens)], tokens
-        result = self._graphs.run(replace(rows, left=nowhere), late=late)
+        try:
+            result = self._graphs.run(replace(rows, left=nowhere), late=late)
+        except Exception:  # the check itself is on its way
+            logger.exception("the head failed behind a check; it computes nothing there any more")
+            self._follows = False
+            return
         self._followed = FollowUp(step.rows, step.starts, step.counts, result)
 
     def forget(self) -> None:

@@ -172,7 +172,7 @@ def test_checks_follow_drafts_and_the_head_follows_checks_before_the_host_knows_
 
     def asked() -> list[Request]:
         ends = [(stopped[at],) if at in stopped else () for at in range(8)]
-        changes = [{"stop_token_ids": end} for end in ends]
+        changes: list[dict[str, Any]] = [{"stop_token_ids": end} for end in ends]
         changes += [{"temperature": 0.7, "seed": 4}, {"logprobs": 2}, {"repetition_penalty": 1.2, "max_tokens": 6}]
         return [Request(at, f"g{at}", PROMPTS[at % 8], replace(GREEDY, **change)) for at, change in enumerate(changes)]
 

@@ -14,12 +14,12 @@ Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
   the dial's, as made-up weights agree on nothing
 - ``itself`` drafts whatever the draft model says, whatever steps cost: with the model itself all of it must be right
 
-Prints a JSON object a line: tokens/s without and with drafts, the median of their ratio over the rounds, the ratio of the round
-before, in which it learns what steps take (``first``), the share of drafted tokens that were accepted, the share of answers that
-are the same, and the time of a step (by requests, and by requests:positions, rounded up, where drafts were checked) with that of
-making drafts in it; and ``parts_ms``: of the step loop's own time, by the tokens of the longest draft (0: none; off: of the steps
-without drafts), the medians of planning, making the draft (launching it, where it stays on the device), launching and waiting for
-the result, and how many steps.
+Prints a JSON object a line: on a GPU first what replays of the graphs of the model and of what drafts take; then tokens/s without
+and with drafts, the median of their ratio over the rounds, the ratio of the round before, in which it learns what steps take
+(``first``), the share of drafted tokens that were accepted, the share of answers that are the same, and the time of a step (by
+requests, and by requests:positions, rounded up, where drafts were checked) with that of making drafts in it; and ``parts_ms``: of
+the step loop's own time, by the tokens of the longest draft (0: none; off: of the steps without drafts), the medians of planning,
+making the draft (launching it, where it stays on the device), launching and waiting for the result, and how many steps.
 """
 
 from __future__ import annotations
@@ -234,6 +234,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--attention-backend", default="auto", help="triton needs no compiler of FlashInfer's")
     parser.add_argument("--max-running", type=int, default=64, help="Also the most positions of a step [default: 64]")
     parser.add_argument("--threads", type=int, default=0, help="On the CPU [default: all cores]")
     parser.add_argument("--workloads", default="copy,again,new,dial 0.8", help="[default: %(default)s]")
@@ -262,6 +263,7 @@ def main() -> None:
         model_path=model,
         load_format="dummy" if arguments.dummy else "auto",
         device=arguments.device,
+        attention_backend=arguments.attention_backend,
         dtype=arguments.dtype,
         threads=arguments.threads or None,
         context_length=8192,
@@ -276,9 +278,29 @@ def main() -> None:
     else:
         runner = build_drafted_runner(options, dataclasses.replace(options, model_path=arguments.draft))
     beside = build_runner(options) if arguments.duel else None
+    if runner.asynchronous:
+        draft = {} if runner.draft is None else graph_times(runner.draft)
+        print(json.dumps({"graphs_ms": graph_times(runner), "draft_graphs_ms": draft}), flush=True)
     for workload, own in cases:
         for batch in own:
             measure(runner, beside, workload, batch, arguments, None if arguments.model else model)
+
+
+def graph_times(runner: ModelRunner) -> dict[str, float]:
+    """Milliseconds of the device for a replay of a runner's decode graphs, by their rows, over one key each."""
+    graphs, times = runner._graphs, {}
+    for size in (1, 2, 4, 8, 16, 32):
+        if graphs is None or size not in graphs._captured:
+            continue
+        replay = graphs._captured[size].graph.replay
+        replay()
+        begun = runner.ops.moment()
+        for _ in range(20):
+            replay()
+        ended = runner.ops.moment()
+        runner.ops.to_host([runner._last_tokens]).wait()
+        times[str(size)] = round(ended.seconds_since(begun) / 20 * 1000, 3)
+    return times
 
 
 def measure(

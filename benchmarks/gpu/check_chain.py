@@ -64,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Folder with a Llama's config.json.")
     parser.add_argument("--layers", type=int, help="Keep so many [default: all]")
+    parser.add_argument("--attention-backend", default="auto", help="triton needs no compiler of FlashInfer's")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     config = json.loads((arguments.model / "config.json").read_text())
@@ -74,7 +75,8 @@ def main() -> int:
     walk()
     model = untied(folder)
     options = RunnerOptions(
-        model_path=model, load_format="dummy", device=arguments.device, context_length=4096, max_running=32,
+        model_path=model, load_format="dummy", device=arguments.device,
+        attention_backend=arguments.attention_backend, context_length=4096, max_running=32,
         max_step_tokens=2048, kv_cache_bytes=2**30 if arguments.device == "cuda" else 2**26,
     )  # fmt: skip
     runner = build_headed_runner(options, eagle_head(model))

@@ -48,6 +48,7 @@ def logits(runner: ModelRunner, step: Step) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
+    parser.add_argument("--attention-backend", default="auto", help="triton needs no compiler of FlashInfer's")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument(
@@ -56,7 +57,8 @@ def main() -> None:
     arguments = parser.parse_args()
     runner = build_runner(
         RunnerOptions(
-            model_path=arguments.model, load_format="dummy", device=arguments.device, dtype=arguments.dtype,
+            model_path=arguments.model, load_format="dummy", device=arguments.device,
+            attention_backend=arguments.attention_backend, dtype=arguments.dtype,
             context_length=4096, max_running=64, max_step_tokens=4096, num_pages=16 * 256 + 1,
         )
     )  # fmt: skip

@@ -87,7 +87,7 @@ def build(folder: Path, place: Place, device: str) -> ModelRunner:
     """A rank's runner, as a worker makes it."""
     config = WorkerConfig(
         model=str(folder / "model"), speculate=f"eagle:{folder / 'head'}", device=device, tensor_parallel=place.size,
-        num_pages=256, max_running=16, threads=1,
+        num_pages=256, max_running=16, threads=1, attention_backend="auto" if device == "cpu" else "triton",
     )  # fmt: skip
     runner = make_runner(config, place)
     assert isinstance(runner, ModelRunner)

@@ -225,6 +225,7 @@ class FakeRunner:
             self._transfer.start(step.copies)
         for entry in step.entries:
             self._entries[entry.row] = entry
+        step.settle()
         parts = self._parts(step)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
         for part in parts:

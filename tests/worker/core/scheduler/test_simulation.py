@@ -21,6 +21,7 @@ import pytest
 from sapwood_common.contract.page_hash import cache_namespace
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ResourceExhaustedError
+from sapwood_testing.drafts.chaining_runner import ChainingRunner
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.checked_tree import CheckedTree
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt, random_windows
@@ -92,6 +93,9 @@ class Simulation:
             num_pages=num_pages,
             windows=self.config.windows,
         )
+        # Where requests are greedy, it drafts in chains, whose tokens are known late.
+        self.temperature = float(random.Random(seed + 4).random() < 0.3)
+        self.draft: ChainingRunner | None = None
         drafter: ScriptedDrafter | DraftModel = ScriptedDrafter(
             lambda request: continuation(request.token_ids[: request.prompt_length], request.sampling, VOCAB),
             random.Random(seed),
@@ -102,7 +106,8 @@ class Simulation:
             alone = msgspec.structs.replace(info, windows=())
             # Some compute nothing of the first position, as heads do, and are often wrong.
             first = int(random.Random(seed + 3).random() < 0.3)
-            drafter = DraftModel(FakeRunner(alone), self.limit - 3, max(self.config.max_running, 5), first=first)
+            self.draft = ChainingRunner(alone)
+            drafter = DraftModel(self.draft, self.limit - 3, max(self.config.max_running, 5), first=first)
         self.scheduler = Scheduler(self.config, clock=lambda: self.now, drafter=drafter)
         self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
         if self.tree is not None:
@@ -186,6 +191,7 @@ class Simulation:
             max_tokens=chance.choice(self.lengths),
             stop_token_ids=tuple(chance.sample(range(VOCAB), chance.randint(0, 2))) if chance.random() < 0.3 else (),
             ignore_eos=chance.random() < 0.5,
+            temperature=self.temperature,
         )
         expires = self.now + chance.randint(0, 60) if chance.random() < self.deadline_rate else None
         pooling: Pooling = ""
@@ -365,7 +371,7 @@ def simulate(seed: int) -> tuple[Simulation, int]:
 def run_seeds(first: int, steps: int) -> dict[str, int]:
     """Runs seeds from ``first`` on until so many steps are done; what happened in them."""
     totals: dict[str, int] = dict.fromkeys(
-        ("steps", "retractions", "preemptions", "longest wait", "accepted", "rejected"), 0
+        ("steps", "retractions", "preemptions", "longest wait", "accepted", "rejected", "late"), 0
     )
     seed = first
     while totals["steps"] < steps:
@@ -377,6 +383,7 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
         load = simulation.scheduler.load()
         totals["accepted"] += load.accepted_tokens
         totals["rejected"] += load.drafted_tokens - load.accepted_tokens
+        totals["late"] += 0 if simulation.draft is None else simulation.draft.awaited
         for name, count in simulation.counts.items():
             totals[name] = totals.get(name, 0) + count
         seed += 1

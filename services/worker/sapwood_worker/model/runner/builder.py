@@ -238,9 +238,8 @@ class _Builder:
 
     def build_headed(self, folder: Path | None) -> ModelRunner:
         """The model's runner, with that of a head that drafts."""
-        page_size = self._options.page_size
+        page_size, split = self._options.page_size, self._tp.size > 1
         head: Head
-        split = self._tp.size > 1
         if folder is None:
             threads = self._options.threads or torch.get_num_threads()
             head = load_mtp(self._options.model_path, self._model, self._dtype, self._ops, threads, split=split)
@@ -251,7 +250,9 @@ class _Builder:
         features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8
         runner = self.build(layout.page_bytes + features)
         pool = DevicePool(layout, [runner.info.num_pages + _SCRATCH_PAGES], self._device, None)
-        own = replace(self._options, attention_backend="auto", shared_prefix_attention=False, parallel=Parallel())
+        # One layer's prompts are not worth waiting for FlashInfer's compilers.
+        kernels = "triton" if self._ops.captures and self._dtype != torch.float32 else "auto"
+        own = replace(self._options, attention_backend=kernels, shared_prefix_attention=False, parallel=Parallel())
         attention = AttentionBuilder(own, head, config, layout, self._dtype, self._dtype, self._ops)
         last_tokens = torch.zeros_like(self._last_tokens)
         shifted = ShiftedSteps(head.store, page_size, pool.scratch_slots()[0])

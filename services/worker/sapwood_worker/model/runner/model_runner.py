@@ -131,7 +131,7 @@ class ModelRunner:
     def launch(self, step: Step) -> LaunchedStep | DeferredStep:
         if self.draft is not None:
             self.draft.forget()
-        if step.late is not None and not (isinstance(step.late, DraftedTokens) and self._sampler.greedy(step.rows)):
+        if not isinstance(step.late, DraftedTokens) or self._sampler.looks_back(step.rows):
             step.settle()
         if self._transfer is None or step.copies is None or step.copies.during is None:
             return self._launch(step)

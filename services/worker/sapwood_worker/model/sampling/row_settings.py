@@ -103,6 +103,10 @@ class RowSettings:
         """Whether all of these rows want the likeliest token and nothing else."""
         return not self._asks[rows].any()
 
+    def looks_back(self, rows: IntArray) -> bool:
+        """Whether any of these has penalties, banned sequences or logit processors, which ask for the tokens before."""
+        return bool((self._asks[rows] & (_PENALISED | _BANNED | _PROCESSED)).any())
+
     def sampling(self, rows: IntArray, positions: IntArray) -> SamplingBatch | None:
         """The settings of those of a step's rows that are not greedy; None if all are.
 

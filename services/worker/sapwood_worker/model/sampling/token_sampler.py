@@ -81,6 +81,10 @@ class TokenSampler:
         """Whether the requests in these rows of the page table want the likeliest token and nothing else."""
         return self._settings.plain(rows)
 
+    def looks_back(self, rows: IntArray) -> bool:
+        """Whether any request in these rows of the page table has tokens chosen by those before them, too."""
+        return self._settings.looks_back(rows)
+
     def sample(self, logits: Tensor, step: Step, at: Positions, greedy: Tensor | None = None) -> SampledTokens:
         """One token for each position, without waiting for the device.
 

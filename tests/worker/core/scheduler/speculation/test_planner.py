@@ -228,3 +228,18 @@ def test_a_first_draft_of_its_length_that_compiles_ends_no_drafting(cold: float)
         planner.took(1, 1 + drafted, right, made + 5.4)
         brought, passed = brought + 1 + right, passed + made + 5.4
     assert brought / passed > 1.6 / plain
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_head_pays_from_its_first_seconds_and_one_that_is_never_right_costs_little_from_then_on(seed: int) -> None:
+    """By what an 8B takes on an H200: a check of a draft a quarter longer, a drafted token a fifteenth of a step."""
+    good, useless = (
+        VirtualWorker(
+            1, lambda row, place, right=right: right, lambda count: 1 + 0.3 * (count > 1), depth=0.066, seed=seed
+        )  # type: ignore[misc]
+        for right in (0.8, 0.0)
+    )
+    assert good.run(80) > 1.7 * good.off()
+    assert good.run(600) > 0.93 * good.best(0.8)
+    assert useless.run(200) > 0.98 * useless.off()
+    assert useless.run(200) > 0.995 * useless.off()

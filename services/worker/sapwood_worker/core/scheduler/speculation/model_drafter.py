@@ -51,7 +51,7 @@ class ChainRunner(Protocol):
     """A runner that may run decodes one after another without being asked for each."""
 
     def launch_chain(self, first: Step, wanted: IntArray) -> LateTokens | None:
-        """Begins a step and decodes that follow each other, each of the likeliest tokens of the one before.
+        """Begins a step and decodes that follow each other, each of the tokens of the one before.
 
         Args:
             first: Samples a token of each of P requests; their pages reach to the last decode's.
@@ -237,8 +237,6 @@ class ModelDrafter:
         the tokens are late then."""
         runner, wanted = self._model.runner, np.array([part.wanted - 1 for part in parts])
         if not wanted.any() or not isinstance(runner, ChainRunner):
-            return False
-        if any(part.request.sampling.temperature > 0 for part in parts):  # what is drawn is drawn step by step
             return False
         self.late = runner.launch_chain(step, wanted)
         if self.late is None:

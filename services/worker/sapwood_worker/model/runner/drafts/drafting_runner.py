@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood_worker.model.runner.drafts.follow_up import FollowUp
+from sapwood_worker.model.runner.graphs.cuda_graph import DecodeResult
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.launched_step import LaunchedStep
@@ -17,6 +20,8 @@ from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens
 from sapwood_worker.records.step import DeferredStep, IntArray, Step
+
+logger = logging.getLogger(__name__)
 
 
 class DraftingRunner(ModelRunner):
@@ -32,12 +37,13 @@ class DraftingRunner(ModelRunner):
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self.taken = 0
+        self._follows = True
         self._followed: FollowUp | None = None
 
     @torch.inference_mode()
     def launch_chain(self, first: Step, wanted: IntArray) -> DraftedTokens | None:
-        """Begins a step and decodes that follow each other, each of the likeliest tokens of the one before, where the host need
-        not prepare them one by one.
+        """Begins a step and decodes that follow each other, each of the tokens of the one before, where the host need not wait
+        for any of them.
 
         Args:
             first: Samples a token of each of P requests; their pages reach to the last decode's.
@@ -49,7 +55,7 @@ class DraftingRunner(ModelRunner):
         """
         for entry in first.entries:
             self._enter(entry)
-        if self._graphs is None or not self._sampler.greedy(first.rows):
+        if self._graphs is None:
             return None
         begun, one = self.ops.moment(), np.ones(len(first.rows), np.int64)
         decodes = replace(first, starts=first.starts + first.counts, counts=one, token_ids=-one, entries=())
@@ -62,15 +68,31 @@ class DraftingRunner(ModelRunner):
             latest = self._last_tokens.index_select(0, self.ops.to_device(first.rows))
         else:
             latest = taken.tokens
-        return DraftedTokens([latest, *self._graphs.chain(rows, wanted)], self.ops, begun)
+        choose = None if self._sampler.greedy(first.rows) else self._chooser(decodes)
+        return DraftedTokens([latest, *self._graphs.chain(rows, wanted, choose)], self.ops, begun)
+
+    def _chooser(self, decodes: Step) -> Callable[[int, DecodeResult], Tensor]:
+        """Draws as many positions after these decodes as it is told, from what came of them there."""
+        at = Positions.of(decodes)
+
+        def choose(place: int, result: DecodeResult) -> Tensor:
+            there = replace(at, positions=at.positions + place)
+            return self._sampler.sample(result.logits, decodes, there, result.greedy).tokens
+
+        return choose
 
     @torch.inference_mode()
     def follow(self, step: Step, rows: DecodeRows, tokens: Tensor) -> None:
-        if self._shifted is None or self._graphs is None or len(tokens) > self._graphs.largest:
+        if self._shifted is None or not self._follows or self._graphs is None or len(tokens) > self._graphs.largest:
             return
         nowhere = np.full(len(tokens), self._pool.scratch_slots()[0])
         late = self._graphs.columns[: len(tokens)], tokens
-        result = self._graphs.run(replace(rows, left=nowhere), late=late)
+        try:
+            result = self._graphs.run(replace(rows, left=nowhere), late=late)
+        except Exception:  # the check itself is on its way
+            logger.exception("the head failed behind a check; it computes nothing there any more")
+            self._follows = False
+            return
         self._followed = FollowUp(step.rows, step.starts, step.counts, result)
 
     def forget(self) -> None:

@@ -213,17 +213,19 @@ class DecodeGraphs:
         advances = isinstance(attention, KernelAttention) and attention.advances
         return advances and size * pages <= self._backend.most_pages
 
-    def chain(self, first: DecodeRows, wanted: IntArray) -> list[Tensor]:
-        """Computes steps one after another, each of the likeliest tokens of the one before; asynchronous, and the host waits for
-        none of them. :meth:`chains` must have said that it can.
+    def chain(
+        self, first: DecodeRows, wanted: IntArray, choose: Callable[[int, DecodeResult], Tensor] | None
+    ) -> list[Tensor]:
+        """Computes steps one after another, each of the tokens of the one before; asynchronous, and the host waits for none of
+        them. :meth:`chains` must have said that it can.
 
         Args:
             first: The decodes of the first step, with pages for all steps; their tokens are the requests' latest.
             wanted: int64 [B]: for how many steps each goes on.
+            choose: Makes tokens, int64 [B], of the result of each step, whose number from 0 it is told; None: the likeliest.
 
         Returns:
-            int64 [B] of each step: the likeliest tokens, -1 where the logits are not finite numbers; of a request that has ended
-            undefined.
+            int64 [B] of each step: the tokens, -1 where the logits are not finite numbers; of a request that has ended undefined.
         """
         count = len(first.slots)
         captured = self._captured[self._sizes[bisect_left(self._sizes, count)]]
@@ -244,9 +246,10 @@ class DecodeGraphs:
             self._inputs[:, :size].copy_(each)
             with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
                 captured.graph.replay()
-            tokens = captured.result.greedy[:count]
+            result = captured.result.first(count)
+            tokens = result.greedy.clone() if choose is None else choose(at, result)
             self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
-            found.append(tokens.clone())
+            found.append(tokens)
         return found
 
     def _plan(

@@ -46,19 +46,12 @@ class Shape(NamedTuple):
     adds: bool = False
 
 
-WHOLE = [(128, 128, 8, 4, 2, 0), (64, 128, 8, 4, 2, 0), (256, 128, 8, 3, 1, 0), (256, 128, 8, 3, 1, 1)]
 SHAPES = {
-    "qkv": Shape(6144, 4096, [(8, 1, 1, 2), (4, 1, 1, 4), (4, 2, 1, 2), (4, 2, 1, 4), (8, 2, 1, 2)], WHOLE, normed=True),
-    "o": Shape(4096, 4096, [(8, 1, 1, 2), (4, 1, 1, 4), (4, 2, 1, 2), (4, 2, 1, 4), (8, 2, 1, 2)], WHOLE, adds=True),
-    "gate_up": Shape(
-        28672, 4096, [(8, 1, 2, 2), (8, 2, 2, 2), (4, 1, 2, 2), (4, 2, 2, 2), (8, 1, 2, 1), (8, 1, 4, 1), (8, 2, 2, 1)],
-        [(256, 128, 8, 3, 1, 1), (256, 128, 8, 3, 2, 1)], normed=True, gated=True,
-    ),
-    "down": Shape(
-        4096, 14336, [(8, 1, 1, 2), (8, 2, 1, 2), (8, 2, 1, 3), (8, 2, 1, 4), (8, 1, 1, 4), (4, 2, 1, 4)],
-        [(256, 128, 8, 3, 1, 1), (128, 128, 8, 4, 2, 1)], adds=True,
-    ),
-}  # fmt: skip
+    "qkv": Shape(6144, 4096, [(4, 1, 1, 4), (4, 2, 1, 2), (8, 1, 1, 2)], [(256, 128, 8, 3, 1, 1)], normed=True),
+    "o": Shape(4096, 4096, [(4, 1, 1, 4), (4, 2, 1, 4), (8, 1, 1, 2)], [(256, 128, 8, 3, 1, 1)], adds=True),
+    "gate_up": Shape(28672, 4096, [(8, 1, 2, 2), (4, 1, 2, 2)], [(256, 128, 8, 3, 1, 1)], normed=True, gated=True),
+    "down": Shape(4096, 14336, [(4, 2, 1, 4)], [(256, 128, 8, 3, 1, 1)], adds=True),
+}
 COPIES = 8
 
 
@@ -104,6 +97,10 @@ def compile_some(part: int, parts: int) -> None:
     ]
     for shape, each in jobs[part::parts]:
         weight = weights_of(shape)[0]
+        if each == 8:
+            one(
+                triton_one.one_row, shape, drawn(1, shape.columns), weight, drawn(1, shape.rows) if shape.adds else None
+            )
         try:
             if isinstance(each, int):
                 triton_few.few_rows(drawn(each, shape.columns), weight)
@@ -121,14 +118,14 @@ def measure_row(name: str, shape: Shape, copies: list[GroupedWeight], old: Any) 
     """A row alone; the last line has the fastest."""
     x, out = drawn(1, shape.columns), drawn(1, shape.rows) if shape.adds else None
     size = sum(each.nbytes for each in (copies[0].codes, copies[0].scales, copies[0].zeros) if each is not None)
-    found: list[tuple[float, tuple[int, int, int, int]]] = []
+    found: list[tuple[float, tuple[int, int, int, int] | None]] = []
     if old is not None:
         value = microseconds([lambda each=each: one(old.one_row, shape, x, each, out) for each in copies])
         yield {"what": "one row, before", "shape": name, "us": round(value, 2), "tb_s": round(size / value / 1e6, 2)}
-    for tried in shape.ones:
-        blocks = Blocks(*tried)
+    for tried in (None, *shape.ones):  # None: as the worker takes it
+        blocks = None if tried is None else Blocks(*tried)
 
-        def product(given: Tensor, blocks: Blocks = blocks) -> Tensor:
+        def product(given: Tensor, blocks: Blocks | None = blocks) -> Tensor:
             zeros = torch.zeros(1, shape.rows, device="cuda", dtype=torch.bfloat16) if shape.adds else None
             return one(triton_one.one_row, shape, given, copies[0], zeros, blocks=blocks)
 
@@ -152,7 +149,8 @@ def measure_row(name: str, shape: Shape, copies: list[GroupedWeight], old: Any) 
             "tb_s": round(size / value / 1e6, 2),
         }  # fmt: skip
     if found:
-        yield {"what": "one row, fastest", "shape": name, "blocks": min(found)[1], "us": round(min(found)[0], 2)}
+        value, tried = min(found, key=lambda each: each[0])
+        yield {"what": "one row, fastest", "shape": name, "blocks": tried, "us": round(value, 2)}
 
 
 def measure_rows(name: str, shape: Shape, copies: list[GroupedWeight], count: int) -> dict[str, Any]:
@@ -213,7 +211,7 @@ def main() -> None:
         for line in measure_row(name, shape, copies[name], old):
             print(json.dumps(line | about), flush=True)
             if "fastest" in line["what"]:
-                best[name] = Blocks(*line["blocks"])
+                best[name] = None if line["blocks"] is None else Blocks(*line["blocks"])
     if old is not None:
         print(
             json.dumps({"what": "layer, before", "us": round(measure_layer(copies, old.one_row, {}), 2)} | about),

@@ -17,7 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-_NAMES = ("products.c", "replay.c", "signals.c", "steps.c", "strips.c", "blocks.h", "rows.h", "vectors.h")
+_NAMES = (
+    "products.c",
+    "replay.c",
+    "signals.c",
+    "steps.c",
+    "strips.c",
+    "tiles.c",
+    "blocks.h",
+    "rows.h",
+    "strips.h",
+    "vectors.h",
+)
 SOURCES = tuple(FOLDER / name for name in _NAMES)
 _STEM = "sapwood"
 _FLAGS = (

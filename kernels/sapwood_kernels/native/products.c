@@ -314,20 +314,40 @@ static int small_product(product *p, const around *with, int64_t outputs, parall
     return 0;
 }
 
-// The product with a copy of x, normed, in whole numbers. Returns 1 where there is no memory.
-static int64_t whole_product(product *p, const around *with, parallel run, unsigned threads) {
+// The product with a copy of x, normed, in whole numbers of so many digits. Returns 1 where there is no memory.
+static int64_t whole_product(product *p, const around *with, int64_t digits, int64_t outputs, parallel run, unsigned threads) {
     float normed[with->norm ? p->columns : 1];
-    p->whole = sapwood_whole_tokens(p->tokens, p->columns);
-    if (!p->whole) return 1;
-    for (int64_t t = 0; t < p->tokens; t++) {
+    float *const out = p->out, *gated = NULL;
+    const int64_t out_stride = p->out_stride;
+    if (with->gate) {
+        gated = malloc(sizeof(float) * (size_t)(p->tokens * outputs));
+        if (!gated) return 1;
+        p->out = gated, p->out_stride = outputs;
+    }
+    p->whole = sapwood_whole_tokens(p->tokens, p->columns, digits);
+    for (int64_t t = 0; p->whole && t < p->tokens; t++) {
         const float *x = p->x + p->x_stride * t;
         if (with->norm) sapwood_norm_row(x, with->norm, p->columns, with->eps, normed);
         sapwood_set_token(p->whole, t, with->norm ? normed : x);
     }
-    if (run && threads > 1) run(multiply, p, threads, 0);
-    else multiply(p);
+    if (p->whole && run && threads > 1) run(multiply, p, threads, 0);
+    else if (p->whole) multiply(p);
+    for (int64_t t = 0; p->whole && gated && t < p->tokens; t++)
+        sapwood_gate_row(gated + outputs * t, outputs / 2, with->gate, out + out_stride * t);
+    const int64_t failed = !p->whole;
     free(p->whole);
-    return 0;
+    free(gated);
+    return failed;
+}
+
+// How many digits its tokens are rounded to; 0: none, since it is computed in float32.
+static int64_t digits_of(const matrix *parts, int64_t count, int64_t tokens, int64_t gate) {
+    const int64_t digits = SAPWOOD_WHOLE && tokens ? parts[0].whole : 0;
+    if (digits != 3) return gate ? 0 : digits;
+    if (tokens <= FEWER || tokens > SMALL) return 0;
+    for (int64_t i = 0; i < count; i++)
+        if (!sapwood_takes_three_digits(parts[i].type)) return 0;
+    return digits;
 }
 
 // out[t][part.first + r] = x[t] . row r of the part, for each part, with a norm before and a gate after for at most SMALL tokens.
@@ -343,7 +363,8 @@ EXPORT int64_t sapwood_gguf_multiply(
     product p = {parts, tokens, columns, x, x_stride, out, out_stride, NULL, 0, rows, 0};
     for (int64_t i = 0; i < count; i++) p.tasks += (parts[i].rows + p.task_rows - 1) / p.task_rows;
     const around with = {norm, eps, gate};
-    if (parts[0].whole && SAPWOOD_WHOLE && tokens && !gate) return whole_product(&p, &with, run, threads);
+    const int64_t digits = digits_of(parts, count, tokens, gate);
+    if (digits) return whole_product(&p, &with, digits, outputs, run, threads);
     if (tokens <= SMALL && (tokens > 1 || norm || gate)) return small_product(&p, &with, outputs, run, threads);
     if (norm || gate) return 2;
     if (run && threads > 1) run(multiply, &p, threads, 0);

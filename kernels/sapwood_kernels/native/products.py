@@ -53,11 +53,12 @@ class GgufProduct:
         library: The compiled library.
         parts: For each matrix its type and its rows' bytes, uint8 [rows, bytes]; kept, not copied. Rows may lie apart.
         columns: Numbers in a row.
-        whole: x may be rounded to 16 bits of the largest of each 32 numbers, where the processor multiplies such faster.
+        digits: x may be rounded to so many digits of a byte of the largest of each 32 numbers, where the processor multiplies
+            such faster: 2; 3, which is as near as float32; 0: it may not.
     """
 
     def __init__(
-        self, library: NativeLibrary, parts: Sequence[tuple[str, Tensor]], columns: int, *, whole: bool = False
+        self, library: NativeLibrary, parts: Sequence[tuple[str, Tensor]], columns: int, *, digits: int = 0
     ) -> None:
         self._library = library
         self._parts = tuple(parts)
@@ -70,7 +71,7 @@ class GgufProduct:
                 raise ValueError(f"rows of {columns} numbers in {kind} are not of shape {list(rows.shape)}")
             matrix.data, matrix.stride, matrix.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
             matrix.width, matrix.type, matrix.first = rows.shape[1], number, self._outputs
-            matrix.whole = whole
+            matrix.whole = digits
             self._outputs += rows.shape[0]
 
     def __call__(

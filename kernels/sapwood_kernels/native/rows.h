@@ -14,7 +14,7 @@ typedef struct {
     int64_t rows;
     int64_t type;   // ggml's number
     int64_t first;  // the output's column of the first row
-    int64_t whole;  // 1: a GGUF type that may be multiplied in whole numbers, as all of its product's parts
+    int64_t whole;  // digits of whole numbers in which it may be multiplied, as all of its product's parts: 2, or 3 where that pays
 } matrix;
 
 // Whether there are products in whole numbers.
@@ -22,16 +22,22 @@ typedef struct {
 enum { SAPWOOD_WHOLE = 1 };
 #else
 enum { SAPWOOD_WHOLE = 0 };
+// Whether a type is multiplied by three digits faster than in float32.
+int sapwood_takes_three_digits(int64_t type);
+
 #endif
 
 // Tokens in whole numbers.
 typedef struct whole_tokens whole_tokens;
 
-// So many tokens, which `sapwood_set_token` writes; `free` ends them. Null: there is no memory.
-whole_tokens *sapwood_whole_tokens(int64_t count, int64_t columns);
+// So many tokens of so many digits, which `sapwood_set_token` writes; `free` ends them. Null: there is no memory.
+whole_tokens *sapwood_whole_tokens(int64_t count, int64_t columns, int64_t digits_each);
 void sapwood_set_token(whole_tokens *to, int64_t token, const float *x);
 
 // out[t][r - first] = token t . row r, for the rows `first` .. `last` - 1.
 void sapwood_whole_rows(const whole_tokens *in, const matrix *m, int64_t first, int64_t last, float *out, int64_t out_stride);
+
+// Whether a type is multiplied by three digits faster than in float32.
+int sapwood_takes_three_digits(int64_t type);
 
 #endif

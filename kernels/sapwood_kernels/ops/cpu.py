@@ -71,8 +71,8 @@ class CpuOps(DeviceOps):
         return super().grouped(weight)
 
     def gguf_product(
-        self, parts: Sequence[tuple[str, Tensor]], columns: int, *, whole: bool = False
+        self, parts: Sequence[tuple[str, Tensor]], columns: int, *, digits: int = 0
     ) -> StoredProduct | None:
         if self.native is None or any(kind not in TYPES for kind, _ in parts):
             return None
-        return GgufProduct(self.native, parts, columns, whole=whole)
+        return GgufProduct(self.native, parts, columns, digits=digits)

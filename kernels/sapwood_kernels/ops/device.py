@@ -268,14 +268,15 @@ class DeviceOps:
         return None
 
     def gguf_product(
-        self, parts: Sequence[tuple[str, Tensor]], columns: int, *, whole: bool = False
+        self, parts: Sequence[tuple[str, Tensor]], columns: int, *, digits: int = 0
     ) -> StoredProduct | None:
         """The product with matrices as GGUF files store them; None: there is none with one of these types.
 
         Args:
             parts: For each matrix its type (``Q4_K``) and its rows' bytes, uint8 [rows, bytes], which are kept and not copied.
             columns: Numbers in a row: K.
-            whole: x may be rounded to 16 bits of the largest of each 32 numbers, where that is faster.
+            digits: x may be rounded to so many digits of a byte of the largest of each 32 numbers, where that is faster: 2; 3,
+                which is as near as float32; 0: it may not.
         """
         return None
 

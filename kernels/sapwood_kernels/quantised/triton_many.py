@@ -228,7 +228,7 @@ def permuted(x: Tensor) -> Tensor:
 
 def block_shape(count: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
     """A tile's rows of inputs and of the weight, warps, stages of inputs, groups of codes that are under way, and programs of a
-    multiprocessor; 0: a program for each tile. Measured for an 8B model's shapes on an H200."""
+    multiprocessor. Measured for an 8B model's shapes on an H200."""
     if count <= 32:
         return 32, _TILE, 8, 4, 3, 2
     if count <= 64:
@@ -259,7 +259,7 @@ def product(
     block_m, block_n, warps, stages, depth, resident = blocks or block_shape(count, rows, columns)
     steps = columns // 128
     tiles = triton.cdiv(count, block_m) * (rows // block_n)
-    share = triton.cdiv(tiles * steps, processors * resident) if resident else steps
+    share = triton.cdiv(tiles * steps, processors * resident)
     programs = triton.cdiv(tiles * steps, share)
     out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
     partial = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)

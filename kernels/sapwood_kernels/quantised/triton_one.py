@@ -24,12 +24,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sapwood_kernels.quantised import triton_few
+from sapwood_kernels.quantised import triton_few, triton_one_wide
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.quantised.triton_few import Gate, bits
 
 _PAIR = 256  # inputs of two groups, which a warp takes after each other
 _MOST_PAIRS = 8  # of a warp: the kernel has code for each
+_MOST_COLUMNS = 8192
 
 # Triton 3.6 and later ones name it differently.
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -290,13 +291,14 @@ class Blocks(NamedTuple):
 
 
 def block_shape(rows: int, columns: int, *, gated: bool) -> Blocks | None:
-    """What a program takes; None: the inputs make no whole shares."""
-    for shares in (8, 4, 16, 2, 1):
+    """What a program takes; None: the inputs make no whole shares.
+
+    Measured for an 8B model's shapes on an H200.
+    """
+    for shares in (8, 4, 2, 16, 1) if gated or rows > 8192 else (4, 8, 2, 16, 1):
         pairs = columns // (_PAIR * shares)
         if columns % (_PAIR * shares) == 0 and pairs <= _MOST_PAIRS:
-            tall = 2 if gated else 1
-            wide = 2 if columns > 8192 and rows % (32 * tall) == 0 and shares <= 8 else 1
-            return Blocks(shares, wide, tall, min(2, pairs))
+            return Blocks(shares, 1, 2 if gated else 1, min(2 if gated else 4, pairs))
     return None
 
 
@@ -319,7 +321,9 @@ def one_row(
     blocks: Blocks | None = None,
 ) -> Tensor:
     """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as of ``triton_row.row_product``, ``weight`` one
-    that :func:`serves`."""
+    that :func:`serves`. Rows of more inputs are left to ``triton_one_wide``, unless ``blocks`` are given."""
+    if weight.columns > _MOST_COLUMNS and blocks is None:
+        return triton_one_wide.one_row(x, weight, bias=bias, norm=norm, gate=gate, add_to=add_to, dtype=dtype)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
         norm = None if norm is None else (norm[0][weight.order], norm[1])

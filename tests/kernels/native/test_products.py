@@ -83,6 +83,41 @@ def test_a_row_s_product_is_the_same_in_every_small_batch(library):
         assert torch.equal(product(x[:count]), together[:count])
 
 
+@whole_numbers
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 8, 19, 24, 25])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_three_digits_are_as_near_as_float32(library, kind, tokens, gate):
+    """Where the processor has a matrix unit; elsewhere, and for more tokens or fewer, they are not used."""
+    if gate is not None and tokens > 24:
+        pytest.skip("such products have no gate")
+    raw, x = blocks(kind, 70, 1536), torch.randn(tokens, 1536)
+    x[0, 70:74] *= 1000
+    numbers = wide(kind, raw).double().t()
+    wanted, scale = x.double() @ numbers, x.double().abs() @ numbers.abs()
+    product = GgufProduct(library, [(kind, raw)], 1536, digits=3)
+    if gate is None:
+        assert ((product(x) - wanted).abs() <= 1e-6 * scale).all()
+    else:
+        got, exact = product(x * 1e-3, gate=gate), GgufProduct(library, [(kind, raw)], 1536)(x * 1e-3, gate=gate)
+        assert (got - exact).norm() <= 2e-6 * exact.norm()
+    if tokens > 4:
+        assert torch.equal(product(x[:5]), product(x[: min(tokens, 24)])[:5])
+
+
+@whole_numbers
+def test_three_digits_of_no_numbers_are_none_of_the_others(library):
+    raw, x = blocks("Q5_0", 40, 640), torch.randn(7, 640)
+    product = GgufProduct(library, [("Q5_0", raw)], 640, digits=3)
+    x[1] = 0
+    finite = product(x)
+    assert finite.isfinite().all() and not finite[1].any()
+    x[4, 70], x[5, 3] = torch.nan, torch.inf
+    got = product(x)
+    assert not got[4].isfinite().any() and not got[5].isfinite().any()
+    assert torch.equal(got[[0, 1, 2, 3, 6]], finite[[0, 1, 2, 3, 6]])
+
+
 def in_whole_numbers(x: torch.Tensor) -> torch.Tensor:
     """What strips.c rounds x to: 16 bits of the largest of each 32 numbers."""
     groups = x.double().unflatten(1, (-1, 32))
@@ -96,7 +131,7 @@ def in_whole_numbers(x: torch.Tensor) -> torch.Tensor:
 def test_products_in_whole_numbers_round_x_to_16_bits_and_nothing_else(library, kind, tokens):
     raw, x = blocks(kind, 71, 1536), torch.randn(tokens, 1536)
     numbers = wide(kind, raw).double().t()
-    got = GgufProduct(library, [(kind, raw)], 1536, whole=True)(x)
+    got = GgufProduct(library, [(kind, raw)], 1536, digits=2)(x)
     scale = x.double().abs() @ numbers.abs()
     assert not torch.equal(got, GgufProduct(library, [(kind, raw)], 1536)(x))
     assert ((got - in_whole_numbers(x) @ numbers).abs() <= 2e-6 * scale).all()
@@ -107,7 +142,7 @@ def test_products_in_whole_numbers_round_x_to_16_bits_and_nothing_else(library, 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
 def test_a_row_s_product_in_whole_numbers_is_the_same_in_every_batch(library, kind):
     raw, x = blocks(kind, 64, 2048), torch.randn(40, 2048)
-    product = GgufProduct(library, [(kind, raw)], 2048, whole=True)
+    product = GgufProduct(library, [(kind, raw)], 2048, digits=2)
     together = product(x)
     for count in (0, 1, 2, 3, 5, 8, 9, 30):
         assert torch.equal(product(x[:count]), together[:count])
@@ -122,7 +157,7 @@ def test_a_row_s_product_in_whole_numbers_is_the_same_in_every_batch(library, ki
 @whole_numbers
 def test_numbers_of_any_size_and_none_stay_in_their_own_token(library):
     raw, x = blocks("Q8_0", 40, 640), torch.randn(7, 640)
-    product = GgufProduct(library, [("Q8_0", raw)], 640, whole=True)
+    product = GgufProduct(library, [("Q8_0", raw)], 640, digits=2)
     x[1] = 0
     x[2, 32:64] *= 1e12
     x[3] *= 1e-33

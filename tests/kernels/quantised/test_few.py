@@ -15,6 +15,7 @@ from tests.kernels.quantised.gluon_in_torch import in_torch
 
 triton_few = pytest.importorskip("sapwood_kernels.quantised.triton_few", reason="Triton is not installed")
 triton_one = pytest.importorskip("sapwood_kernels.quantised.triton_one", reason="Triton is not installed")
+triton_one_wide = pytest.importorskip("sapwood_kernels.quantised.triton_one_wide", reason="Triton is not installed")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -27,6 +28,8 @@ def _on_a_cpu(monkeypatch):
         monkeypatch.setattr(triton_few, "_few_kernel", in_torch(triton_few._few_kernel, _quarters=triton_few._quarters))
         others = {name: getattr(triton_one, name) for name in ("_held", "_digits", "_larger")}
         monkeypatch.setattr(triton_one, "_one_kernel", in_torch(triton_one._one_kernel, **others))
+        others = {name: getattr(triton_one_wide, name) for name in ("_pair_codes", "_pair_values", "_taken")}
+        monkeypatch.setattr(triton_one_wide, "_one_kernel", in_torch(triton_one_wide._one_kernel, **others))
 
 
 def made(rows: int, columns: int, group: int, dtype: torch.dtype) -> GroupedWeight:
@@ -77,7 +80,7 @@ def test_gate_bias_and_sum_are_taken_along_by_weights_of_any_kind(alone, gate, b
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [512, 1024, 3584])
+@pytest.mark.parametrize("columns", [512, 1024, 3584, 14336])
 @pytest.mark.parametrize("normed", [True, False])
 def test_a_row_alone_is_normed_and_multiplied(dtype, columns, normed):
     torch.manual_seed(columns)
@@ -179,6 +182,9 @@ def test_shares_of_a_row_alone_are_whole():
                 shares, wide, tall, depth = shape
                 assert columns % (256 * shares) == 0 and 1 <= depth <= columns // (256 * shares) <= 8
                 assert rows % (16 * wide * tall) == 0 and shares * wide <= 16
+                shares, tall, depth = triton_one_wide.block_shape(columns, gated=gated)
+                assert columns % (256 * shares) == 0 and 1 <= depth <= columns // (256 * shares) <= 8
+                assert rows % (16 * tall) == 0
     assert triton_one.block_shape(4096, 11008, gated=False) is None  # 43 pairs of groups
 
 

@@ -23,7 +23,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
+from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_one_wide
+from sapwood_kernels.quantised import triton_row
 
 def check(kernel, kinds, warps, stages=2, language=ASTSource, described={}, **constants):
     kinds = dict(each.split(":") for each in kinds.split()) | described
@@ -76,12 +77,20 @@ for rows, columns, count, gate in ((28672, 4096, 1, 1), (4096, 14336, 8, 0), (61
         TALL=tall, DEPTH=depth, BLOCK_M=block_m,
     )
 for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0)):
+    settings = dict(
+        language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
+        HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate,
+    )
+    tensors = "x:*bf16 scales:*bf16 zeros:*u8 factors:*fp32 norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32"
+    if columns > triton_one._MOST_COLUMNS:
+        shares, tall, depth = triton_one_wide.block_shape(columns, gated=gate != 0)
+        check(
+            triton_one_wide._one_kernel, tensors + " codes:*u16", shares, **settings, SHARES=shares, TALL=tall, DEPTH=depth,
+        )
+        continue
     shares, wide, tall, depth = triton_one.block_shape(rows, columns, gated=gate != 0)
     check(
-        triton_one._one_kernel,
-        "x:*bf16 codes:*u8 scales:*bf16 zeros:*u8 factors:*fp32 norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32",
-        shares * wide, language=GluonASTSource, N=rows // (2 if gate else 1), K=columns, HAS_ZEROS=True, HAS_FACTORS=gate == 0,
-        HAS_NORM=columns == 4096, HAS_BIAS=gate == 0, ADDS=not gate, GATE=gate, SHARES=shares, WIDE=wide, TALL=tall,
+        triton_one._one_kernel, tensors + " codes:*u8", shares * wide, **settings, SHARES=shares, WIDE=wide, TALL=tall,
         DEPTH=depth, PARTS=triton.next_power_of_2(columns // (256 * shares)),
     )
 for count, scales in ((64, "bf16"), (256, "fp16")):

@@ -99,7 +99,7 @@ def _kept_blocks(
     shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored, *, table: bool = False
 ) -> GgufMethod | None:
     parts = None if ops.multiplies_groups else _blocks(shape, stored)
-    product = None if parts is None else ops.gguf_product(parts, shape.columns.size, whole=table)
+    product = None if parts is None else ops.gguf_product(parts, shape.columns.size, digits=2 if table else 3)
     if parts is None or product is None:
         return None
     return GgufMethod(shape, [blocks for _, blocks in parts], product, dtype)

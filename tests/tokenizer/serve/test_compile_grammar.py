@@ -128,3 +128,17 @@ async def test_the_callers_deadline_and_cancellation_hold(start_service: Callabl
         call.cancel()
         # The only process is free again at once: what it was at has been killed.
         assert (await stub.CompileGrammar(ask(regex="a+"))).compiled
+
+
+async def test_tools_of_more_than_a_grammar_may_have_are_refused_unread(start_service: Callable) -> None:
+    """Read, and made a grammar of, they kept the service from all else for 0.7 s before it refused them."""
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * 2_000_000}}
+    calls = tokenizer_pb2.ToolCallGrammar(tools=json.dumps([tool]), required=True, tool_parser="hermes")
+    async with open_channel(start_service().address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        code, field, message = await refusal(stub.CompileGrammar(tokenizer_pb2.CompileGrammarRequest(tool_calls=calls)))
+        assert (code, field) == (INVALID, "tool_calls.tools")
+        assert "at most 1048576 are compiled" in message
+        calls.tools = json.dumps([{**tool, "function": {"name": "f", "description": "a" * 100_000}}])
+        made = await stub.CompileGrammar(tokenizer_pb2.CompileGrammarRequest(tool_calls=calls))
+        assert made.compiled

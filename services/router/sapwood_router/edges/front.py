@@ -122,7 +122,7 @@ class HttpFront:
         self._idle.set()
         self._endpoints = dict(map(self._endpoint, routes))
         self._paths = frozenset(path for _, path in self._endpoints)
-        self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")})
+        self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")} - {"/"})
         self._unknown = Endpoint(self, self._refuse, None, None)
         self._options = Endpoint(self, self._permit, None, origins)
 

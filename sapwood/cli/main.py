@@ -94,6 +94,7 @@ _ELSEWHERE = {
     "pipeline-parallel-size": "--worker-pipeline-parallel",
     "pp": "--worker-pipeline-parallel",
     "pp-size": "--worker-pipeline-parallel",
+    "seed": "--random-seed",
     "tensor-parallel-size": "--tensor-parallel",
     "tool-call-parser": "--tokenizer-tool-parser",
     "tp": "--tensor-parallel",

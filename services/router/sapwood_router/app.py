@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sapwood.v1 import router_pb2_grpc
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.channel import Dialer
 from sapwood_common.network.tls import server_tls
@@ -155,6 +156,7 @@ class RouterApplication:
             observer,
             sessions,
             Disaggregation(config.disaggregate, self.registry, self._policies, costs),
+            Seeds(config.random_seed),
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)

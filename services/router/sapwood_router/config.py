@@ -213,6 +213,13 @@ class RouterConfig(ServiceConfig):
     breaker_open_seconds: float = Field(
         1.0, gt=0, description="How long it is left alone at first; each failed probe doubles that, up to 30 s."
     )
+    random_seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**64,
+        description="Makes runs repeatable: requests without a seed get seeds derived from this one, in the order in which they "
+        "come; none: random seeds. Requests to HTTP backends are passed on as they are.",
+    )
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds that a request may take; a client's own deadline counts if it is earlier."
     )

@@ -215,6 +215,14 @@ class WorkerConfig(ServiceConfig):
         "dfs-weight (the branch of the prefix tree with most requests first), lof (longest output first) or priority (the "
         "requests' own; a higher one pushes running requests of a lower one out).",
     )
+    random_seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**64,
+        description="Makes runs repeatable: requests without a seed get seeds derived from this one, in the order in which they "
+        "come; none: random seeds. It is for clients without a router: a router sends a seed with each request, by a flag of the "
+        "same name.",
+    )
     starved_after: int = Field(
         1024,
         ge=1,

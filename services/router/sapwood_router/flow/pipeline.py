@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.pacing.afterwards import Afterwards
@@ -59,6 +60,7 @@ class Pipeline:
         observer: Measures and traces the requests.
         sessions: Those that requests may go on with.
         disaggregation: Decides whether prompts are computed on workers that are for that.
+        seeds: Draws the seeds of requests that bring none.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Pipeline:
         observer: RequestObserver,
         sessions: SessionStore,
         disaggregation: Disaggregation,
+        seeds: Seeds,
     ) -> None:
         self.sessions = sessions
         self.tokenizers = tokenizers
@@ -83,6 +86,7 @@ class Pipeline:
         self.failover = failover
         self.resume_grace = resume_grace
         self.disaggregation = disaggregation
+        self.seeds = seeds
         self.observer = observer
         self.heavy = HeavyWork(rest=1.0)
         self.large = LargeTexts()

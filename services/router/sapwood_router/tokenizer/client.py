@@ -64,6 +64,7 @@ class TokenizerInfo:
         tool_parser, reasoning_parser: Its names of the parsers that fit the model; "" where none does.
         pair: How it joins two texts; None: it does not say.
         max_text_bytes: Bytes of the longest text or conversation that it encodes; 0: it does not say.
+        hides_tools: Whether its chat template does not show tools to the model.
     """
 
     vocab_size: int
@@ -71,6 +72,7 @@ class TokenizerInfo:
     reasoning_parser: str
     pair: PairTemplate | None
     max_text_bytes: int
+    hides_tools: bool
 
 
 class TokenizerClient:
@@ -222,7 +224,12 @@ class TokenizerClient:
         if answer.HasField("pair"):
             pair = PairTemplate(tuple(answer.pair.before), tuple(answer.pair.between), tuple(answer.pair.after))
         self._info = TokenizerInfo(
-            answer.vocab_size, answer.tool_parser, answer.reasoning_parser, pair, answer.max_text_bytes
+            answer.vocab_size,
+            answer.tool_parser,
+            answer.reasoning_parser,
+            pair,
+            answer.max_text_bytes,
+            answer.hides_tools,
         )
         return self._info
 

@@ -14,7 +14,7 @@ from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.sse import NULL, CompletionChunks
 from sapwood_router.edges.openai.types import CompletionTokensDetails, PromptTokensDetails, UsageObject
 from sapwood_router.edges.runs import Running
-from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
+from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, notice_headers, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Pipeline, Run
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
@@ -143,6 +143,7 @@ class _EventClient:
         logprobs = NULL if note is None else msgspec.json.encode(note)
         if self._chunks is None:
             self._chunks = self._make_chunks()
+            self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._contexts[0]))
         prompt = msgspec.UNSET if index in self._opened else await self._annotator.prompt_logprobs(index)
         told = b"" if prompt is msgspec.UNSET else msgspec.json.encode(prompt)
         events = self._events(self._chunks, index, delta, logprobs, told)

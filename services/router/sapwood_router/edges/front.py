@@ -197,7 +197,9 @@ class HttpFront:
         """Unknown paths and wrong methods."""
         methods = self._methods(exchange.path)
         if not methods:
-            raise HttpError(404, f"there is no {exchange.path}")
+            versioned = f"/v1{exchange.path}"  # who left /v1 out of a client's base URL asks for it
+            hint = f"; there is {versioned}" if versioned in self._paths else ""
+            raise HttpError(404, f"there is no {exchange.path}{hint}")
         error = HttpError(405, f"{exchange.path} does not take {exchange.method}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
 

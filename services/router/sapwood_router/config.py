@@ -32,7 +32,9 @@ def _is_origin(origin: str) -> str:
     return origin
 
 
-_FORGETFUL = frozenset(("round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"))
+_FORGETFUL = frozenset(
+    ("round_robin", "random", "least_load", "least_tokens", "power_of_two", "prefix_hash", "consistent_hash")
+)
 """Policies that go by load, chance or the request alone. Whether those that packages bring do so is not known here."""
 
 
@@ -151,8 +153,8 @@ class RouterConfig(ServiceConfig):
     workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
     policy: PolicyName = Field(
         "cache_aware",
-        description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, power_of_two, prefix_hash, "
-        "random, round_robin, or one that an installed package brings.",
+        description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, least_tokens, "
+        "power_of_two, prefix_hash, random, round_robin, or one that an installed package brings.",
     )
     model_policies: tuple[str, ...] = Field(
         (),

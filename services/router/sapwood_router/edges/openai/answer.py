@@ -99,9 +99,10 @@ async def _annotated(index: int, whole: Delta, annotator: Annotator) -> Answer:
 class _EventClient:
     """Writes the output of a request's runs as server-sent events.
 
-    The response starts with the first text, so an error before it has its own status. What comes between a choice's first
-    delta and its last is sent by whoever brings it; those two, and what must be annotated, take waiting. Where a stream went on,
-    on another worker, its last chunk says how often: when the headers left nobody knew.
+    The response starts with the first text, so an error before it has its own status. Deltas between the first and the last of a
+    choice are sent in the callback that brings them. The first, the last and those that are annotated are sent by
+    :meth:`drained`, because something has to be awaited. If a stream went on, on another worker, its last chunk says how often:
+    the headers had left before.
     """
 
     def __init__(

@@ -24,10 +24,10 @@ _TRANSLATED = frozenset(("top_k", "top_p", "seed"))
 """Those that may mean something else than in ``common.proto``."""
 
 BESIDE = IGNORED | SAMPLING
-"""Parameters that a request may have beside the fields of its type: settings, and what changes nothing."""
+"""Parameters that a request may have beside the fields of its type: sampling settings, and those that are ignored."""
 
 TEXT_SAMPLING = SAMPLING - {"max_tokens", "logprobs", "prompt_logprobs"}
-"""Those of APIs that name the most tokens themselves and tell no probabilities."""
+"""Sampling settings for APIs that have their own name for the most tokens and no log probabilities."""
 
 
 def sampling_of(

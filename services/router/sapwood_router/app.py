@@ -314,11 +314,11 @@ class RouterApplication:
         def lost() -> None:
             client.forget()
 
-        outputs = DetokenizePool(config.tokenizer_grace, lost)
+        outputs = DetokenizePool(config.tokenizer_grace, lost, absent=not addresses)
         replicas = TokenizerReplicas(
             addresses, self._dialer, outputs, config.health_interval, self._readiness_changed, self._spawn, self._lookup
         )
-        client = TokenizerClient(replicas.all, config.tokenizer_grace)
+        client = TokenizerClient(replicas.all, config.tokenizer_grace, absent=not addresses)
         return Tokenizer(replicas, client, outputs)
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:

@@ -22,6 +22,8 @@ def _is_policy(name: str) -> str:
     return name
 
 
+NO_TOKENIZER = "none"
+"""The address of a tokenizer that there is not."""
 Disaggregate = Literal["auto", "always", "never"]
 PolicyName = Annotated[str, AfterValidator(_is_policy)]
 
@@ -108,8 +110,9 @@ class RouterConfig(ServiceConfig):
     tokenizer: str = Field(
         "127.0.0.1:50052",
         min_length=1,
-        description="Address of the tokenizer service, or of several replicas, separated by commas. A host name stands for a "
-        "replica at each address behind it and is looked up again each second.",
+        description="Address of the tokenizer service, or of several replicas, separated by commas; none: there is none, so "
+        "that only requests with token ids and without text are served. A host name stands for a replica at each address behind "
+        "it and is looked up again each second.",
     )
     model_tokenizers: tuple[str, ...] = Field(
         (),
@@ -351,8 +354,8 @@ class RouterConfig(ServiceConfig):
 
     @property
     def tokenizers(self) -> tuple[str, ...]:
-        """The addresses of the tokenizer's replicas, each once."""
-        return _addresses(self.tokenizer)
+        """The addresses of the tokenizer's replicas, each once; empty: there is no tokenizer."""
+        return () if self.tokenizer == NO_TOKENIZER else _addresses(self.tokenizer)
 
     @property
     def tokenizers_of_models(self) -> dict[str, tuple[str, ...]]:

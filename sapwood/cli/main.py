@@ -61,9 +61,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    if not words[0].startswith("-") and words[0] not in verbs.choices:
+        similar = difflib.get_close_matches(words[0], verbs.choices, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "`sapwood --help` lists them"
+        parser.error(f"there is no verb {words[0]!r}; {hint}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         verb = verbs.choices[words[0]]
         similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
         hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
@@ -94,6 +98,7 @@ _ELSEWHERE = {
     "pipeline-parallel-size": "--worker-pipeline-parallel",
     "pp": "--worker-pipeline-parallel",
     "pp-size": "--worker-pipeline-parallel",
+    "seed": "--random-seed",
     "tensor-parallel-size": "--tensor-parallel",
     "tool-call-parser": "--tokenizer-tool-parser",
     "tp": "--tensor-parallel",

@@ -201,7 +201,7 @@ def failing_plainly(address: str, service: str = "router") -> Iterator[None]:
         except grpc.RpcError as error:
             raise from_rpc_error(cast("grpc.Call", error)) from None
     except UnavailableError as error:
-        raise CliError(f"{error} ({service}: {address}; `sapwood up` starts one here)", UNREACHABLE) from None
+        raise CliError(_unreachable(error.message, address, service), UNREACHABLE) from None
     except DeadlineExceededError as error:
         raise CliError(str(error), UNREACHABLE) from None
     except (InvalidArgumentError, NotFoundError) as error:
@@ -210,3 +210,15 @@ def failing_plainly(address: str, service: str = "router") -> Iterator[None]:
         raise CliError(f"{error} (request {error.request_id})" if error.request_id else str(error), FAILED) from None
     except ValueError as error:  # refused before it was sent: beyond the field's type, or text that is not UTF-8
         raise CliError(f"wrong value: {error}", REFUSED) from None
+
+
+def _unreachable(problem: str, address: str, service: str) -> str:
+    """Says what is wrong where no call reaches ``service``, in fewer words than grpc where these are enough."""
+    if address.startswith(("http://", "https://")):
+        return f"{address} is a URL; this takes the {service}'s gRPC address, HOST:PORT"
+    unconnected = problem.startswith("failed to connect")  # grpc's words, not a service's
+    if unconnected and "parsing HTTP/2" in problem:
+        return f"{address} speaks HTTP; this takes the {service}'s gRPC port ({problem})"
+    if unconnected and "Connection refused" in problem:
+        return f"no {service} answers at {address}: connection refused; `sapwood up` starts one here"
+    return f"UNAVAILABLE: {problem} ({service}: {address}; `sapwood up` starts one here)"

@@ -134,6 +134,15 @@ def configure(verbs: Any, *, with_services: bool) -> None:
     )
     add_option(
         parser,
+        "--random-seed",
+        "Makes runs repeatable: requests without a seed get seeds derived from this one, in the order in which they come.",
+        variable=up + "RANDOM_SEED",
+        parse=whole_number(0),
+        metavar="N",
+        shown_default="none: they are random",
+    )
+    add_option(
+        parser,
         "--host",
         "Address the router listens on; 0.0.0.0 for all. The other services listen on 127.0.0.1.",
         variable=up + "HOST",
@@ -223,6 +232,7 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
             )
         arguments.model = arguments.positional_model
     of_all = {"log_level": arguments.log_level, "drain_timeout": arguments.drain_timeout}
+    drawing = {"random_seed": arguments.random_seed}
     of_model = {
         "model": arguments.model,
         "revision": arguments.revision,
@@ -249,9 +259,9 @@ def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Ser
     computing = {"threads": arguments.threads, "tensor_parallel": arguments.tensor_parallel}
     services = read_services(
         arguments,
-        router=of_all | own["router"],
+        router=of_all | drawing | own["router"],
         tokenizer=of_all | of_model | own["tokenizer"],
-        worker=of_all | of_model | computing | own["worker"],
+        worker=of_all | of_model | computing | drawing | own["worker"],
         workers=workers,
         front=front,
         roles=arguments.roles or (),

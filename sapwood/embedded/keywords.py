@@ -33,7 +33,7 @@ _CLASSES: dict[str, type[ServiceConfig]] = {
 _OF_ALL = frozenset(
     (
         *("model", "revision", "served_model_name", "log_level", "log_format", "trace_endpoint", "trace_ratio"),
-        *("drain_timeout", "grpc_server", "grammar_timeout"),
+        *("drain_timeout", "grpc_server", "grammar_timeout", "random_seed"),
     )
 )
 """What means the same in all services that have it. Others that several have are taken with a service's name only."""

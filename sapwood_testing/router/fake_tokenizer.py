@@ -56,6 +56,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.tool_parser = TOOL_PARSER
         self.reasoning_parser = REASONING_PARSER
         """What GetInfo says fits the model."""
+        self.hides_tools = False
         self.joins_pairs = True
         """Whether it says how, as older ones do not."""
         self.reasoning_open: bool | None = None
@@ -189,6 +190,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             reasoning_parsers=[REASONING_PARSER],
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
+            hides_tools=self.hides_tools,
             pair=tokenizer_pb2.PairTemplate(before=[BOS], between=[EOS], after=[EOS]) if self.joins_pairs else None,
         )
 

@@ -208,7 +208,7 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("sapwood: UNAVAILABLE")
+    assert done.stderr.startswith("sapwood: no router answers at 127.0.0.1:1: connection refused; `sapwood up`")
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}

@@ -50,6 +50,8 @@ def test_a_services_flag_wins_over_ups_own_and_that_over_the_services_variable(m
     assert read().worker.config.threads == 5
     assert read("--threads", "3").worker.config.threads == 3
     assert read("--tensor-parallel", "2").worker.config.tensor_parallel == 2
+    seeded = read("--random-seed", "0", "--worker-random-seed", "3")
+    assert (seeded.router.config.random_seed, seeded.worker.config.random_seed) == (0, 3)
 
 
 def test_what_concerns_several_services_is_said_once(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,32 @@ def test_an_error_is_one_line_with_its_exit_code(
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+def test_a_wrong_address_is_told_from_a_router_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    web = f"127.0.0.1:{server.server_port}"
+    try:
+        for address, problem in (
+            (f"http://{web}/v1", f"http://{web}/v1 is a URL; this takes the router's gRPC address, HOST:PORT"),
+            (web, f"{web} speaks HTTP; this takes the router's gRPC port"),
+        ):
+            assert main(["generate", "--address", address, "Hi"]) == exit_codes.UNREACHABLE
+            assert problem in capsys.readouterr().err
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"), [("generat", "did you mean generate?"), ("xyz", "`sapwood --help` lists them")]
+)
+def test_a_verb_that_is_not_there(capsys: pytest.CaptureFixture[str], verb: str, hint: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == exit_codes.REFUSED
+    assert f"there is no verb {verb!r}; {hint}" in capsys.readouterr().err
 
 
 def test_any_sampling_field_can_be_set_by_its_name(router: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,8 @@ def test_a_setting_goes_to_each_service_that_has_it_and_with_a_name_before_it_to
     assert (services.tokenizer.config.log_level, services.router.config.log_level) == ("error", "debug")
     assert services.router.config.policy == "least_load" and services.worker.config.threads is not None
     assert read_keywords({"threads": 3}, 2, {}).worker.config.threads == 3
+    seeded = read_keywords({"random_seed": 5}, 1, {})
+    assert (seeded.router.config.random_seed, seeded.worker.config.random_seed) == (5, 5)
     shadows = read_keywords({"shadow_policies": ("random", "round_robin")}, 1, {}).router
     assert shadows.command_line({}) == ["--shadow-policies", "random", "round_robin"]
 

@@ -99,11 +99,10 @@ def make_cluster() -> Callable:
         for service in (tokenizer, *fakes):
             await service.start()
         settings = {"health_interval": 0.1, "heartbeat_ms": 10, "resume_grace": 0.3, **settings}
+        settings = {"tokenizer": tokenizer.address, **settings}
         # On a machine that is short of time a worker in this very process is easily silent for a second, and all take longer.
         settings = {"worker_silence": 30, "tokenizer_grace": 60, "queue_wait": 120, **settings}
-        config = RouterConfig(
-            port=0, http_port=0, tokenizer=tokenizer.address, workers=tuple(f.address for f in fakes), **settings
-        )
+        config = RouterConfig(port=0, http_port=0, workers=tuple(f.address for f in fakes), **settings)
         router = RouterApplication(config)
         await router.start()
         cluster = Cluster(tokenizer, fakes, router)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sapwood.v1 import router_pb2_grpc
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.channel import Dialer
 from sapwood_common.network.tls import server_tls
@@ -155,6 +156,7 @@ class RouterApplication:
             observer,
             sessions,
             Disaggregation(config.disaggregate, self.registry, self._policies, costs),
+            Seeds(config.random_seed),
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -312,11 +314,11 @@ class RouterApplication:
         def lost() -> None:
             client.forget()
 
-        outputs = DetokenizePool(config.tokenizer_grace, lost)
+        outputs = DetokenizePool(config.tokenizer_grace, lost, absent=not addresses)
         replicas = TokenizerReplicas(
             addresses, self._dialer, outputs, config.health_interval, self._readiness_changed, self._spawn, self._lookup
         )
-        client = TokenizerClient(replicas.all, config.tokenizer_grace)
+        client = TokenizerClient(replicas.all, config.tokenizer_grace, absent=not addresses)
         return Tokenizer(replicas, client, outputs)
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:

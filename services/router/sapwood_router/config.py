@@ -22,6 +22,8 @@ def _is_policy(name: str) -> str:
     return name
 
 
+NO_TOKENIZER = "none"
+"""The address of a tokenizer that there is not."""
 Disaggregate = Literal["auto", "always", "never"]
 PolicyName = Annotated[str, AfterValidator(_is_policy)]
 
@@ -32,7 +34,9 @@ def _is_origin(origin: str) -> str:
     return origin
 
 
-_FORGETFUL = frozenset(("round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"))
+_FORGETFUL = frozenset(
+    ("round_robin", "random", "least_load", "least_tokens", "power_of_two", "prefix_hash", "consistent_hash")
+)
 """Policies that go by load, chance or the request alone. Whether those that packages bring do so is not known here."""
 
 
@@ -74,13 +78,12 @@ class RouterConfig(ServiceConfig):
     )
     metrics_of: tuple[str, ...] = Field(
         (),
-        description="Addresses of the /metrics of a tokenizer and a worker, whose metrics the router's page is to show, too.",
+        description="Addresses of the /metrics of other services, whose metrics the router's page then shows as well.",
     )
     log_requests: Literal["off", "line", "parameters", "content"] = Field(
         "line",
-        description="What is logged of each generation: nothing (off), its id, counts, times and how it ended (line), also how "
-        "its tokens are chosen and what else was asked (parameters), or also prompt and answer, 2048 characters of each "
-        "(content).",
+        description="What is logged of each generation: nothing (off), its id, counts, times and how it ended (line), also its "
+        "sampling and other parameters (parameters), or also 2048 characters each of prompt and answer (content).",
     )
     admin_port: int | None = Field(
         None,
@@ -101,36 +104,38 @@ class RouterConfig(ServiceConfig):
     peer_key: Path | None = Field(None, description="PEM file with its private key.")
     worker_name: str | None = Field(
         None,
-        description="Name that the workers' certificates must be for, such as one that all of them share; none: the host that "
-        "each is reached at, which may be an IP address.",
+        description="Name that the workers' certificates must be for, such as one that all share; none: each worker's own "
+        "host name or IP address.",
     )
     tokenizer: str = Field(
         "127.0.0.1:50052",
         min_length=1,
-        description="Address of the tokenizer service; of several replicas of it, with commas between them. A host name stands "
-        "for a replica at each address behind it, looked up again each second.",
+        description="Address of the tokenizer service, or of several replicas, separated by commas; none: there is none, so "
+        "that only requests with token ids and without text are served. A host name stands for a replica at each address behind "
+        "it and is looked up again each second.",
     )
     model_tokenizers: tuple[str, ...] = Field(
         (),
-        description="MODEL=ADDRESS: the tokenizer service of that model, where its vocabulary or chat template is not that of "
-        "the others; of several replicas of it, with commas between them.",
+        description="MODEL=ADDRESS: a tokenizer service for that model, if its vocabulary or chat template differs from the "
+        "others'; several replicas are separated by commas.",
     )
     workers: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
-        description="Addresses of the workers; more can be named by the next three, or register. The default holds where none of "
-        "the three is given.",
+        description="Addresses of workers. More can come from --backends, --workers-file, --workers-dns and "
+        "--kubernetes-service, or register; the default counts only if none of these flags is given.",
     )
     backends: tuple[str, ...] = Field(
         (),
-        description="url=URL[,model=MODEL][,name=NAME][,api-key-env=VARIABLE]: servers that speak OpenAI's API over HTTP, what "
-        "they call the model (none: the only one that they list), what clients call it (none: the same), where the key is. One "
-        "that needs neither name nor key may also be named among workers: http://host:8000, or with #MODEL after it.",
+        description="url=URL[,model=MODEL][,name=NAME][,api-key-env=VARIABLE]: servers that speak OpenAI's API over HTTP; MODEL "
+        "is the server's name for the model (by default the only one that it lists), NAME the clients' (by default the same), "
+        "VARIABLE holds the key. A server without name and key may also be among --workers: http://host:8000 or "
+        "http://host:8000#MODEL.",
     )
     backend_interval: float = Field(
         5.0,
         gt=0,
-        description="Seconds between two questions to a backend which models it has; after three without an answer "
-        "it is down.",
+        description="Seconds between two checks of a backend, in which it is asked for its models; after three without an "
+        "answer it is down.",
     )
     backend_silence: float = Field(
         60.0, gt=0, description="Seconds that a backend's stream may say nothing before it counts as broken."
@@ -140,8 +145,8 @@ class RouterConfig(ServiceConfig):
     )
     workers_dns: str | None = Field(
         None,
-        description="name:port whose every address is a worker, looked up again and again: a headless service. "
-        "Beside --kubernetes-service only while the API server does not answer.",
+        description="name:port of which every address is a worker, such as a headless service; it is looked up again and again. "
+        "Beside --kubernetes-service it counts only while the API server does not answer.",
     )
     kubernetes_service: str | None = Field(
         None,
@@ -151,12 +156,12 @@ class RouterConfig(ServiceConfig):
     workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
     policy: PolicyName = Field(
         "cache_aware",
-        description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, power_of_two, prefix_hash, "
-        "random, round_robin, or one that an installed package brings.",
+        description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, least_tokens, "
+        "power_of_two, prefix_hash, random, round_robin, or one that an installed package brings.",
     )
     model_policies: tuple[str, ...] = Field(
         (),
-        description="MODEL=POLICY: how a worker is chosen for requests to that model, where it is to be another way.",
+        description="MODEL=POLICY: another policy for requests to that model.",
     )
     shadow_policies: tuple[PolicyName, ...] = Field(
         (),
@@ -164,8 +169,8 @@ class RouterConfig(ServiceConfig):
     )
     disaggregate: Disaggregate = Field(
         "auto",
-        description="Whether a prefill worker computes a request's prompt and a decode worker generates, where there are such "
-        "workers: where it costs least by what was measured (auto), always, or never, which passes over what workers are for.",
+        description="Whether a prefill worker computes a request's prompt and a decode worker generates, if there are such "
+        "workers: if it costs least by measured times (auto), always, or never, which ignores the workers' roles.",
     )
     decode_policy: PolicyName | None = Field(
         None, description="How a decode worker is then chosen; none: as --policy says, which chooses prefill workers."
@@ -174,10 +179,10 @@ class RouterConfig(ServiceConfig):
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
     kv_events: bool = Field(
-        True, description="Follow the workers' KV events, so that the cache_aware policy knows what each of them holds."
+        True, description="Follow the workers' KV events, so that the cache_aware policy knows what each worker holds."
     )
     block_index_bytes: int = Field(
-        256 * 1024 * 1024, ge=0, description="Memory for what the workers' KV events tell, in bytes."
+        256 * 1024 * 1024, ge=0, description="Memory for the index that the workers' KV events fill, in bytes."
     )
     health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
     heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
@@ -185,33 +190,44 @@ class RouterConfig(ServiceConfig):
         1.0,
         gt=0,
         validate_default=True,
-        description="Seconds without a word from a worker after which it is lost; at least two heartbeats. Up to three times as "
-        "long where its event loop or the router's has lately run late.",
+        description="Seconds of silence after which a worker is lost; at least two heartbeats. Up to three times as long if its "
+        "event loop or the router's has lately run late.",
     )
     most_resumptions: int = Field(
         3,
         ge=0,
-        description="Workers that may be lost under a request, which goes on elsewhere, before it fails; those that drained or "
+        description="How many workers a request may lose, going on elsewhere each time, before it fails; workers that drained or "
         "were removed do not count.",
     )
     resume_grace: float = Field(
         10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
     )
     requests_per_worker: int = Field(
-        0, ge=0, description="Requests a worker is given at a time, others wait; 0 is twice what it runs at once."
+        0,
+        ge=0,
+        description="Most requests that a worker is given at a time, others wait; 0: twice what it runs at once.",
     )
     queue_size: int = Field(1024, ge=0, description="Requests that may wait for workers to have room.")
     queue_wait: float = Field(
-        30.0, gt=0, description="Seconds that one may wait; what would wait longer, or past its deadline, is refused."
+        30.0,
+        gt=0,
+        description="Seconds that a request may wait; one that would wait longer, or past its deadline, is refused.",
     )
-    retry_attempts: int = Field(4, ge=1, description="Most workers asked for a request that workers refuse.")
+    retry_attempts: int = Field(4, ge=1, description="How many workers are asked at most if workers refuse a request.")
     retry_budget: float = Field(0.2, ge=0, description="Most retries of refused requests, as a share of all requests.")
     breaker_failures: int = Field(5, ge=1, description="Failures in a row after which a worker is left alone.")
     breaker_failure_rate: float = Field(
-        0.5, gt=0, le=1, description="Share of the last 10 s' requests (at least 10) whose failure does the same."
+        0.5, gt=0, le=1, description="Share of failed requests in the last 10 s (of at least 10) that does the same."
     )
     breaker_open_seconds: float = Field(
-        1.0, gt=0, description="How long it is left alone at first; each failed probe doubles that, up to 30 s."
+        1.0, gt=0, description="Seconds that it is left alone at first; each failed probe doubles them, up to 30."
+    )
+    random_seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**64,
+        description="Makes runs repeatable: requests without a seed get seeds derived from this one, in the order in which they "
+        "come; none: random seeds. Requests to HTTP backends are passed on as they are.",
     )
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds that a request may take; a client's own deadline counts if it is earlier."
@@ -224,13 +240,14 @@ class RouterConfig(ServiceConfig):
     )
     status_page: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether the HTTP port shows /status, a page on the workers and their load, to whoever asks, and /ui the "
-        "same and routes, with API keys to those who have one; auto: unless there are API keys, an admin port or a metrics port.",
+        description="Whether the HTTP port shows /status, a page on the workers and their load, to anybody, and whether /ui "
+        "shows the fleet and routes (with API keys to clients with a key). auto: yes, unless there are API keys, an admin port "
+        "or a metrics port.",
     )
     ui: bool = Field(
         True,
-        description="Serve /ui on the HTTP port: a page to chat with the models and, as far as --status-page lets it, to look at "
-        "the workers.",
+        description="Serve /ui on the HTTP port: a page to chat with the models and, if --status-page allows it, to look at the "
+        "workers.",
     )
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
@@ -238,18 +255,18 @@ class RouterConfig(ServiceConfig):
     body_memory_bytes: int | None = Field(
         None,
         ge=1,
-        description="Memory for requests of which a part is still to come, over HTTP and gRPC, and for those over 64 KiB that "
-        "gRPC calls are at work on, and for answers that clients are slow to read, in bytes: beyond it the largest is refused; "
-        "none: three times max_body_bytes.",
+        description="Memory, in bytes, for requests that have not come completely, for gRPC requests over 64 KiB that are being "
+        "handled, and for answers that clients are slow to read. Beyond it the largest is refused. None: three times "
+        "max_body_bytes.",
     )
     stored_responses: int = Field(
         1000,
         ge=0,
-        description="Answers of /v1/responses that are kept for a tenant, in memory, so that it can ask for them again and go on "
-        "from them; 0 keeps none.",
+        description="How many answers of /v1/responses are kept in memory for each tenant, so that it can ask for them again and "
+        "continue from them; 0 keeps none.",
     )
     stored_response_bytes: int = Field(
-        64 * 1024 * 1024, ge=1, description="Memory for those of all tenants together, in bytes."
+        64 * 1024 * 1024, ge=1, description="Memory for the kept answers of all tenants together, in bytes."
     )
     max_sessions: int = Field(64, ge=0, description="Sessions that a tenant may have open; 0: there are none.")
     session_tokens: int = Field(
@@ -258,13 +275,14 @@ class RouterConfig(ServiceConfig):
     session_ttl: float = Field(3600.0, gt=0, description="Longest time in seconds that a session may live unused.")
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),
-        description="Origins whose web pages may ask over HTTP, such as https://chat.example:8443; * is all; none: "
-        "no page but /ui may.",
+        description="Origins whose web pages may send requests over HTTP, such as https://chat.example:8443; * is all; none: "
+        "only /ui may.",
     )
     max_http_connections: int = Field(
         16384,
         ge=1,
-        description="HTTP connections at a time; one more closes that which has been idle the longest, or is closed if none is.",
+        description="Most HTTP connections at a time. A further one closes the connection that has been idle the longest, or is "
+        "itself closed if none is idle.",
     )
 
     @property
@@ -336,8 +354,8 @@ class RouterConfig(ServiceConfig):
 
     @property
     def tokenizers(self) -> tuple[str, ...]:
-        """The addresses of the tokenizer's replicas, each once."""
-        return _addresses(self.tokenizer)
+        """The addresses of the tokenizer's replicas, each once; empty: there is no tokenizer."""
+        return () if self.tokenizer == NO_TOKENIZER else _addresses(self.tokenizer)
 
     @property
     def tokenizers_of_models(self) -> dict[str, tuple[str, ...]]:

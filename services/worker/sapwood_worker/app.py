@@ -9,6 +9,7 @@ import time
 from typing import Any, NoReturn
 
 from sapwood.v1 import worker_pb2_grpc
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.compiler import CompilerLimits
 from sapwood_common.models.model_files import model_name
@@ -103,7 +104,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
-    service = WorkerService(engine, server.draining, health.drain, telemetry)
+    service = WorkerService(engine, server.draining, health.drain, telemetry, Seeds(config.random_seed))
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     if sglang is not None:
         sglang.add_to(server.grpc, service, engine, config, server.draining)

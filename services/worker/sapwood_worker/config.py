@@ -54,8 +54,8 @@ class WorkerConfig(ServiceConfig):
     )
     sglang_tokenizer: str = Field(
         "",
-        description="Folder of the tokenizer files that such gateways get from this worker; empty: the model's own folder. A "
-        ".gguf file has none that they can read.",
+        description="Folder of the tokenizer files that such gateways get from this worker; empty: the model's own folder. For a "
+        ".gguf file a folder is needed, because gateways cannot read the tokenizer in it.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto takes CUDA if it is there."
@@ -68,28 +68,28 @@ class WorkerConfig(ServiceConfig):
     )
     quantization: QuantizationName = Field(
         "none",
-        description="Quantises linear layers as the model is loaded. In float8, weights and activations: fp8 with a "
-        "scale a token and output channel, fp8_block with one for each 128 numbers of a token and each 128 x 128 of a weight, "
-        "fp8_tensor with one for all tokens of a step and one for a weight. int8: both in 8 bits, with scales as fp8's. int4: "
-        "weights in 4 bits with a scale and a zero for 128 numbers. Embedding and output head stay as they are; so do "
-        "weights that the checkpoint stores quantised. Packages can bring more formats.",
+        description="Quantises linear layers as the model is loaded. fp8: weights and activations in float8, with one scale for "
+        "each token and each output channel. fp8_block: a scale for each 128 numbers of a token and each 128 x 128 of a weight. "
+        "fp8_tensor: one scale for all tokens of a step and one for a weight. int8: weights and activations in 8 bits, with "
+        "scales as fp8. int4: weights in 4 bits, with a scale and a zero for each 128 numbers. Embedding and output head stay as "
+        "they are, and so do weights that the checkpoint stores quantised. Packages can bring more formats.",
     )
     stored_weights: Literal["keep", "widen"] = Field(
         "keep",
-        description="Weights that the checkpoint stores in a format that we multiply with on this device, such as GGUF's "
-        "on a CPU: keep leaves them as they are stored; widen reads their numbers in the model's dtype, which takes more memory.",
+        description="What becomes of quantised weights in the checkpoint, such as GGUF's on a CPU, if this device can multiply "
+        "with them as they are: keep leaves them as stored; widen converts them to the model's dtype, which takes more memory.",
     )
     attention_backend: AttentionSetting = Field(
         "auto",
-        description="What computes attention: flashinfer, triton, native (on a CPU decodes in float32), torch or a package's "
-        "own; for prompts and decodes apart: prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model "
-        "on this device.",
+        description="What computes attention: flashinfer, triton, native (decodes in float32 on a CPU), torch or a package's "
+        "own. prefill=triton,decode=flashinfer sets it for prompts and decodes separately. auto takes the fastest that can "
+        "serve the model on this device.",
     )
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto",
-        description="Whether decodes whose prompts have their first pages in common read these once for all of them: auto does "
-        "where it spares the reading of 8192 tokens or more in a step, and prompts of latent attention by triton make keys "
-        "that they have in common once; off never does.",
+        description="Whether requests whose prompts begin alike read the shared pages of the KV cache once for all of them: auto "
+        "does so where it spares the reading of 8192 tokens or more in a step (prompts of latent attention by triton always "
+        "share their keys); off never does.",
     )
     tensor_parallel: int = Field(
         1,
@@ -100,64 +100,64 @@ class WorkerConfig(ServiceConfig):
     pipeline_parallel: int = Field(
         1,
         ge=1,
-        description="Stages that the layers are spread over, --tensor-parallel ranks each; a step goes through one after the "
-        "other, a long one in pieces, so that all of them compute.",
+        description="Stages that the layers are spread over, each of --tensor-parallel ranks. A step goes through one stage "
+        "after the other, a long step in pieces, so that all stages compute.",
     )
     nnodes: int = Field(
         1,
         ge=1,
-        description="Hosts that the ranks are on, equally many on each. Each runs a worker with these flags; the first answers "
-        "requests, the others only compute.",
+        description="Hosts that the ranks are spread over evenly. Each host runs a worker with the same flags; the first one "
+        "answers requests, the others only compute.",
     )
     node_rank: int = Field(0, ge=0, description="Which of --nnodes this host is; 0 is the first.")
     rendezvous: str = Field(
         "",
-        description="HOST:PORT at which the first of --nnodes waits for the others: an address of its own that they reach.",
+        description="HOST:PORT at which the first of --nnodes waits for the others: an address of that host that they can reach.",
     )
     expert_parallel: bool = Field(
         False,
-        description="Whether the ranks of --tensor-parallel get whole experts, equally many each, instead of a part of each.",
+        description="Whether each rank of --tensor-parallel gets whole experts, equally many, instead of a part of every expert.",
     )
     redundant_experts: int = Field(
         0,
         ge=0,
-        description="Slots of a layer beyond one for each expert, over all ranks of --expert-parallel, which share them equally: "
-        "a few at a time, experts that get many tokens are copied there and moved, so that ranks have equally much to compute. "
-        "0: experts stay where they are.",
+        description="Extra slots for experts in a layer, spread evenly over the ranks of --expert-parallel. Experts that get "
+        "many tokens are copied into them and moved, a few at a time, so that all ranks have equally much to compute. 0: "
+        "experts stay where they are.",
     )
     expert_dispatch: DispatchName = Field(
         "gather",
-        description="How rows go to experts with --data-parallel-attention and --expert-parallel: gather (all rows go to all "
-        "ranks), direct (each goes to the ranks that have its experts, which write their sums back) or direct-float8 (likewise, "
-        "there in 8 bits). Both are tried at the start, and left out where they are not exact. For ranks of one host.",
+        description="How rows reach experts with --data-parallel-attention and --expert-parallel: gather (all rows go to all "
+        "ranks), direct (each row goes to the ranks that have its experts, which write their sums back) or direct-float8 (the "
+        "same, with rows in 8 bits on the way there). The last two are for ranks of one host. They are tested at the start, and "
+        "gather is used if they are not exact.",
     )
     all_reduce: AllReduceName = Field(
         "auto",
         description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank gets "
-        "all parts over memory that they share and sums them) or two-shot (each sums a share and gets the others' sums). auto "
-        "times them at the start, if their sums are exact on this machine, and takes the quickest for each size. Ranks of a "
-        "layer on several hosts have the backend. With --data-parallel-attention rows are exchanged so, and there is no "
-        "two-shot.",
+        "all parts over memory that they share and sums them) or two-shot (each rank sums a share and gets the others' sums). auto "
+        "times those whose sums are exact on this machine, at the start, and takes the quickest for each size. Ranks on several "
+        "hosts use the backend. With --data-parallel-attention this is how rows are exchanged, and there is no two-shot.",
     )
     data_parallel_attention: bool = Field(
         False,
-        description="Whether each rank of --tensor-parallel has requests of its own: it computes their attention whole and keeps "
-        "their pages, while MLPs and experts are split over all ranks as ever. For models whose KV cache ranks cannot split "
-        "(latent attention, few key heads): then it holds N times as many tokens. --max-running, --max-step-tokens and "
-        "--num-pages are each rank's.",
+        description="Whether each rank of --tensor-parallel has requests of its own, computes their attention alone and keeps "
+        "their pages. MLPs and experts are still split over all ranks. It is for models whose KV cache cannot be split over "
+        "ranks (latent attention, few key heads): with N ranks the cache then holds N times as many tokens. --max-running, "
+        "--max-step-tokens and --num-pages count for each rank.",
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model, which its ranks share; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
     kv_cache_gb: float | None = Field(
         None,
         gt=0,
-        description="Memory for the KV cache in GiB, of each rank; none: on a GPU what a trial of the largest step shows to be "
-        "left, elsewhere 1, or an eighth of the memory that the machine or its container has if that is less.",
+        description="Memory for the KV cache in GiB, for each rank. None: on a GPU what is left after a trial of the largest "
+        "step; on a CPU 1, or an eighth of the memory of machine or container if that is less.",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="Of the KV cache; auto is the model's. fp8_e4m3 takes half the memory and less time, and rounds keys and "
-        "values to 3 bits after the first; each layer's scale is the checkpoint's, or comes from a trial prompt at the start.",
+        description="Of the KV cache; auto is the model's. fp8_e4m3 takes half the memory and less time, and keeps 3 bits of the "
+        "mantissa of keys and values. Each layer's scale is the checkpoint's, or is measured with a trial prompt at the start.",
     )
     memory_fraction: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory to use in all, unless the KV cache's memory is given."
@@ -169,29 +169,31 @@ class WorkerConfig(ServiceConfig):
     max_running: int | None = Field(
         None,
         ge=1,
-        description="Most requests in a batch; none: on a GPU up to 256, as the memory that the weights leave allows; else 64.",
+        description="Most requests in a batch. None: on a GPU up to 256, as the memory that the weights leave allows; on a CPU "
+        "64.",
     )
     max_waiting: int = Field(1024, ge=1, description="Most requests in the queue; more are refused.")
     max_step_tokens: int | None = Field(
         None,
         ge=1,
-        description="Most tokens a step computes: how finely prompts are cut; none: on a GPU up to 8192, as the memory that the "
-        "weights leave allows; else 512.",
+        description="Most tokens that a step computes; longer prompts are computed in chunks. None: on a GPU up to 8192, as the "
+        "memory that the weights leave allows; on a CPU 512.",
     )
     overlap: bool = Field(
         True,
-        description="On a GPU, plan and launch a step while the one before is computed; costs up to one step's work for a "
-        "request that ends at an end token.",
+        description="On a GPU, plan and launch a step while the previous one is computed. A request that ends at an end token "
+        "may be computed for one step too many.",
     )
     kernels: Path | None = Field(
         None,
-        description="On a GPU, an archive that `sapwood kernels build` has written, or a folder of them, of which the one for "
-        "this GPU and these packages is taken: kernels that are in it need not be compiled. What has changed since is compiled.",
+        description="On a GPU, an archive that `sapwood kernels build` has written, or a folder of archives, of which the one "
+        "for this GPU and these packages is used. Kernels in the archive need not be compiled, unless they have changed since.",
     )
     kernels_wait: bool = Field(
         False,
-        description="On a GPU where FlashInfer's libraries have to be compiled, in a minute, wait for them before the first "
-        "request; else Triton's kernels compute prompts until they are there, and decodes until the worker is started again.",
+        description="On a GPU, wait for FlashInfer's libraries before the first request, if they have to be compiled, which "
+        "takes a minute or two. Otherwise Triton's kernels compute prompts until the libraries are there, and decodes until the "
+        "worker is started again.",
     )
     cuda_graphs: bool = Field(
         True,
@@ -201,39 +203,47 @@ class WorkerConfig(ServiceConfig):
     cuda_graph_max_batch: int | None = Field(
         None,
         ge=1,
-        description="Most tokens of a decode step that is captured as a CUDA graph; larger steps are computed like prompts; "
-        "none: as many as requests may run.",
+        description="Most tokens of a decode step that is captured as a CUDA graph; larger steps are computed like prompts. "
+        "None: as many as requests may run.",
     )
     expert_tuning: float = Field(
         60.0,
         ge=0,
-        description="On a GPU, longest seconds of a model's first start in which tiles of its experts' products are measured; "
-        "what was found is kept in ~/.cache/sapwood for later starts; 0: tiles go by a model.",
+        description="On a GPU, most seconds that a model's first start spends on measuring tile sizes for its experts' products. "
+        "The result is kept in ~/.cache/sapwood for later starts. 0: a cost model chooses tile sizes.",
     )
     policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = Field(
         "fcfs",
         description="Order of a tenant's requests in the queue: fcfs (by arrival), lpm (longest cached prefix first), "
-        "dfs-weight (the branch of the prefix tree with most requests first), lof (longest output first) or priority (the "
-        "requests' own; a higher one pushes running requests of a lower one out).",
+        "dfs-weight (the branch of the prefix tree with the most requests first), lof (longest output first) or priority (by the "
+        "requests' priority; a higher one pushes running requests of a lower one back into the queue).",
+    )
+    random_seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**64,
+        description="Makes runs repeatable: requests without a seed get seeds derived from this one, in the order in which they "
+        "come; none: random seeds. It is for clients without a router: a router sends a seed with each request, by a flag of the "
+        "same name.",
     )
     starved_after: int = Field(
         1024,
         ge=1,
-        description="Steps of waiting after which what the policy prefers does not overtake a request any more, and a tenant of "
-        "which nothing was admitted for so long has a turn.",
+        description="Steps after which a waiting request is no longer overtaken by what the policy prefers. A tenant of which no "
+        "request was admitted for so long gets a turn.",
     )
     watchdog_timeout: float = Field(
         300.0,
         gt=0,
         description="Seconds after which a step counts as stuck: its stacks are logged, the worker turns unhealthy and routers "
-        "give it nothing new. (A long prompt is computed in many steps. A scheduler process that is stopped is noticed within "
-        "seconds.)",
+        "give it nothing new. (A long prompt is many steps. A scheduler process that is stopped is noticed within seconds, "
+        "whatever this says.)",
     )
     watchdog_restart: float = Field(
         600.0,
         gt=0,
-        description="Seconds after which a step ends with the scheduler process, which is started anew: its requests end "
-        "UNAVAILABLE, and routers have other workers go on with them.",
+        description="Seconds after which the scheduler process of a stuck step is ended and started anew. Its requests end "
+        "UNAVAILABLE, and routers continue them on other workers.",
     )
     crash_dump_folder: Path | None = Field(
         None,
@@ -243,8 +253,8 @@ class WorkerConfig(ServiceConfig):
     conservativeness: float = Field(
         1.0,
         ge=0,
-        description="Factor on the pages kept for what running requests are expected to generate when others are "
-        "admitted: less runs more at once, but sends requests back to the queue more often.",
+        description="Factor on the pages that stay free for the expected output of running requests when others are admitted. A "
+        "smaller factor runs more requests at once, but sends requests back to the queue more often.",
     )
     eviction: Literal["lru", "lfu", "fifo", "slru"] = Field(
         "lru",
@@ -269,9 +279,9 @@ class WorkerConfig(ServiceConfig):
     kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     role: Role = Field(
         "both",
-        description="What the worker does of a request where routers have the choice: prefill computes prompts and keeps their "
-        "pages until a decode worker has pulled them; both does all of it. prefill and decode take a second tier of the KV cache "
-        "as large as the first, unless its size is given.",
+        description="What the worker does if routers can choose: prefill computes prompts and keeps their pages until a decode "
+        "worker has pulled them; decode pulls pages and generates; both does all of it. prefill and decode have a second tier of "
+        "the KV cache as large as the first, unless its size is given.",
     )
     handoff_port: int = Field(
         0,
@@ -282,16 +292,16 @@ class WorkerConfig(ServiceConfig):
     )
     handoff_mover: HandoffMover = Field(
         "auto",
-        description="What carries pages from a prefill to a decode worker: tcp, shm (memory that both share, on one host and as "
-        "one user), cuda (out of the other's GPU by CUDA IPC, on one host), auto, which takes cuda or shm where it can, or, "
-        "where both workers name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
+        description="What carries pages from a prefill to a decode worker: auto (cuda or shm where possible, else tcp), tcp, shm "
+        "(shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, on one host), or, if both workers "
+        "name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
     )
     handoff_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="Largest share of the second tier that a prefill worker keeps for others, or a decode worker gives to what "
-        "it pulls.",
+        description="Largest share of the second tier that a prefill worker uses for pages it keeps for others, or a decode "
+        "worker for pages it pulls.",
     )
     host_cache_gb: float = Field(
         0.0,
@@ -306,7 +316,7 @@ class WorkerConfig(ServiceConfig):
     host_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         "write_through",
         description="When pages are copied to the second tier: once they are computed (write_through), once they are "
-        "asked for again (write_through_selective), or when they are evicted from the first (write_back).",
+        "asked for a second time (write_through_selective), or when they are evicted from the first tier (write_back).",
     )
     storage: str = Field(
         "",
@@ -326,7 +336,7 @@ class WorkerConfig(ServiceConfig):
         0.5, gt=0, le=1, description="Largest share of the second tier that pages on their way from the store may take."
     )
     storage_min_tokens: int | None = Field(
-        None, ge=1, description="Fewer tokens are not fetched from the store; none measures at start-up what pays."
+        None, ge=1, description="Fewest tokens worth fetching from the store; none: measured at the start."
     )
     structured_output: bool = Field(
         True,
@@ -343,11 +353,11 @@ class WorkerConfig(ServiceConfig):
     speculate: SpeculateChoice = Field(
         "auto",
         description="Draft the tokens that probably come next, and check several of them in one step; outputs are the same with "
-        "and without. auto drafts what came before in the prompt, in the output or in the prefix cache, where the steps' "
-        "measured times say that it pays; prefix wherever that is often right; draft:MODEL what a smaller model with the same "
-        "vocabulary says, where it pays; eagle:MODEL what a head of EAGLE-3 says that was trained for the model; mtp "
-        "what the layer for multi-token prediction says that the model's own checkpoint holds (DeepSeek, GLM); "
-        "off nothing. MODEL is named as --model's is.",
+        "and without. prefix drafts from repetitions of the prompt, the output or the prefix cache, wherever that is often "
+        "right; auto does the same only where measured step times say that it pays; draft:MODEL asks a smaller model with the "
+        "same vocabulary, where it pays; eagle:MODEL asks an EAGLE-3 head that was trained for the model; mtp asks the layer "
+        "for multi-token prediction in the model's own checkpoint (DeepSeek, GLM); off drafts nothing. MODEL is a name as for "
+        "--model.",
     )
     grammar_timeout: float = Field(
         10.0,

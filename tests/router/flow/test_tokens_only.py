@@ -247,3 +247,33 @@ def test_a_token_stream_counts_merges_and_fails_as_told() -> None:
     whole.push([2], end=True)
     whole.push([3])
     assert whole.take().tokens == 2 * WINDOW + 1
+
+
+async def test_a_router_without_a_tokenizer_serves_token_ids_and_refuses_text(make_cluster, expect_error) -> None:
+    async with make_cluster(1, tokenizer="none") as cluster:
+        cluster.workers[0].script.tokens = countdown
+        assert cluster.router.problem() is None
+        assert (await cluster.http.get("/health")).status_code == 200
+        assert ids_of(await events_of(cluster)) == [*ANSWER, END]
+        vectors = await cluster.http.post("/v1/embeddings", json={"input": PROMPT})
+        assert vectors.status_code == 200, vectors.text
+        for path, body in (
+            ("/v1/completions", {"prompt": "text", "detokenize": False}),
+            ("/v1/completions", {"prompt": PROMPT}),
+            ("/v1/completions", {"prompt": PROMPT, "detokenize": False, "regex": "a+"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/v1/embeddings", {"input": "text"}),
+            ("/tokenize", {"prompt": "text"}),
+        ):
+            answer = await cluster.http.post(path, json=body)
+            assert answer.status_code == 400, (path, answer.text)
+            assert "no tokenizer" in answer.json()["error"]["message"], (path, answer.text)
+        request = router_pb2.RouterGenerateRequest(text="hi")
+
+        async def read() -> None:
+            async for _ in cluster.stub.Generate(request):
+                pass
+
+        assert "no tokenizer" in (await expect_error(read(), INVALID))[0]
+        assert not cluster.tokenizer.request_ids
+        await cluster.idle_workers()

@@ -60,8 +60,8 @@ def model(tokenizer, tmp_path_factory) -> str:
 
 
 @contextlib.contextmanager
-def service(*flags: str):
-    """A running service; gives its address."""
+def service(*flags: str, logged: list[str] | None = None):
+    """A running service; gives its address. What it logs from then on is appended to ``logged`` as it ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", "sapwood_tokenizer", "--port", "0", *flags], stderr=subprocess.PIPE, text=True
     )
@@ -76,7 +76,9 @@ def service(*flags: str):
         pytest.fail("".join(lines))
     finally:
         process.terminate()
-        process.communicate()
+        rest = process.communicate()[1]
+        if logged is not None:
+            logged.append(rest)
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +185,25 @@ async def test_the_service_says_which_parsers_there_are_and_which_fit(stub, mode
     assert {"hermes", "mistral", "gpt_oss"} <= set(info.tool_parsers)
     assert {"qwen3", "deepseek_r1", "gpt_oss"} <= set(info.reasoning_parsers)
     assert (info.tool_parser, info.reasoning_parser) == ("hermes", "qwen3")
+    assert not info.hides_tools
     with service("--model", model, "--tool-parser", "mistral", "--reasoning-parser", "none") as address:
         async with open_channel(address) as channel:
             info = await tokenizer_pb2_grpc.TokenizerStub(channel).GetInfo(tokenizer_pb2.GetInfoRequest())
     assert (info.tool_parser, info.reasoning_parser) == ("mistral", "")
+
+
+async def test_a_template_without_tools_is_told_and_logged_once(model, tmp_path):
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    logged = []
+    with service("--model", model, "--chat-template", str(tmp_path / "plain.jinja"), logged=logged) as address:
+        async with open_channel(address) as channel:
+            stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+            assert (await stub.GetInfo(tokenizer_pb2.GetInfoRequest())).hides_tools
+            messages = [common_pb2.ChatMessage(role="user", content="hi")]
+            for tools in ("", TOOLS, TOOLS):
+                asked = tokenizer_pb2.ApplyChatTemplateRequest(messages=messages, tools=tools)
+                assert (await stub.ApplyChatTemplate(asked)).text == "hi"
+    assert "".join(logged).count("the chat template does not show them") == 1
 
 
 @pytest.mark.parametrize("flag", ["--tool-parser", "--reasoning-parser"])

@@ -114,3 +114,10 @@ def test_arguments_that_are_no_object_are_refused_with_their_place(arguments):
     with pytest.raises(InvalidArgumentError) as caught:
         to_messages(messages)
     assert caught.value.field == "messages[1].tool_calls[1].arguments"
+
+
+def test_whether_a_template_shows_tools_is_told_from_its_source():
+    assert ChatTemplate(TEMPLATE, {}).shows_tools
+    assert not ChatTemplate(TRIMMING, {}).shows_tools
+    assert not ChatTemplate("{# tools #}{% for m in messages %}tools {{ m.tools }}{% endfor %}", {}).shows_tools
+    assert ChatTemplate("{% set offered = tools %}{{ offered }}", {}).shows_tools

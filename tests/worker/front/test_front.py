@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_common.telemetry.metrics import MetricSet
@@ -94,7 +95,7 @@ async def front() -> AsyncIterator[Front]:
     async def begin_drain() -> None:
         made.draining.set()
 
-    service = WorkerService(engine, made.draining, begin_drain, RpcTelemetry(MetricSet(), Tracing()))
+    service = WorkerService(engine, made.draining, begin_drain, RpcTelemetry(MetricSet(), Tracing()), Seeds(7))
     service.model = ServedModel("fake", INFO, 1, made.grammars, 4)  # type: ignore[arg-type]
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()
@@ -194,3 +195,17 @@ async def test_loads_are_not_pushed_more_often_than_asked(front: Front) -> None:
     call.cancel()
     with pytest.raises(grpc.aio.AioRpcError, match="interval_ms is 5"):
         await front.stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=5)).read()
+
+
+async def test_requests_without_a_seed_get_what_a_random_seed_gives(front: Front) -> None:
+    def asked(name: str, **sampling: int) -> worker_pb2.WorkerGenerateRequest:
+        return worker_pb2.WorkerGenerateRequest(
+            request_id=name, token_ids=[1], sampling=common_pb2.SamplingParams(**sampling)
+        )
+
+    front.grammars.go_on.set()
+    calls = [front.stub.Generate(asked("a")), front.stub.Generate(asked("b")), front.stub.Generate(asked("c", seed=5))]
+    seeds = {(message := await front.submitted()).request_id: message.sampling.seed for _ in calls}
+    expected = Seeds(7)
+    assert {seeds["a"], seeds["b"]} == {expected.draw(), expected.draw()}
+    assert seeds["c"] == 5

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.random_bytes import random_bytes
 
 AS_MANY_AS_FIT = 2**31 - 1
 """``max_tokens`` of a request that sets none."""
@@ -111,18 +111,19 @@ _PLACE = re.compile(r"`\$\.(?P<name>\w+)(?P<inner>[^`]*)`$")
 """Finds in msgspec's message the field that is wrong."""
 
 
-def read_sampling(given: Mapping[str, Any], done: int = 0) -> SamplingParams:
-    """Checked settings; an absent seed is drawn at random.
+def read_sampling(given: Mapping[str, Any], done: int = 0, seeds: Seeds = RANDOM_SEEDS) -> SamplingParams:
+    """Checked settings; an absent seed is drawn.
 
     Args:
         given: Fields by name. Keys of ``logit_bias`` may be decimal text.
         done: Tokens that were generated before; ``min_tokens`` counts them, ``max_tokens`` does not.
+        seeds: Draws the seed.
 
     Raises:
         InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
     """
     if "seed" not in given:
-        given = {**given, "seed": int.from_bytes(random_bytes(8))}
+        given = {**given, "seed": seeds.draw()}
     try:
         params = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:

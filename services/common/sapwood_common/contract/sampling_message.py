@@ -9,6 +9,7 @@ import msgspec
 
 from sapwood.v1 import common_pb2
 from sapwood_common.contract.sampling import SamplingParams, read_sampling
+from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 
 
@@ -31,8 +32,10 @@ _REPEATED: dict[str, Callable[[Any], Any]] = {
 """Converts the fields that hold several values."""
 
 
-def from_message(message: common_pb2.SamplingParams, done: int = 0) -> tuple[SamplingParams, int]:
-    """Checked settings, and the number of continuations; ``done`` tokens were generated before.
+def from_message(
+    message: common_pb2.SamplingParams, done: int = 0, seeds: Seeds = RANDOM_SEEDS
+) -> tuple[SamplingParams, int]:
+    """Checked settings, and the number of continuations; ``done`` tokens were generated before, ``seeds`` draws an absent seed.
 
     Raises:
         InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
@@ -41,7 +44,7 @@ def from_message(message: common_pb2.SamplingParams, done: int = 0) -> tuple[Sam
     for name in given.keys() & _REPEATED:
         given[name] = _REPEATED[name](given[name])
     count = given.pop("n", 1)
-    return read_sampling(given, done), count
+    return read_sampling(given, done, seeds), count
 
 
 def to_message(params: SamplingParams) -> common_pb2.SamplingParams:

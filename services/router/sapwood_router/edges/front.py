@@ -122,7 +122,7 @@ class HttpFront:
         self._idle.set()
         self._endpoints = dict(map(self._endpoint, routes))
         self._paths = frozenset(path for _, path in self._endpoints)
-        self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")})
+        self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")} - {"/"})
         self._unknown = Endpoint(self, self._refuse, None, None)
         self._options = Endpoint(self, self._permit, None, origins)
 
@@ -197,7 +197,9 @@ class HttpFront:
         """Unknown paths and wrong methods."""
         methods = self._methods(exchange.path)
         if not methods:
-            raise HttpError(404, f"there is no {exchange.path}")
+            versioned = f"/v1{exchange.path}"  # who left /v1 out of a client's base URL asks for it
+            hint = f"; there is {versioned}" if versioned in self._paths else ""
+            raise HttpError(404, f"there is no {exchange.path}{hint}")
         error = HttpError(405, f"{exchange.path} does not take {exchange.method}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
 

@@ -21,7 +21,7 @@ class Post:
     """A path that takes JSON.
 
     Attributes:
-        path: The path; one that ends with a slash stands for all below it.
+        path: The path; one that ends with a slash stands for all below it, but for ``/`` itself.
         answer: Answers.
         dialect: How errors are told.
         summary: What it does, for the OpenAPI document; "": it is not in there.

@@ -10,7 +10,7 @@ import msgspec
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.runs import Running
-from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
+from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, notice_headers, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import Delta, Finish, RequestContext
@@ -82,8 +82,10 @@ class _EventClient:
         if delta is None:
             await self._exchange.drained()
             return
-        written = b"" if self._begun else self._events.begin()
-        self._begun = True
+        written = b""
+        if not self._begun:
+            self._begun, written = True, self._events.begin()
+            self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._context))
         written += self._events.more(delta)
         if delta.finish is not None:
             written += self._events.end(delta.finish)

@@ -12,6 +12,7 @@ from sapwood_router.request.output import OutputBuffer
 from sapwood_router.request.output_stream import Relay
 
 WORKER_HEADER, RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
+NOTICE_HEADER = b"x-sapwood-notice"
 
 
 async def collect(runs: Sequence[Run]) -> list[Delta]:
@@ -28,7 +29,16 @@ async def collect(runs: Sequence[Run]) -> list[Delta]:
 def told_headers(contexts: Sequence[RequestContext]) -> Headers:
     """What an answer in one piece says of how it came about, as gRPC's trailing metadata does."""
     resumptions = sum(context.resumptions for context in contexts)
-    return ((WORKER_HEADER, contexts[0].worker.encode()), (RESUMPTIONS_HEADER, b"%d" % resumptions))
+    return (
+        (WORKER_HEADER, contexts[0].worker.encode()),
+        (RESUMPTIONS_HEADER, b"%d" % resumptions),
+        *notice_headers(contexts[0]),
+    )
+
+
+def notice_headers(context: RequestContext) -> Headers:
+    """What the client is told beside its answer, which prepare found out: streams begin with it, too."""
+    return ((NOTICE_HEADER, context.notice.encode()),) if context.notice else ()
 
 
 class _WholeClient:

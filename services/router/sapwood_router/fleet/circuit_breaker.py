@@ -94,7 +94,7 @@ class CircuitBreaker:
         self._open_for = settings.open_seconds
         self._probing = False
         self._generation = 0
-        """Goes up with each change of state: a permit of an earlier one is stale."""
+        """Counts changes of state; a permit from before the last one says nothing any more."""
         self._in_a_row = 0
         self._requests = SlidingCount(settings.window, clock)
         self._faults = SlidingCount(settings.window, clock)
@@ -147,7 +147,7 @@ class CircuitBreaker:
                 pass  # it is out of the choice already
 
     def reset(self) -> None:
-        """The worker has restarted: its earlier failures count no more."""
+        """The worker has restarted: its earlier failures no longer count."""
         self._close(quiet=self.closed)
 
     def _count_fault(self) -> None:

@@ -1,12 +1,12 @@
-"""Keeps a session with one worker open: that, and its heartbeat, is what the worker's health means here.
+"""Keeps a session with one worker open. A worker is healthy while its session stands and its heartbeats come.
 
-A worker whose session stands can take requests. One whose connection breaks or falls silent is down at once, and its session
-is opened anew, on a connection of its own (one that is stuck in TCP's retransmissions would keep a worker away for long after
-it is back), until that works.
+When the connection breaks or falls silent, the worker is down at once, and the router tries to open a new session until it
+succeeds. Each try has a connection of its own: an old one that is stuck in TCP's retransmissions would keep the worker away long
+after it is back.
 
-A worker whose scheduler process stands still goes on sending heartbeats, which say so. It is down as soon as it would be had it
-fallen silent itself; its streams stay for a while longer, as moving them costs more than choosing another worker for a new
-request. Then its session ends, and with the next one the router waits until the heartbeats say that the process lives.
+When a worker's scheduler process stands still, the worker goes on sending heartbeats, which say so. It is down after the same
+time as if it had fallen silent itself. Its streams stay a while longer, because moving them costs more than sending a new request
+elsewhere. Then its session ends, and in the next one the router waits until the heartbeats say that the process lives.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WorkerConnection:
         self._limit = limit
         self._served: ServedModel | None = None
         self._was_up = False
-        """Whether this session's worker could take requests at some time."""
+        """Whether the worker was up at any time during this session."""
         self._on_loss = on_loss
         self._on_drain = on_drain
         self._clock = clock

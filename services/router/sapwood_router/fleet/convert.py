@@ -1,4 +1,4 @@
-"""What workers are asked, as messages, and what they say, as plain values."""
+"""Makes messages of what workers are asked, and plain values of what they say."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def to_worker_request(
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """More tokens of a worker's request: a ``SessionSubmit`` that is read as one with what stands before and behind it."""
+    """Some tokens of a prompt, as an encoded ``SessionSubmit``. Several in a row are read as one message with all tokens."""
     more = worker_pb2.SessionSubmit(request=worker_pb2.WorkerGenerateRequest(token_ids=token_ids))
     return more.SerializeToString()
 

@@ -1,9 +1,9 @@
 """Which workers the router knows: named by several sources, added, drained and removed while it runs.
 
 A worker is there as long as some source names it: the configuration, a watched file, a DNS name, or its registration, which
-lapses unless it is renewed within its lease. One that no source names any more drains: it gets nothing new, what runs on it
-finishes, and it is removed once it is idle or gone. (Kubernetes ceases to name a pod when its grace period begins, not when it is
-over.) One that an operator removes is removed at once: what runs on it goes on elsewhere.
+lapses unless it is renewed within its lease. A worker that no source names any more drains: it gets nothing new, what runs on it
+finishes, and it is removed once it is idle or gone. (Kubernetes stops naming a pod when its grace period begins, not when it is
+over.) A worker that an operator removes is removed at once, and what runs on it goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Fleet:
         self._forget(worker)
 
     def lapse(self) -> None:
-        """Ceases to name those whose lease is over, and removes those that nobody names and nothing runs on.
+        """Ends registrations whose lease is over, and removes workers that no source names and on which nothing runs.
 
         To be called now and then.
         """

@@ -1,9 +1,9 @@
 """Keeps the exact index true to one worker's KV events.
 
-The worker sends a snapshot and then every change, numbered and with a digest of what it holds after it. A number out of turn or
-a digest that does not match what was heard means that something was lost or came in the wrong order: the stream is opened anew,
-and with it comes a new snapshot. The digest in the worker's heartbeats shows a stream that has fallen silent. While there is no
-stream the worker is not in the index, and whoever asks goes by the router's own placements.
+The worker sends a snapshot and then every change. Each change has a number and a digest of all that the worker holds after it. A
+number out of turn, or a digest that differs from ours, means that something was lost or came in the wrong order. Then the stream
+is opened anew, and begins with a new snapshot. The digest in the worker's heartbeats reveals a stream that has fallen silent.
+While there is no stream, the worker is not in the index, and policies go by the router's own placements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a worker's try at a request ended, as far as it says something about the worker."""
+"""What the end of a worker's try at a request says about the worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outcome(enum.Enum):
 
 
 class WorkerLostError(UnavailableError):
-    """The connection to the worker broke or fell silent: nothing more will come of what it was doing."""
+    """The connection to the worker broke or fell silent: its requests get no more output from it."""
 
 
 class WorkerLeftError(WorkerLostError):

@@ -25,14 +25,14 @@ class WorkerPins:
         self._dialer = dialer
 
     async def pin(self, address: str, name: str, token_ids: Sequence[int], cache_salt: str, seconds: float) -> int:
-        """Pins what a worker has cached of a prefix, in the place of an older pin of this name; returns how many tokens.
+        """Pins what a worker has cached of a prefix; returns how many tokens. An older pin of this name is replaced.
 
         Args:
             address: The worker's.
             name: The pin's.
             token_ids: The prefix.
             cache_salt: The salt of the requests that are to find it.
-            seconds: After which the worker lets go by itself.
+            seconds: After which the worker unpins it by itself.
 
         Raises:
             SapwoodError: It did not.

@@ -17,7 +17,7 @@ RETRY_AFTER = 1.0
 
 
 class Registry:
-    """All workers, and for each model the available ones: a tuple made once a change, not once a request.
+    """All workers, and for each model the available ones, in a tuple that is made anew only when something changes.
 
     Args:
         workers: The workers, in the order they were configured.
@@ -91,7 +91,7 @@ class Registry:
         return max((item.context_length for item in served), default=0)
 
     def labels(self, model: str) -> Labels | None:
-        """What the head of a known model tells; None: it has no such head."""
+        """The labels of a known model with a head that classifies; None: it has no such head."""
         served = (worker.model for worker in self._workers.values() if worker.model is not None)
         return next((item.labels for item in served if item.model == model), None)
 
@@ -101,7 +101,7 @@ class Registry:
         return bool(self._relayed)
 
     def relays(self, model: str | None) -> bool:
-        """Whether requests to a model go to backends: to none of the workers, since none that has it is available."""
+        """Whether requests for a model go to backends, because no available worker has it."""
         if not self._relayed:
             return False
         if model is None:

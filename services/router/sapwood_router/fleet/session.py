@@ -35,10 +35,10 @@ WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerE
 
 
 class StreamSink(Protocol):
-    """Takes what comes of a request. Called from the session's reader: it must not wait, and not raise."""
+    """Takes a request's output. The session's reader calls it, so it must not wait and must not raise."""
 
     def token(self, token_id: int) -> None:
-        """Takes one new token that comes with nothing else. Most outputs are such, so they skip :meth:`output`'s record."""
+        """Takes one new token that comes with nothing else, as most do: no record is made of it as for :meth:`output`."""
         ...
 
     def output(self, output: WorkerOutput) -> None:

@@ -39,13 +39,13 @@ class Shared(Protocol):
 
 
 class Attempts(ABC):
-    """One request's tries. What need not wait runs where it is called, in callbacks: the usual request, which its first worker
-    answers, needs no task here. :meth:`close` may be called from any callback.
+    """One request's tries. A request that its first worker answers, as most are, needs no task here: all of it runs in callbacks.
+    A task is made only for what has to wait. :meth:`close` may be called from any callback.
 
     Args:
         shared: Registry, policy and rules.
         request_id: For the log.
-        deadline: On the event loop's clock: no try is granted after it. Whoever owns this closes it then.
+        deadline: On the event loop's clock. No try is granted after it; the owner then closes this.
     """
 
     def __init__(self, shared: Shared, request_id: str, deadline: float) -> None:
@@ -54,7 +54,7 @@ class Attempts(ABC):
         self._deadline = deadline
         self._failover = shared.failover()
         self._variables = copy_context()
-        """The asking task's context variables (request id, trace): tasks that go on with the request log and send under them."""
+        """The context variables (request id, trace) of the task that asked: the tasks made here log and send with them."""
         self._place: Place | None = None
         self._task: asyncio.Task[None] | None = None
         self._worker: Worker | None = None
@@ -118,8 +118,8 @@ class Attempts(ABC):
             self._do(lambda: self._go_on(error))
 
     def _do(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs ``work``, which has to wait, in a task. The task calls it: one that is cancelled before its first step thus
-        leaves no coroutine that was never awaited.
+        """Runs ``work``, which has to wait, in a task. The task makes the coroutine, so that a task that is cancelled before its
+        first step leaves no coroutine that was never awaited.
         """
         self._task = asyncio.get_running_loop().create_task(self._guarded(work), context=self._variables)
 
@@ -138,7 +138,7 @@ class Attempts(ABC):
             self._fail_with(InternalError(str(error)))
 
     async def _queue(self, place: Place, on_turn: Callable[[], None]) -> None:
-        """All workers are busy: waits for its turn. What was let in once does not queue again."""
+        """All workers are busy: waits for its turn. A request queues only before its first try."""
         try:
             await place.turn()
         finally:

@@ -1,4 +1,4 @@
-"""Output's last step: a request's runs push their deltas to one client, whichever edge it came by."""
+"""The last step of output: a request's runs push their deltas to one client, whatever edge it came by."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ class Client(Protocol):
 class Delivery:
     """A :class:`Sink`, and the task that awaits its end.
 
-    The task that carries it is woken where the client reads slowly, or what is to be sent takes waiting, and at the end; all
-    else is written by whoever brings it, since waking a task costs more than the rest of what a delta goes through.
+    Deltas are written in the callbacks that bring them, because waking a task costs more than all else that is done for a
+    delta. The task in :meth:`carry` is woken only if the client reads slowly, if something has to be awaited before a delta can
+    be sent, and at the end.
 
     Args:
         client: Writes.
@@ -85,7 +86,7 @@ class Delivery:
         self._client = client
         self._left = 0
         self._behind = False
-        """Whether a run was told to wait, and not yet to go on: its client may be ready again before the task is awake."""
+        """Whether a run was told to wait and not yet to go on. The client may be ready again before the task is awake."""
         self._error: SapwoodError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -101,7 +102,7 @@ class Delivery:
         else:
             for first in range(
                 0, len(runs), A_FEW
-            ):  # what they do before they wait, all would do in one turn of the loop
+            ):  # a few at a time: all together would block the event loop until each of them waits
                 if self._error is None:
                     part = enumerate(runs[first : first + A_FEW], first)
                     await asyncio.gather(*(run.start(self, index) for index, run in part))

@@ -63,15 +63,15 @@ class GenerationAttempts(Attempts):
         self._executing: Stage | None = None
         self._prompt = pages or pages_of(context, context.token_ids)
         self._part = Part.WHOLE
-        """What the worker of the latest try is asked for."""
+        """Which part of the request the worker of the latest try does."""
         self._policy: Shadowed
-        """The model's for that; set with it, once the request was admitted."""
+        """The model's policy for that part; set together with it, once the request was admitted."""
         self._ticket: HeldTicket | None = None
         self._early: EarlyPull | None = None
         self._parts: PairParts | None = None
-        """Times the parts of a request that is handed on; None: it is not."""
+        """Times prefill, transfer and decode of a request that is handed on; None: it is not."""
         self._timing: Timing | None = None
-        """Notes what it takes; None: nobody asks."""
+        """Measures what the request takes, for later decisions; None: there are none to make."""
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
@@ -129,7 +129,7 @@ class GenerationAttempts(Attempts):
             return self._select(Part.WHOLE, roles_for(Part.WHOLE, decision))
 
     def _select_early(self) -> tuple[Worker, Choice] | None:
-        """The decode worker that has read the prompt's pages while they were computed, if there is one that can go on."""
+        """The decode worker that has read the prompt's pages while they were computed, if there is one and it can go on."""
         early, self._early = self._early, None
         chosen = None if early is None else early.chosen(self._demand())
         if chosen is not None:
@@ -159,7 +159,7 @@ class GenerationAttempts(Attempts):
 
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
         lacking = len(self._prompt.token_ids) - choice.cached_tokens
-        if self._part is Part.DECODE:  # what it has to compute of the prompt is next to nothing
+        if self._part is Part.DECODE:  # it reads the prompt's pages and computes almost nothing of the prompt
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
             lease, permit = acquire(worker, choice, self._prompt, self._policy)
@@ -242,7 +242,7 @@ class GenerationAttempts(Attempts):
             try:
                 chosen = choose(self._demand(), self._prompt, shared.registry, policy, roles, at)
             except (UnavailableError, InvalidArgumentError):
-                ticket.release()  # the one that comes names all pages
+                ticket.release()  # a later ticket names all pages
                 return
             self._early = EarlyPull(*chosen)
         self._early.announce(ticket, self._prompt, context.caller.cache_salt)
@@ -267,7 +267,7 @@ class GenerationAttempts(Attempts):
         self._try(*await self._another(None))
 
     def _extend_prompt(self) -> None:
-        """What was generated is part of what the next worker gets."""
+        """Appends what was generated to the prompt that the next worker gets."""
         context = self._context
         if len(context.output_ids) != self._prompt_output:
             self._prompt = pages_of(context, [*context.token_ids, *context.output_ids])

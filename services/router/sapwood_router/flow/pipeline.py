@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.pacing.afterwards import Afterwards
@@ -59,6 +60,7 @@ class Pipeline:
         observer: Measures and traces the requests.
         sessions: Those that requests may go on with.
         disaggregation: Decides whether prompts are computed on workers that are for that.
+        seeds: Draws the seeds of requests that bring none.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Pipeline:
         observer: RequestObserver,
         sessions: SessionStore,
         disaggregation: Disaggregation,
+        seeds: Seeds,
     ) -> None:
         self.sessions = sessions
         self.tokenizers = tokenizers
@@ -83,14 +86,15 @@ class Pipeline:
         self.failover = failover
         self.resume_grace = resume_grace
         self.disaggregation = disaggregation
+        self.seeds = seeds
         self.observer = observer
         self.heavy = HeavyWork(rest=1.0)
         self.large = LargeTexts()
         """Where large requests wait of which no more than one is to be in memory as numbers and text."""
         self.starts = Turnstile()
-        """Where all runs of a request but its first wait, which may be a thousand."""
+        """Where the runs of a request, of which there may be a thousand, wait for their turn; the first one does not."""
         self.afterwards = Afterwards()
-        """Where policies learn of answers that are on their way."""
+        """What is done after the last delta of an answer is on its way, such as telling the policy."""
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
 
@@ -124,7 +128,7 @@ class Pipeline:
 
 
 class Run:
-    """One request under way. One task starts it; :meth:`flush` and :meth:`close` may be called from any callback of the loop."""
+    """One request while it runs. One task starts it; any callback of the loop may call :meth:`flush` and :meth:`close`."""
 
     def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
         self._pipeline = pipeline
@@ -149,7 +153,8 @@ class Run:
         return self._context.resumptions
 
     async def start(self, sink: Sink, index: int = 0) -> None:
-        """Begins. Returns once the prompt is on its way; output, and errors with fields spelled as the client does, are pushed.
+        """Begins. Returns once the prompt is on its way. Output is pushed to the sink. So are errors, which name fields as
+        the client does.
 
         Args:
             sink: Takes the deltas, merged from all that is there whenever it is ready.
@@ -162,7 +167,7 @@ class Run:
             self._fail(error)
 
     def flush(self) -> None:
-        """Hands the sink what is there, if it is ready."""
+        """Hands the sink the output that is there, if the sink is ready."""
         stream, sink = self._stream, self._sink
         if stream is None or sink is None:
             return
@@ -280,7 +285,7 @@ class Run:
         self._attempts.start()
 
     async def _look_ahead(self) -> PromptPages:
-        """Hashes and packs a very long prompt, some of it at a time, before that is asked for in one piece."""
+        """Hashes and packs a very long prompt piece by piece, so that no later stage has to do it in one go."""
         context, pipeline = self._context, self._pipeline
         pages = pages_of(context, context.token_ids)
         for page_size in pipeline.registry.page_sizes(pipeline.registry.resolve(context.model)):

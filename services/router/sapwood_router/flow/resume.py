@@ -1,14 +1,16 @@
-"""Failover: what becomes of a request whose worker failed it, before its first token or in the middle of its stream.
+"""Failover: decides how a request goes on whose worker failed, before its first token or in the middle of its stream.
 
-The same loop serves both. The next worker gets the prompt followed by the tokens received so far, and what is left of
-``max_tokens``; the router fixed the seed at the start, and sampling is a pure function of seed and position, so the stream
-goes on as it would have. Text, stop strings and parsers live behind the detokenizer's stream, which never learns of it.
+Both cases are treated alike. The next worker gets the prompt followed by the tokens received so far, and what is left of
+``max_tokens``. The router fixed the seed at the start, and sampling is a pure function of seed and position, so the stream
+continues as it would have. Text, stop strings and parsers are behind the detokenizer's stream, which does not notice.
 
-Bounds: a lost worker costs a request at most one resumption, of which it gets ``most_losses``; they are not taken from the
-retry budget, since workers die one at a time whatever the traffic. One that went as planned costs it nothing: such a move says
-nothing about the request, and there are no more of them than somebody plans. A worker that answered with an error is asked no
-second time, and the next try needs the retry policy's consent. A request that two workers failed with an internal error is
-taken for the cause. Errors that are the client's, and its deadline, end it at once.
+Bounds:
+- A lost worker costs a request one resumption, of which it has ``most_losses``. Resumptions are not taken from the retry budget,
+  because workers die one at a time, whatever the traffic.
+- A worker that left as planned costs nothing: it says nothing about the request, and operators plan few such moves.
+- A worker that answered with an error is not asked again, and the next try needs the retry policy's consent.
+- After internal errors of two workers the request itself is taken for the cause, and ends.
+- Errors of the client's making, and its deadline, end the request at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request's tokens on their way to a client that wants them as they are: no text is made, the tokenizer is not visited."""
+"""One request's tokens on their way to a client that wants token ids: no text is made, and no tokenizer is asked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenStream(OutputStream):
         self._ended = end
         self._fresh = self._tokens > self._tokens_taken
         if end or (self._fresh and not self._whole):
-            self.relay = None  # what is pushed now has to be taken before any later token
+            self.relay = None  # so that no later token overtakes what is pushed now
             if self._listener is not None:
                 self._listener()
             if end:
@@ -40,7 +40,7 @@ class TokenStream(OutputStream):
         return False
 
     def pass_on(self, relay: Relay) -> None:
-        """From now on the pusher hands single tokens to ``relay`` while none waits here. The stream does not count those."""
+        """From now on the pusher gives single tokens to ``relay`` while no token waits here. The stream does not count those."""
         self._relay = relay
         if not self._fresh and not self.over:
             self.relay = relay

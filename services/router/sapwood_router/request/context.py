@@ -167,6 +167,7 @@ class RequestContext(msgspec.Struct):
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
         session: What it goes on with; None: nothing.
+        notice: What the client is told beside its answer; empty: nothing (prepare).
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
@@ -203,6 +204,7 @@ class RequestContext(msgspec.Struct):
     parallel_tool_calls: bool = True
     caller: Caller = NOBODY
     session: SessionTurn | None = None
+    notice: str = ""
     compiled_grammar: bytes = b""
     token_ids: TokenIds = msgspec.field(default_factory=list)
     packed: Sequence[bytes] = ()

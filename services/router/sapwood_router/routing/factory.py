@@ -13,7 +13,7 @@ from sapwood_router.routing.index.prefixes import PrefixIndex
 from sapwood_router.routing.policies.base import Policy
 from sapwood_router.routing.policies.cache_aware import CacheAware
 from sapwood_router.routing.policies.consistent_hash import ConsistentHash
-from sapwood_router.routing.policies.least_load import LeastLoad
+from sapwood_router.routing.policies.least_load import LeastLoad, LeastTokens
 from sapwood_router.routing.policies.power_of_two import PowerOfTwo
 from sapwood_router.routing.policies.prefix_hash import PrefixHash
 from sapwood_router.routing.policies.random import Random
@@ -46,6 +46,7 @@ _MAKERS: dict[str, Callable[[PolicyParts], Policy]] = {
     "round_robin": lambda parts: RoundRobin(),
     "random": lambda parts: Random(parts.rng),
     "least_load": lambda parts: LeastLoad(parts.rng),
+    "least_tokens": lambda parts: LeastTokens(parts.rng),
     "prefix_hash": lambda parts: PrefixHash(),
     "consistent_hash": lambda parts: ConsistentHash(),
     "power_of_two": lambda parts: PowerOfTwo(parts.rng),

@@ -1,8 +1,8 @@
-"""Which workers of a large fleet a policy looks at: it is too slow to look at a thousand for each request.
+"""Which workers of a large fleet a policy looks at. Looking at a thousand workers for each request would be too slow.
 
-Up to MANY workers a policy sees all. Beyond, it names those it would choose from: those that it knows something good of, and some
-that are drawn. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001): the least loaded of a few drawn ones
-has hardly more to do than the least loaded of all. Complexity: O(draws), however many workers there are.
+Up to MANY workers a policy sees all. In a larger fleet it names the workers that it would choose from: some that are likely to
+suit the prompt, and some that are drawn. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001): the least
+loaded of a few drawn workers has hardly more to do than the least loaded of all. Complexity: O(draws), whatever the fleet's size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def draw(addresses: Sequence[str], rng: random.Random, count: int = DRAWS) -> li
 def drawn_by_prefix(addresses: Sequence[str], hashes: Sequence[bytes], held: int = 0) -> list[str]:
     """Workers drawn by a prompt's own page hashes, at 1, 4, 16 ... pages and at its end.
 
-    Prompts that share a prefix share these workers, at every router: so those find each other that nobody has told of yet, whose
-    KV events are still on their way or whose worker publishes none.
+    Prompts with a common prefix draw the same workers, at every router. So they meet there even if no KV event tells where the
+    prefix is: because the event is still on its way, or the worker publishes none.
 
     Args:
         addresses: Of all workers.
         hashes: The prompt's page hashes.
-        held: So many first pages are known to be held by somebody: it is drawn by the last of these depths within them, for what
-            siblings share beyond, and by those that are deeper.
+        held: How many of the first pages some worker is known to hold. Of the depths within these only the last one draws,
+            for prompts that share more than what is known; all deeper ones draw too.
     """
     length, drawn, depth = len(addresses), [], 1
     while depth < len(hashes):

@@ -17,7 +17,7 @@ from sapwood_router.request.structure import CompiledGrammar
 from sapwood_router.request.tokens import TokenIds, TokenTable, gather
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
-from sapwood_router.tokenizer.replica import TokenizerReplica
+from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 
 MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
@@ -64,6 +64,7 @@ class TokenizerInfo:
         tool_parser, reasoning_parser: Its names of the parsers that fit the model; "" where none does.
         pair: How it joins two texts; None: it does not say.
         max_text_bytes: Bytes of the longest text or conversation that it encodes; 0: it does not say.
+        hides_tools: Whether its chat template does not show tools to the model.
     """
 
     vocab_size: int
@@ -71,6 +72,7 @@ class TokenizerInfo:
     reasoning_parser: str
     pair: PairTemplate | None
     max_text_bytes: int
+    hides_tools: bool
 
 
 class TokenizerClient:
@@ -81,9 +83,13 @@ class TokenizerClient:
     Args:
         replicas: Gives the replicas there are now, all with the same model.
         grace: Seconds that a call waits while every replica is gone.
+        absent: Whether there is to be no tokenizer: then every call raises InvalidArgumentError.
     """
 
-    def __init__(self, replicas: Callable[[], Sequence[TokenizerReplica]], grace: float) -> None:
+    def __init__(
+        self, replicas: Callable[[], Sequence[TokenizerReplica]], grace: float, *, absent: bool = False
+    ) -> None:
+        self._absent = absent
         self._replicas = replicas
         self._grace = grace
         self._turn = 0
@@ -93,7 +99,9 @@ class TokenizerClient:
 
     @property
     def problem(self) -> str | None:
-        """Why the service cannot be used; None while one of its replicas is well."""
+        """Why the service cannot be used; None while one of its replicas is well, or if there is to be none."""
+        if self._absent:
+            return None
         replicas = self._replicas()
         if any(replica.problem is None for replica in replicas):
             return None
@@ -222,7 +230,12 @@ class TokenizerClient:
         if answer.HasField("pair"):
             pair = PairTemplate(tuple(answer.pair.before), tuple(answer.pair.between), tuple(answer.pair.after))
         self._info = TokenizerInfo(
-            answer.vocab_size, answer.tool_parser, answer.reasoning_parser, pair, answer.max_text_bytes
+            answer.vocab_size,
+            answer.tool_parser,
+            answer.reasoning_parser,
+            pair,
+            answer.max_text_bytes,
+            answer.hides_tools,
         )
         return self._info
 
@@ -285,6 +298,8 @@ class TokenizerClient:
         )
 
     async def _patiently(self, ask: Callable[[TokenizerReplica], Awaitable[AnswerT]], deadline: float) -> AnswerT:
+        if self._absent:
+            raise InvalidArgumentError(ABSENT)
         loop = asyncio.get_running_loop()
         give_up = min(loop.time() + self._grace, deadline)
         tried: set[TokenizerReplica] = set()

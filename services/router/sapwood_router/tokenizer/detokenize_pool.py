@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sapwood_common.errors import UnavailableError
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.detokenize_session import DetokenizeSession
 from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
-from sapwood_router.tokenizer.replica import TokenizerReplica
+from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 
 
 class DetokenizePool:
@@ -17,9 +17,11 @@ class DetokenizePool:
     Args:
         grace: Seconds that streams wait while every replica is gone before they fail UNAVAILABLE.
         on_lost: Called when a call is lost: the service that answers next may be another.
+        absent: Whether there is to be no tokenizer.
     """
 
-    def __init__(self, grace: float, on_lost: Callable[[], None]) -> None:
+    def __init__(self, grace: float, on_lost: Callable[[], None], *, absent: bool = False) -> None:
+        self._absent = absent
         self._grace = grace
         self._on_lost = on_lost
         self._sessions: dict[TokenizerReplica, DetokenizeSession] = {}
@@ -29,7 +31,10 @@ class DetokenizePool:
 
         Raises:
             UnavailableError: No replica is known.
+            InvalidArgumentError: There is to be none.
         """
+        if self._absent:
+            raise InvalidArgumentError(ABSENT)
         if not self._sessions:
             raise UnavailableError("the tokenizer is not available", retry_after=1.0)
         session = min(self._sessions.values(), key=lambda session: (not session.up, session.load))

@@ -24,6 +24,8 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 SERVICE = "sapwood.v1.Tokenizer"
+ABSENT = "this router has no tokenizer (--tokenizer none): send token ids, with detokenize false"
+"""The refusal of a request that needs a tokenizer."""
 _DOWN_INTERVAL = 0.25
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ from sapwood_tokenizer.template.render_threads import RenderThreads
 from sapwood_tokenizer.template.sandbox import Budget
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "sapwood.v1.Tokenizer"
 DETOKENIZE = f"/{SERVICE}/Detokenize"
@@ -110,6 +113,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             if loaded.chat_template is not None
             else None
         )
+        self._warned_of_tools = False
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
 
@@ -166,6 +170,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError(
                 f"the model has no chat template; {service_flag('tokenizer', 'chat-template')} names a file with one",
                 field="messages",
+            )
+        if request.tools and not self._template.shows_tools and not self._warned_of_tools:
+            self._warned_of_tools = True
+            logger.warning(
+                "a request offers tools, but the chat template does not show them: the model is not told of any"
             )
         continued = request.continue_final_message
         prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continued
@@ -276,6 +285,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             fills_in_the_middle=self._encoder.fill_in_middle is not None,
             pair=to_pair_template(self._pair),
             max_text_bytes=self._limits.max_text_bytes,
+            hides_tools=self._template is not None and not self._template.shows_tools,
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

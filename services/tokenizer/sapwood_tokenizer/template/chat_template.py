@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.nodes
 
 from sapwood_common.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
 from sapwood_tokenizer.template.sandbox import BUDGET, Budget, BudgetError, TemplateSandbox
@@ -32,6 +33,9 @@ class ChatTemplate:
 
     Raises:
         ConfigError: The source is not a Jinja template; the message has the origin and the line.
+
+    Attributes:
+        shows_tools: Whether the template reads ``tools``.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], origin: str = "the model") -> None:
@@ -40,6 +44,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         try:
+            names = environment.parse(source).find_all(jinja2.nodes.Name)
+            self.shows_tools = any(name.name == "tools" for name in names)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(

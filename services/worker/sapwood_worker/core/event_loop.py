@@ -1,4 +1,4 @@
-"""The scheduler process's loop: take messages, plan a step, run it, hand out its tokens."""
+"""The loop of the scheduler process: takes messages, plans a step, runs it and hands out its tokens."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ class Mailbox(Protocol):
 
 
 class EventLoop:
-    """Runs one scheduler and one runner: step by step (the normal loop), or overlapped.
+    """Runs one scheduler and one runner, in one of three ways. The outputs are the same.
 
-    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
-    that ends or is aborted in N is still in N + 1: what that computes of it is thrown away. The outputs are the same. Requests
-    with a grammar go step by step, as a grammar must see each token before the next; so does what comes after a draft.
+    - Step by step.
+    - Overlapped: the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
+      that ends or is aborted in N is still part of N + 1; what N + 1 computes of it is thrown away. Requests with a grammar go
+      step by step, because a grammar must see each token before the next. So do steps after a draft.
+    - With lanes: as many steps as there are lanes are launched before the loop waits for the oldest. So all stages of a pipeline
+      compute at the same time, each for other requests.
 
-    Where the scheduler has lanes, as many steps are launched before the oldest one's result is waited for: the stages of a
-    pipeline compute at once, each for other requests.
-
-    A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
+    If the runner fails a step, the requests in it end with an error. An error of the scheduler itself ends the process.
 
     Args:
         scheduler: The core.
@@ -95,11 +95,11 @@ class EventLoop:
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; None: no such requests come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
-        progress: Is told when a round of the loop begins and ends; None: nobody watches.
+        progress: Is told when a round of the loop begins and ends; None: no watchdog.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
-        dump: Writes down what the steps were that failed; None: nobody does.
-        experts: Looks at the load of the model's experts; None: it has none.
-        sums: Looks how often ranks have summed tensors; None: there is one rank.
+        dump: Writes a file about each failed step; None: none is written.
+        experts: Reads the load of the model's experts; None: the model has none.
+        sums: Counts how often ranks have summed tensors; None: there is one rank.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
@@ -138,7 +138,7 @@ class EventLoop:
         """Loops until told to shut down.
 
         Raises:
-            RankLostError: A rank of those that run the model together is lost.
+            RankLostError: One of the ranks that run the model together is lost.
             RuntimeError: The runner failed several steps in a row; its state cannot be trusted.
             AssertionError: The scheduler found a page leaked or freed twice.
         """
@@ -148,7 +148,7 @@ class EventLoop:
             if idle and self._progress is not None:
                 self._progress.idle()
             messages = self._mailbox.receive(wait=idle)
-            # All that may hang runs between begin() and end(): an operation, a cache tier, a plan, the model.
+            # Whatever may hang runs between begin() and end(): an operation, a cache tier, a plan, the model.
             if self._progress is not None:
                 self._progress.begin()
             for message in messages:
@@ -264,8 +264,11 @@ class EventLoop:
         self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
     def _step(self, outputs: list[RequestOutput]) -> None:
-        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too. Adds to the
-        outputs, or sends those that there are."""
+        """Launches a step, if there is one to plan, and takes the results of earlier steps; without overlap also its own.
+
+        Args:
+            outputs: New outputs are added here. It is emptied if they had to be sent before the step was launched.
+        """
         if not self._scheduler.plans_ahead:
             outputs += self._take_results(0)
         planned = self._scheduler.schedule()
@@ -276,7 +279,9 @@ class EventLoop:
             if self._dump is not None:
                 self._dump.planned(planned)
             if planned.copies is not None and planned.copies.during is not None:
-                self._report(outputs + self._scheduler.handed_off())  # what it fills is read while it runs
+                self._report(
+                    outputs + self._scheduler.handed_off()
+                )  # other workers read the pages while the step fills them
                 outputs.clear()
             try:
                 self._launched.append(self._runner.launch(planned))
@@ -286,13 +291,13 @@ class EventLoop:
                 outputs += self._take_results(0)
                 outputs += self._fail(error)
                 return
-        elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
+        elif not self._launched:  # every request was aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
         outputs += self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
         outputs += self._scheduler.handed_off()  # with the first token goes the ticket
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
-        """Waits for the launched steps, oldest first, but for ``keep`` of them."""
+        """Waits for launched steps, oldest first, until ``keep`` of them are left; returns their outputs."""
         outputs: list[RequestOutput] = []
         while len(self._launched) > keep:
             try:
@@ -300,7 +305,9 @@ class EventLoop:
             except RankLostError:
                 raise
             except Exception as error:
-                while self._launched:  # the results of later steps are useless, but those steps must be over
+                while (
+                    self._launched
+                ):  # later steps' results are useless, but they must have ended before the next begins
                     with suppress(Exception):
                         self._launched.popleft().result()
                 return outputs + self._fail(error)

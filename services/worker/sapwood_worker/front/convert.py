@@ -12,6 +12,7 @@ from sapwood_common.contract.limits import LONGEST_SALT, LONGEST_TENANT, MOST_CO
 from sapwood_common.contract.page_hash import cache_namespace
 from sapwood_common.contract.sampling import SamplingParams, check_tokens
 from sapwood_common.contract.sampling_message import from_message
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.telemetry.logs import is_valid_request_id
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
@@ -253,13 +254,13 @@ def from_role(role: Role) -> worker_pb2.WorkerRole:
     return _ROLE[role]
 
 
-def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[SamplingParams, int]:
-    """The sampling settings, and the number of continuations; ``max_tokens`` fits the context.
+def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seeds: Seeds) -> tuple[SamplingParams, int]:
+    """The sampling settings, and the number of continuations; ``max_tokens`` fits the context, ``seeds`` draws an absent seed.
 
     Raises:
         InvalidArgumentError: A setting is out of range; its field is named.
     """
-    params, count = from_message(request.sampling, request.output_tokens)
+    params, count = from_message(request.sampling, request.output_tokens, seeds)
     check_tokens(params, info.vocab_size)
     for call in params.logit_processors:
         if call.name not in info.logit_processors:

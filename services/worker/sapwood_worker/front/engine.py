@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         self._send = send
         self.roles: tuple[Role, ...] = (role,)
-        """Those that the worker has had, the present one last."""
+        """All roles that the worker has had, the present one last."""
         self._observer = observer
         self._serials = itertools.count()
         # By serial: the generation, and the index of its continuation.
@@ -93,13 +93,13 @@ class Engine:
         self.load = Load()
         """The load after the last step."""
         self.experts = ExpertLoad()
-        """What the model's experts have got, a second ago at most."""
+        """How many tokens the model's experts got, at most a second old."""
         self.sums: dict[str, int] = {}
-        """How often each method has summed tensors over the ranks of a layer, a second ago at most."""
+        """How often each method has summed tensors over the ranks of a layer, at most a second old."""
         self.vitals = Vitals()
         """Whether the scheduler process and this one are well."""
         self.load_version = 0
-        """Goes up with each change of the load or of what is cached."""
+        """Increases with each change of the load or of what is cached."""
 
     def submit(
         self,
@@ -300,7 +300,7 @@ class Engine:
         self._lost = None
         self.experts, self.sums = ExpertLoad(), {}
         self.kv_events.begin(epoch)
-        for role in self.roles if len(self.roles) > 1 else ():  # nobody waits for the answers
+        for role in self.roles if len(self.roles) > 1 else ():  # the answers are ignored
             self._send(CacheCommand(next(self._serials), "role", role))
         self._load_is(Load())
 

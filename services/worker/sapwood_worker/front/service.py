@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.pacing.pace import Pace
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
@@ -62,6 +63,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         draining: Set when the service is about to stop or has been told to drain.
         begin_drain: Sets it and turns the service unhealthy.
         telemetry: Measures what comes over sessions.
+        seeds: Draws the seeds of requests that bring none.
 
     Attributes:
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
@@ -73,7 +75,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         draining: asyncio.Event,
         begin_drain: Callable[[], Awaitable[None]],
         telemetry: RpcTelemetry,
+        seeds: Seeds,
     ) -> None:
+        self._seeds = seeds
         self._telemetry = telemetry
         self._engine = engine
         self._draining = draining
@@ -155,7 +159,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
         check_prompt(request, info)
-        sampling, count = to_sampling(request, info)
+        sampling, count = to_sampling(request, info, self._seeds)
         terms = to_terms(request, seconds)
         handoff = to_handoff(request, self._engine.roles, count)
         with self._engine.preparing():

@@ -1,4 +1,4 @@
-"""The requests of a session: each is begun, says what there is of its answer, and is closed."""
+"""The requests of a session. Each can be begun, can write the new part of its answer into a message, and can be closed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sapwood_worker.front.convert import is_one_token, to_response
 from sapwood_worker.front.generation import Generation
 
 ENOUGH_BYTES = 8 * 1024 * 1024
-"""Bytes of log probabilities after which a message takes no further stream's; the next message does."""
+"""Once a message has so many bytes of log probabilities, further streams wait for the next message."""
 _MOST_BYTES = MAX_MESSAGE_BYTES - 2 * ENOUGH_BYTES
-"""Bytes of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
+"""Most bytes of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
 _PART_BYTES = 256 * 1024
 _PART_WEIGHT = 8
-"""What a byte of a vector counts as beside one of log probabilities: vectors can wait, others' tokens cannot."""
+"""How many bytes of log probabilities a byte of a vector counts as: vectors can wait, other requests' tokens cannot."""
 
 Start = Callable[[worker_pb2.WorkerGenerateRequest, float | None], Awaitable[Generation]]
 """Checks a request and submits it; gets the seconds to its deadline, None if it has none."""
@@ -59,7 +59,7 @@ class SessionStream(ABC):
 
     @abstractmethod
     async def begin(self, seconds: float | None, ready: Callable[[], None]) -> None:
-        """Has the request checked and submitted.
+        """Checks and submits the request.
 
         Args:
             seconds: To its deadline; None: it has none.
@@ -71,7 +71,7 @@ class SessionStream(ABC):
 
     @abstractmethod
     def write(self, response: worker_pb2.SessionResponse, stream_id: int, *, packs_tokens: bool) -> int:
-        """Puts what there is of the answer into a message, if there is anything; returns its size as it counts beside others'.
+        """Puts the new part of the answer, if there is any, into a message; returns the bytes that it counts as.
 
         Raises:
             SapwoodError: It failed.
@@ -84,7 +84,7 @@ class SessionStream(ABC):
 
     @property
     def has_more(self) -> bool:
-        """Whether :meth:`write` left something that is there already."""
+        """Whether there is more to write than the last :meth:`write` took."""
         return False
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class GenerationStream(SessionStream):
 
 
 class EmbeddingStream(SessionStream):
-    """An embedding request. Its vectors go out in parts, so that others' tokens need not wait for all of them.
+    """An embedding request. Its vectors go out in parts, so that other requests' tokens need not wait for all of them.
 
     Args:
         request: The request.

@@ -154,6 +154,15 @@ async def test_models(cluster) -> None:
     assert caught.value.code == "model_not_found"
 
 
+async def test_a_base_url_without_v1_is_told(cluster) -> None:
+    for path, told in (
+        ("/chat/completions", "there is no /chat/completions; there is /v1/chat/completions"),
+        ("/chat", "there is no /chat"),
+    ):
+        response = await cluster.http.post(path, json={})
+        assert (response.status_code, response.json()["error"]["message"]) == (404, told)
+
+
 async def test_an_unknown_model_is_404_and_names_the_parameter(cluster) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await cluster.openai.completions.create(model="gpt-99", prompt="a")

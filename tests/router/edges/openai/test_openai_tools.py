@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sapwood.v1 import common_pb2
+from sapwood.v1 import common_pb2, router_pb2
 from sapwood_testing.router.fake_tokenizer import encode
 
 CHAT = "/v1/chat/completions"
@@ -338,3 +338,25 @@ async def test_only_the_allowed_tools_are_offered(cluster) -> None:
 async def test_an_assistant_that_said_nothing_is_taken_back(cluster) -> None:
     for silent in (assistant(), assistant(content=None), assistant(tool_calls=[])):
         assert (await cluster.http.post(CHAT, json={"messages": HI, **silent})).status_code == 200
+
+
+async def test_who_offers_tools_to_a_template_without_any_is_told(make_cluster) -> None:
+    chat, claude = {"messages": HI, "tools": TOOLS}, {"name": "weather", "input_schema": PARAMETERS}
+    messages = {"model": "fake", "messages": HI, "max_tokens": 8, "tools": [claude]}
+    async with make_cluster(workers=1) as one:
+        assert "x-sapwood-notice" not in (await one.http.post(CHAT, json=chat)).headers
+    async with make_cluster(workers=1) as one:
+        one.tokenizer.hides_tools = True
+        for path, body in ((CHAT, chat), ("/v1/messages", messages)):
+            for stream in (False, True):
+                answer = await one.http.post(path, json={**body, "stream": stream})
+                assert "does not show tools" in answer.headers["x-sapwood-notice"], (path, stream)
+                plain = {name: value for name, value in body.items() if name != "tools"}
+                answer = await one.http.post(path, json={**plain, "stream": stream})
+                assert answer.status_code == 200
+                assert "x-sapwood-notice" not in answer.headers
+        turns = router_pb2.ChatMessages(messages=[common_pb2.ChatMessage(role="user", content="hi")])
+        call = one.stub.Generate(router_pb2.RouterGenerateRequest(messages=turns, tools=json.dumps(TOOLS)))
+        async for _ in call:
+            pass
+        assert "does not show tools" in dict(await call.trailing_metadata())["x-sapwood-notice"]

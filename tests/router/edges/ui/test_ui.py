@@ -69,10 +69,13 @@ async def test_a_browser_that_has_a_file_is_told_so(cluster) -> None:
         assert "content-security-policy" in answer.headers
 
 
-async def test_the_bare_path_leads_to_the_page_also_behind_a_proxy_with_a_prefix(cluster) -> None:
-    answer = await cluster.http.get("/ui")
+@pytest.mark.parametrize("path", ["/", "/ui"])
+async def test_shorter_paths_lead_to_the_page_also_behind_a_proxy_with_a_prefix(cluster, path) -> None:
+    answer = await cluster.http.get(path)
     assert (answer.status_code, answer.headers["location"]) == (308, "ui/")
-    assert (await cluster.http.get("/ui", follow_redirects=True)).url.path == "/ui/"
+    assert (await cluster.http.get(path, follow_redirects=True)).url.path == "/ui/"
+    assert (await cluster.http.get("/nothing")).status_code == 404  # nothing else lies below /
+    assert (await cluster.http.post("/", json={})).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ async def test_nothing_but_the_pages_files_is_served(cluster, path) -> None:
 
 async def test_it_can_be_left_out(make_cluster) -> None:
     async with make_cluster(1, ui=False) as cluster:
-        for path in ("/ui", "/ui/", "/ui/main.js", "/ui/fleet"):
+        for path in ("/", "/ui", "/ui/", "/ui/main.js", "/ui/fleet"):
             assert (await cluster.http.get(path)).status_code == 404
         assert (await cluster.http.post("/ui/route", json=CHAT)).status_code == 404
         answer = await cluster.http.post("/v1/chat/completions", json=CHAT, headers={"origin": cluster.url})

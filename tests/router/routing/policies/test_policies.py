@@ -13,7 +13,7 @@ from sapwood_router.routing.index.hot import HotPrefixes
 from sapwood_router.routing.index.prefixes import PrefixIndex
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.cache_aware import CacheAware
-from sapwood_router.routing.policies.least_load import LeastLoad
+from sapwood_router.routing.policies.least_load import LeastLoad, LeastTokens
 from sapwood_router.routing.policies.power_of_two import PowerOfTwo
 from sapwood_router.routing.policies.random import Random
 from sapwood_router.routing.policies.round_robin import RoundRobin
@@ -26,7 +26,7 @@ def views(*requests: int, **fields) -> list[WorkerView]:
     return [WorkerView(address=f"w{number}", requests=count, **fields) for number, count in enumerate(requests)]
 
 
-@pytest.mark.parametrize("name", ["cache_aware", "round_robin", "random", "least_load", "power_of_two"])
+@pytest.mark.parametrize("name", ["cache_aware", "round_robin", "random", "least_load", "least_tokens", "power_of_two"])
 def test_every_policy_chooses_among_what_it_is_given(name) -> None:
     policy = make_policy(name, PolicyParts(1 << 20, random.Random(1), time.monotonic, BlockIndex(1 << 20)))
     for count in (1, 2, 5):
@@ -66,6 +66,16 @@ def test_least_load_takes_fewest_requests_then_fewest_tokens_then_takes_turns() 
     assert policy.choose(views(3, 1, 2), PROMPT).address == "w1"
     busy, calm = WorkerView("a", requests=1, queued_tokens=900), WorkerView("b", requests=1, queued_tokens=10)
     assert policy.choose([busy, calm], PROMPT).address == "b"
+    given, spared = WorkerView("a", recent_work=10), WorkerView("b", recent_work=5)
+    assert policy.choose([given, spared], PROMPT).address == "b"
+
+
+def test_least_tokens_takes_fewest_tokens_to_compute_then_fewest_requests_then_takes_turns() -> None:
+    policy = LeastTokens()
+    long, many = WorkerView("a", requests=1, queued_tokens=9000), WorkerView("b", requests=5, queued_tokens=500)
+    choice = policy.choose([long, many], PROMPT)
+    assert (choice.address, choice.reason) == ("b", "least_tokens")
+    assert policy.choose(views(3, 1, 2), PROMPT).address == "w1"
     given, spared = WorkerView("a", recent_work=10), WorkerView("b", recent_work=5)
     assert policy.choose([given, spared], PROMPT).address == "b"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import SapwoodError
 from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_of
 from sapwood_router.edges.anthropic.events import MessageEvents
@@ -55,7 +56,9 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     exchange.accept_body_id(request)
     stream = request.stream is True
     await exchange.breathe()
-    context = _context(request, given, exchange.request_id, deadline if stream else exchange.sooner(deadline))
+    context = _context(
+        request, given, exchange.request_id, deadline if stream else exchange.sooner(deadline), pipeline.seeds
+    )
     await exchange.breathe()
     context.caller = exchange.caller(request, _sessions(request))
     make = partial(_message, context)
@@ -94,7 +97,9 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
     await exchange.send_body(200, msgspec.json.encode(TokenCount(len(encoded.token_ids))))
 
 
-def _context(request: MessagesRequest, given: dict[str, Any], request_id: str, deadline: float) -> RequestContext:
+def _context(
+    request: MessagesRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds
+) -> RequestContext:
     prompt, paths = prompt_of(request)
     fields = _fields(paths)
     choice, parallel = tool_choice_of(request)
@@ -102,7 +107,7 @@ def _context(request: MessagesRequest, given: dict[str, Any], request_id: str, d
         request_id=request_id,
         worker_request_id=unique_id(request_id),
         prompt=prompt,
-        sampling=sampling_of(given, fields, max_tokens=request.max_tokens),
+        sampling=sampling_of(given, fields, seeds, max_tokens=request.max_tokens),
         output=OutputOptions(stop=tuple(request.stop_sequences or ())),
         fields=fields,
         deadline=deadline,

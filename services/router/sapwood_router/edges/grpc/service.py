@@ -11,6 +11,7 @@ import grpc
 
 from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.contract.sampling_message import from_message
+from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
@@ -51,6 +52,8 @@ WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the address of the worker that finished the request."""
 RESUMPTIONS_KEY = "x-sapwood-resumptions"
 """Trailing metadata: how often the stream went on, on another worker, because one was lost."""
+NOTICE_KEY = "x-sapwood-notice"
+"""Trailing metadata: what the client is told beside its answer, if there is something."""
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -135,7 +138,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         call.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
-        contexts = self._contexts(request, request_id, _caller(context, metadata), context.time_remaining())
+        contexts = self._contexts(
+            request, request_id, _caller(context, metadata), context.time_remaining(), self._pipeline.seeds
+        )
         self._begin_session(request.session, contexts)
         runs = await self._pipeline.open_all(contexts)
         # A client that leaves ends the call, whatever its handler is waiting for.
@@ -148,6 +153,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 (
                     (WORKER_KEY, contexts[0].worker),
                     (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
+                    *(((NOTICE_KEY, contexts[0].notice),) if contexts[0].notice else ()),
                 )
             )
         finally:
@@ -165,11 +171,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context.session = self._pipeline.sessions.begin(context.caller.tenant, session_id, context.model)
 
     def _contexts(
-        self, request: router_pb2.RouterGenerateRequest, request_id: str, caller: Caller, left: float | None
+        self,
+        request: router_pb2.RouterGenerateRequest,
+        request_id: str,
+        caller: Caller,
+        left: float | None,
+        seeds: Seeds,
     ) -> list[RequestContext]:
         check_counts(len(request.stop), len(request.bad_words))
         prompt, fields = prompt_of(request)
-        sampling, count = from_message(request.sampling)
+        sampling, count = from_message(request.sampling, seeds=seeds)
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
@@ -294,7 +305,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ExplainRouteResponse:
         pipeline = self._pipeline
         caller = _caller(context, dict(_metadata(context)))
-        asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]
+        asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining(), RANDOM_SEEDS)[0]
         pipeline.registry.resolve(asked.model)  # also where there is nothing but backends, and no tokenizer
         await pipeline.prepare(asked)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation))

@@ -14,7 +14,7 @@ from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.sse import NULL, CompletionChunks
 from sapwood_router.edges.openai.types import CompletionTokensDetails, PromptTokensDetails, UsageObject
 from sapwood_router.edges.runs import Running
-from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
+from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, notice_headers, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Pipeline, Run
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
@@ -99,9 +99,10 @@ async def _annotated(index: int, whole: Delta, annotator: Annotator) -> Answer:
 class _EventClient:
     """Writes the output of a request's runs as server-sent events.
 
-    The response starts with the first text, so an error before it has its own status. What comes between a choice's first
-    delta and its last is sent by whoever brings it; those two, and what must be annotated, take waiting. Where a stream went on,
-    on another worker, its last chunk says how often: when the headers left nobody knew.
+    The response starts with the first text, so an error before it has its own status. Deltas between the first and the last of a
+    choice are sent in the callback that brings them. The first, the last and those that are annotated are sent by
+    :meth:`drained`, because something has to be awaited. If a stream went on, on another worker, its last chunk says how often:
+    the headers had left before.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class _EventClient:
         logprobs = NULL if note is None else msgspec.json.encode(note)
         if self._chunks is None:
             self._chunks = self._make_chunks()
+            self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._contexts[0]))
         prompt = msgspec.UNSET if index in self._opened else await self._annotator.prompt_logprobs(index)
         told = b"" if prompt is msgspec.UNSET else msgspec.json.encode(prompt)
         events = self._events(self._chunks, index, delta, logprobs, told)

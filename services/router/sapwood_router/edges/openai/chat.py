@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from sapwood_common.contract.sampling import MOST_LOGPROBS
+from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
@@ -73,7 +74,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
-    contexts = contexts_of(request, given, exchange.request_id, deadline)
+    contexts = contexts_of(request, given, exchange.request_id, deadline, pipeline.seeds)
     await exchange.breathe()
     caller = exchange.caller(request, given)
     for context in contexts:
@@ -118,8 +119,11 @@ def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
     return ChatChoice(answer.index, message, reason, answer.logprobs, ids)
 
 
-def contexts_of(request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float) -> list[RequestContext]:
-    """What the pipeline is to run for a checked request, ``given`` as it came: one for each continuation.
+def contexts_of(
+    request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds = RANDOM_SEEDS
+) -> list[RequestContext]:
+    """What the pipeline is to run for a checked request, ``given`` as it came: one for each
+    continuation. ``seeds`` draws an absent seed.
 
     Raises:
         InvalidArgumentError: A field makes no sense.
@@ -133,7 +137,7 @@ def contexts_of(request: ChatRequest, given: dict[str, Any], request_id: str, de
     fields = replace(CHAT_FIELDS, max_tokens=max_name, grammar=grammar_field)
     count = 1 if request.n is None else request.n
     prompt = chat_prompt(request, given.get("tools"))
-    sampling = sampling_of(given, fields, max_tokens=max_tokens, logprobs=_logprobs(request))
+    sampling = sampling_of(given, fields, seeds, max_tokens=max_tokens, logprobs=_logprobs(request))
     choice = tool_choice_of(request)
     return [
         RequestContext(

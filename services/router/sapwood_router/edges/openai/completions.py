@@ -11,7 +11,7 @@ import msgspec
 
 from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_GAPS
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
+from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.token_lists import TokenLists
@@ -63,7 +63,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     exchange.accept_body_id(request)
     caller = exchange.caller(request, given)
     named = await _prompts(request.prompt, request.suffix or "", TokenLists(exchange))
-    contexts, count = await _contexts(request, given, named, caller, exchange.request_id, deadline, pipeline.heavy)
+    contexts, count = await _contexts(request, given, named, caller, exchange.request_id, deadline, pipeline)
     best = 1 if request.n is None else request.n
     if best < count and stream:
         raise InvalidArgumentError(
@@ -125,7 +125,7 @@ async def _contexts(
     caller: Caller,
     request_id: str,
     deadline: float,
-    heavy: HeavyWork,
+    pipeline: Pipeline,
 ) -> tuple[list[RequestContext], int]:
     """One for each choice, those of a prompt together, made a few at a time; and how many each prompt has."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
@@ -154,7 +154,7 @@ async def _contexts(
         if count < request.best_of and request.logprobs is None:
             own["logprobs"] = 0  # to tell which are the best
         count = request.best_of
-    sampling = sampling_of(given, fields, **own)
+    sampling = sampling_of(given, fields, pipeline.seeds, **own)
     if request.suffix and any(isinstance(prompt, TokenPrompt) for _, prompt in named):
         raise InvalidArgumentError("suffix goes with a prompt of text", field="suffix")
     if request.suffix and len(named) > MOST_GAPS:
@@ -168,7 +168,7 @@ async def _contexts(
     contexts: list[RequestContext] = []
     for (name, prompt), each in product(named, settings):
         if len(contexts) % A_FEW == A_FEW - 1:
-            await heavy.turn(caller.tenant)
+            await pipeline.heavy.turn(caller.tenant)
         contexts.append(
             RequestContext(
                 request_id=request_id,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sapwood_common.contract.sampling import FIELDS, SamplingParams, read_sampling
+from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
@@ -23,13 +24,15 @@ _TRANSLATED = frozenset(("top_k", "top_p", "seed"))
 """Those that may mean something else than in ``common.proto``."""
 
 BESIDE = IGNORED | SAMPLING
-"""Parameters that a request may have beside the fields of its type: settings, and what changes nothing."""
+"""Parameters that a request may have beside the fields of its type: sampling settings, and those that are ignored."""
 
 TEXT_SAMPLING = SAMPLING - {"max_tokens", "logprobs", "prompt_logprobs"}
-"""Those of APIs that name the most tokens themselves and tell no probabilities."""
+"""Sampling settings for APIs that have their own name for the most tokens and no log probabilities."""
 
 
-def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None) -> SamplingParams:
+def sampling_of(
+    given: Mapping[str, Any], fields: FieldNames, seeds: Seeds = RANDOM_SEEDS, **own: int | None
+) -> SamplingParams:
     """Sampling settings.
 
     ``top_k`` of 0 or -1 keeps all, as with vLLM and SGLang. OpenAI's seed is signed: the same bits are meant. A ``top_p`` of 0
@@ -38,6 +41,7 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     Args:
         given: The request as it came.
         fields: How its parameters are called.
+        seeds: Draws the seed if the request has none.
         own: Settings that this request's parameters do not say by themselves; None: the usual.
 
     Raises:
@@ -45,7 +49,7 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     """
     values = {name: value for name, value in {**given, **own}.items() if name in SAMPLING and value is not None}
     if values.keys().isdisjoint(_TRANSLATED):
-        return _read(values, fields)
+        return _read(values, fields, seeds)
     if values.get("top_k") in (0, -1):
         del values["top_k"]
     if values.get("top_p") == 0 and values["top_p"] is not False:
@@ -54,12 +58,12 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     seed = values.get("seed")
     if isinstance(seed, int) and -(2**63) <= seed < 0:
         values["seed"] = seed + 2**64
-    return _read(values, fields)
+    return _read(values, fields, seeds)
 
 
-def _read(values: dict[str, Any], fields: FieldNames) -> SamplingParams:
+def _read(values: dict[str, Any], fields: FieldNames, seeds: Seeds) -> SamplingParams:
     try:
-        return read_sampling(values)
+        return read_sampling(values, seeds=seeds)
     except InvalidArgumentError as error:
         raise to_client_field(error, fields) from error
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
 from sapwood_common.pacing.pace import Pace
 from sapwood_router.edges.http.errors import http_status
@@ -94,7 +95,7 @@ class ResponsesApi:
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
             await pace.did()
-        context = _context(request, given, conversation, exchange.request_id, deadline)
+        context = _context(request, given, conversation, exchange.request_id, deadline, pipeline.seeds)
         context.deadline = deadline if stream else exchange.sooner(deadline)
         context.caller = exchange.caller(request, given)
         answer = _Answer(request, context, keeps=request.store is not False and self._store.keeps)
@@ -274,6 +275,7 @@ def _context(
     conversation: Conversation,
     request_id: str,
     deadline: float,
+    seeds: Seeds,
 ) -> RequestContext:
     fields = FieldNames(
         prompt="input",
@@ -290,7 +292,7 @@ def _context(
         request_id=request_id,
         worker_request_id=unique_id(request_id),
         prompt=ChatPrompt(tuple(conversation.turns), tools, _template_variables(request)),
-        sampling=sampling_of(given, fields, max_tokens=request.max_output_tokens),
+        sampling=sampling_of(given, fields, seeds, max_tokens=request.max_output_tokens),
         output=OutputOptions(),
         fields=fields,
         deadline=deadline,

@@ -51,7 +51,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     request = convert(given, GenerateRequest, NEUTRAL, IGNORED)
     exchange.accept_body_id(request)
     deadline = deadline if request.stream else exchange.sooner(deadline)
-    contexts, is_list = await contexts_of(request, exchange.request_id, deadline, TokenLists(exchange))
+    contexts, is_list = await contexts_of(request, exchange.request_id, deadline, TokenLists(exchange), pipeline.seeds)
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller

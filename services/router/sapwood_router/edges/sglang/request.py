@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.source import GrammarKind
 from sapwood_router.edges.http.json_body import Neutral, convert
@@ -81,9 +82,10 @@ class _Settings(msgspec.Struct):
 
 
 async def contexts_of(
-    request: GenerateRequest, request_id: str, deadline: float, lists: TokenLists
+    request: GenerateRequest, request_id: str, deadline: float, lists: TokenLists, seeds: Seeds
 ) -> tuple[list[RequestContext], bool]:
     """One context for each answer, those of a prompt together; and whether the answer is a list of them.
+    ``seeds`` draws absent seeds.
 
     Raises:
         InvalidArgumentError: Something is wrong; the field is named.
@@ -108,7 +110,7 @@ async def contexts_of(
         own = {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
         wanted = DEFAULT_MAX_NEW_TOKENS if settings.max_new_tokens is None else settings.max_new_tokens
         try:
-            sampling = sampling_of(given, fields, max_tokens=wanted, **own)
+            sampling = sampling_of(given, fields, seeds, max_tokens=wanted, **own)
         except InvalidArgumentError as error:
             raise _renamed(error, given) from error
         contexts += [

@@ -72,5 +72,5 @@ class Files:
 
 
 async def lead_to_folder(exchange: Exchange) -> None:
-    """Redirects from the path without a slash: relatively, so that it also holds behind a proxy that adds a path."""
+    """Redirects to the page from ``/`` and ``/ui``: relatively, so that it also holds behind a proxy that adds a path."""
     await exchange.send_page(308, ((b"location", b"ui/"), (b"cache-control", b"no-cache"), *_SAFE), b"")

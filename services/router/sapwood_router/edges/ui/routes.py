@@ -26,6 +26,7 @@ def ui_routes(
         status: How the router and its workers are; None: that, and how requests are routed, is for operators.
     """
     routes: list[Route] = [
+        Ask("/", lead_to_folder, public=True),
         Ask(BARE, lead_to_folder, public=True),
         Ask(FOLDER, Files().show, public=True),
         Ask("/ui/fleet", FleetPage(pipeline, guard, origins, status).show, public=True),

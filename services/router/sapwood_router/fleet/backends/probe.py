@@ -1,4 +1,4 @@
-"""Asks a backend again and again which models it has: that is its health here, since OpenAI's API has no other word."""
+"""Asks a backend for its models, again and again. One that answers is healthy: OpenAI's API has no call for health itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_MISSES = 3
-"""Probes in a row that may fail: one that computes may be slow to say which models it has."""
+"""Probes in a row that may fail: a backend that computes may be slow to list its models."""
 _PAGE_SIZE, _NUM_PAGES = 16, 65_536
-"""What is assumed of its cache: pages of 64 bytes of text, and that it holds the last 4 MB of what it was sent."""
+"""A backend's cache is assumed to have pages of 64 bytes of text and to hold the last 4 MB that it was sent."""
 _MOST_NAMED = 5
 
 
 def served_by(spec: BackendSpec, listed: ListedModel | None, epoch: int) -> ServedModel:
-    """What a backend serves; of what it does not say nothing is known."""
+    """What a backend serves, as far as it says so."""
     name = spec.name or spec.model or (listed.id if listed is not None else "")
     length = 0 if listed is None else listed.context_length
     return ServedModel(name, length, vocab_size=0, page_size=_PAGE_SIZE, num_pages=_NUM_PAGES, epoch=epoch)
@@ -36,10 +36,10 @@ class BackendProbe:
     """Keeps one backend's entry in the registry true.
 
     Args:
-        worker: The backend, as a member of the fleet.
-        backend: The same, to be asked.
+        worker: The backend as a member of the fleet.
+        backend: The client that asks it.
         registry: Where it is marked up and down.
-        interval: Seconds between two questions, and to wait for an answer.
+        interval: Seconds between two probes, and most seconds that each waits for an answer.
         on_loss: Called when it went down.
     """
 

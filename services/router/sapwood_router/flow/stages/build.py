@@ -17,15 +17,16 @@ from sapwood_router.request.tokens import MANY, pieces
 def build(
     context: RequestContext, *, hand_off: bool = False, ticket: worker_pb2.HandoffTicket | None = None
 ) -> tuple[worker_pb2.WorkerGenerateRequest, Sequence[bytes]]:
-    """The request as the next worker takes it: the prompt and what was generated already, with what is left to generate. And of
-    a very long prompt all tokens, as :func:`~sapwood_router.fleet.convert.pack` makes them, which the request then lacks.
+    """The message for the next worker, with the prompt, the tokens generated so far, and how many are left to generate.
 
     Args:
         context: The request; its tries are counted.
-        hand_off: The worker is to compute the prompt and a token.
+        hand_off: Whether the worker computes the prompt and one token only.
         ticket: For the prompt's pages.
 
-    Each try has an id of its own: the worker of the last one may not have learned yet that it is over.
+    Returns:
+        The message, and the tokens of a very long prompt in the form of :func:`~sapwood_router.fleet.convert.pack`; the message
+        then has none. Each try has an id of its own, because the worker of the previous try may not know yet that it is over.
     """
     sampling, done = context.sampling, len(context.output_ids)
     if done:

@@ -1,4 +1,4 @@
-"""Stage 6: tokens flow from the worker to the detokenizer, or past it, no faster than the client takes what comes of them."""
+"""Stage 6: tokens go from the worker to the detokenizer, or straight to the client, no faster than the client reads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Generating(Execution):
         stream: Takes the tokens.
         end_tokens: Tokens that end a generation and stand for no text.
         lease, permit, on_over: See Execution.
-        on_first: Called with the first tokens; None: nothing is.
-        on_announced: Called with pages that the worker that is to go on may read already. Releases the ticket.
-        on_ticket: Called after ``on_over``, if the worker is done with the prompt and another is to go on. Releases the ticket.
+        on_first: Called when the first tokens come; None: nothing is called.
+        on_announced: Called with a ticket for pages that the next worker may already read. It has to release the ticket.
+        on_ticket: Called after ``on_over``, if this worker has computed the prompt and another one is to generate. It has to
+            release the ticket.
     """
 
     def __init__(

@@ -26,6 +26,8 @@ from sapwood_router.request.validation import (
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
 
+TOOLS_HIDDEN = "the chat template of this model does not show tools: the model was not told which there are"
+
 
 async def prepare(
     context: RequestContext, tokenizer: TokenizerClient, registry: Registry, breathe: Callable[[], Awaitable[None]]
@@ -171,6 +173,8 @@ async def _prepare_chat(
         # Clients may use a request id twice, even in one conversation, in which each call's id must be its own.
         call_id_seed=context.worker_request_id,
     )
+    if prompt.tools and info.hides_tools:
+        context.notice = TOOLS_HIDDEN
     # Where no parser finds calls that are the model's own choice, they are text like any other.
     strict = bool(info.tool_parser) and has_strict_tool(prompt.tools)
     constrained = bool(prompt.tools) and (choice.required or strict)

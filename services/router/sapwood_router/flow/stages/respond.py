@@ -1,4 +1,4 @@
-"""Stage 7: what became output is what the client gets, with the tokens it stands for, and at the end the account."""
+"""Stage 7: makes the client's next delta of new output: the output, its tokens, and in the last one the usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 2: a worker is chosen."""
+"""Stage 2: chooses a worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def select(
         registry: Knows the workers.
         policy: Chooses.
         tried: Addresses of workers that refused it.
-        roles: Workers of the first are asked, of the next where none of these can be, and so on; empty: of any.
+        roles: Roles in order of preference: workers of the next role are asked only if none of the first can take the request.
+            Empty: workers of any role.
 
     Raises:
         NotFoundError, InvalidArgumentError: No such model, or the prompt is longer than its context.
@@ -71,7 +72,7 @@ def choose(
 
 
 def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -> Eligible:
-    """The workers to choose from: those of the first role of which there is one; empty ``roles``: of any.
+    """The workers to choose from: those of the first of ``roles`` that has one that can take the request; empty: of any role.
 
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
@@ -97,8 +98,9 @@ def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -
 def _shortlist(
     demand: Demand, prompt: PromptPages, registry: Registry, policy: Shadowed, roles: Sequence[Role], session_at: str
 ) -> list[Worker] | None:
-    """Those of a large fleet that can take the request at once, of the policy's list and the session's worker; None: it takes a
-    look at all.
+    """Of a large fleet the workers that can take the request at once, among those that the policy lists and the session's own.
+
+    None: there is none, so all workers have to be looked at.
     """
     model = demand.model
     if demand.relayed or (roles and registry.has_roles(model)):
@@ -112,6 +114,9 @@ def _shortlist(
     listed = (registry.find(address) for address in dict.fromkeys((session_at, *named)))
     try:
         found = eligible([worker for worker in listed if worker is not None], demand).workers
-    except (InvalidArgumentError, UnavailableError):  # maybe others can; if not, it is said of all what they lack
+    except (
+        InvalidArgumentError,
+        UnavailableError,
+    ):  # others may; if none can, the error should name what all of them lack
         return None
-    return found if found[0].room else None  # those with room come alone
+    return found if found[0].room else None  # ``eligible`` names workers without room only if none has any

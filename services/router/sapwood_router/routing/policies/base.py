@@ -12,12 +12,12 @@ from sapwood_router.routing.worker_view import WorkerView
 
 
 class PromptPages:
-    """A prompt as policies see it: its tokens, and its page hashes for whoever asks (computed once a page size).
+    """A prompt as policies see it: its tokens, and its page hashes, which are computed once for each page size.
 
     Args:
         token_ids: The prompt.
         session: What the client named as its session; may be empty.
-        cache_salt: The tenant's: what the worker caches for it has hashes of its own.
+        cache_salt: The tenant's salt: it goes into the hashes, so that tenants share no pages.
     """
 
     def __init__(self, token_ids: Sequence[int], session: str = "", cache_salt: str = "") -> None:
@@ -34,7 +34,7 @@ class PromptPages:
         return found
 
     def hash_steps(self, page_size: int, tokens: int) -> Iterator[None]:
-        """Computes :meth:`hashes` of about so many tokens a step."""
+        """Computes what :meth:`hashes` returns, about ``tokens`` tokens a step."""
         if page_size in self._hashes:
             return
         hashes: list[bytes] = []
@@ -70,16 +70,17 @@ class Policy(Protocol):
     """Chooses workers. Runs on the event loop: every method is quick and does no I/O.
 
     Attributes:
-        remembers: Whether it remembers what workers hold. One that does serves all models, and hears of resets and drains; of
-            the others, which take turns or draw, each model has its own.
-        reads_events: Whether it asks the index that workers' KV events fill: without it nobody follows them.
+        remembers: Whether it remembers what workers hold. A policy that does serves all models and is told of resets and
+            drains. Of a policy that does not (it takes turns, or draws), each model has one of its own.
+        reads_events: Whether it reads the index that workers' KV events fill. If no policy does, the router does not follow
+            the events.
     """
 
     remembers: bool
     reads_events: bool
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str] | None:
-        """The workers of a large fleet that it would choose from, in any order, some maybe twice; None: it has to see all.
+        """The workers of a large fleet that it would choose from, in any order; one may be named twice. None: it needs all.
 
         Args:
             addresses: More than ``shortlist.MANY`` workers; the same object until the fleet changes.
@@ -104,13 +105,15 @@ class Policy(Protocol):
         ...
 
     def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        """The worker refused the prompt that was placed there, failed at it or was lost: nobody knows that it holds any of it.
-        Mutates only what the policy remembers. (Of a request that its client gave up a policy hears neither.)
+        """The worker refused the prompt that was placed there, failed at it or was lost, so it may hold nothing of it.
+
+        Mutates only what the policy remembers. For a request that its client gave up, neither this nor :meth:`finished` is
+        called.
         """
         ...
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
-        """For each worker's address, the prompt's tokens it holds and what it would cost; empty if the policy asks for
+        """For each worker's address, how many of the prompt's tokens it holds and what it would cost; empty if the policy uses
         neither. Mutates nothing.
         """
         ...
@@ -120,7 +123,7 @@ class Policy(Protocol):
         ...
 
     def drained(self, address: str, heirs: Sequence[str]) -> None:
-        """The worker gets nothing new: what it was asked lately is for ``heirs`` now. Mutates only what the policy remembers."""
+        """The worker gets nothing new; prompts like its latest ones go to ``heirs``. Mutates only what the policy remembers."""
         ...
 
 

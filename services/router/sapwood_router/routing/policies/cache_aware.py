@@ -1,24 +1,26 @@
-"""The worker that costs least to give the prompt to: it holds the longest prefix, unless it has so much to do that another
-computes the rest sooner, or has been given so much more than the others that its cache would be fought over.
+"""Chooses the worker with the lowest cost for a prompt: usually the one that holds the longest prefix of it. Another worker wins
+if it would compute the rest sooner, or if the holder has been given so much more than the others that its cache would run over.
 
-What a worker holds: exactly what its KV events say, each page weighted by the tier it is in (and what a worker says of a store
-counts for all that share the store), or what this router has just sent
-there, whichever is more (a burst of siblings follows the first of them before its event can arrive); for a worker without events,
-whatever this router has sent there and the worker has had room for.
+What a worker is believed to hold is the larger of two answers:
+- what its KV events say. Each page is weighted by the tier it is in, and what one worker says of a store counts for all that
+  share the store.
+- what this router has sent there lately. A burst of prompts with one prefix arrives before the first one's event does. For a
+  worker without events this is all that is known: whatever was sent there and the worker has had room for.
 
 Algorithm: for each worker, cost in tokens =
     RECOMPUTE_WEIGHT x prompt tokens it does not hold (computing them takes time *and* puts a second copy into some cache)
   + tokens queued before them
   + REQUEST_COST x requests it runs (a decode slows a prefill and is slowed by it)
   + BALANCE x (work given to it lately - the least given to any worker) / (mean work given lately + QUIET).
-The least cost wins. The last term spreads what many conversations share, such as a system prompt, over the workers, so that
-the conversations spread too; what one conversation alone has always outweighs it, and in quiet times it is next to nothing.
-What a worker that drains was asked lately is handed on to the others (see ``index/hot.py``) and counts half there.
-If nobody holds a page of the prompt, load alone decides. A worker with far more requests than the least loaded one is out,
-whatever it holds: a hot prefix thus gets as many holders as it needs.
+The lowest cost wins. The last term spreads prefixes that many conversations share, such as a system prompt, over the workers, so
+that the conversations spread too. The prefix of a single conversation always outweighs that term, and in quiet times the
+term is nearly 0. When a worker drains, its latest prompts are handed on to others (``index/hot.py``) and count half there.
+If no worker holds a page of the prompt, load alone decides. A worker with far more requests than the least loaded one is never
+chosen, whatever it holds: so a hot prefix gets as many holders as it needs.
 
-In a large fleet it looks at some workers that hold the longest prefixes by their events, at some that the prompt's own hashes
-draw beyond what those hold (its siblings were sent to the same ones), and at some drawn at random for their load.
+In a large fleet it looks at three groups only: some workers that hold the longest prefixes by their events; some that are drawn
+by the prompt's own hashes, beyond what the first group holds (prompts with the same prefix were sent to the same ones); and
+some drawn at random, for their load.
 
 Complexity: O(workers x log pages) to choose, from at most MOST_HOLDERS + DRAWS + log pages workers; O(pages) to remember.
 Bound: the prefix index's byte budget.
@@ -83,7 +85,7 @@ class CacheAware:
         self._blocks = blocks
         self._hot = hot
         self._placed: WeakKeyDictionary[PromptPages, Insertion] = WeakKeyDictionary()
-        """What the latest placement of each prompt that somebody still asks about added to the index."""
+        """What the latest placement of each prompt added to the index, as long as the prompt is in use."""
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
         hashes = prompt.hashes(page_size)
@@ -122,7 +124,7 @@ class CacheAware:
             addresses = [view.address for view in workers if view.page_size == size]
             hashes = prompt.hashes(size)
             exact |= blocks.overlaps(hashes, stores, addresses)
-            told = {}  # to have been sent no more would change nothing
+            told = {}  # by events: only a placement of more pages than these can change the answer
             for address in addresses:
                 if blocks.knows(address):
                     told[address] = int(exact.get(address, _NOTHING)[1])
@@ -151,7 +153,7 @@ class CacheAware:
         ]
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        """The worker will hold the prompt: a sibling sent right after follows it."""
+        """The worker will hold the prompt: one with the same prefix that comes right after is sent there too."""
         hashes = prompt.hashes(page_size)[:_MOST_PAGES]
         self._placed[prompt] = self._index.insert(address, hashes)
         self._hot.asked(address, hashes)
@@ -165,7 +167,7 @@ class CacheAware:
         self._index.insert(address, hashes[:_MOST_PAGES])
 
     def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        """What the placement alone made believe is believed no more; what the worker held before, or others placed since, is."""
+        """Takes back what this placement added to the index, but nothing that was there before or that others placed since."""
         insertion = self._placed.pop(prompt, None)
         if insertion is not None:
             self._index.take_back(address, prompt.hashes(page_size)[:_MOST_PAGES], insertion)

@@ -10,46 +10,19 @@ from __future__ import annotations
 
 import re
 
-from sapwood_tokenizer.output.incremental.emitter import Emitter
 from sapwood_tokenizer.output.incremental.markers import Markers
-from sapwood_tokenizer.output.incremental.source import Source, Steps
-from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, CallMarkers, ToolFamily, marked_calls, start_call
-from sapwood_tokenizer.output.tool_parser.tagged_arguments import TaggedArguments
-from sapwood_tokenizer.output.tool_parser.tools import Tools
+from sapwood_tokenizer.output.tool_parser.base import CallMarkers
+from sapwood_tokenizer.output.tool_parser.tagged_calls import TaggedForm
 
-_SECTION = "<｜DSML｜function_calls>"
-_INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
-_PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
-_STRING, _OTHER = '" string="true">', '" string="false">'
-_MARKERS = CallMarkers.of(openers=(_SECTION, _INVOKE), closers=(_INVOKE_END, "</｜DSML｜function_calls>"))
-_VALUE_ENDS = Markers(_PARAMETER_END)
-_NAME = re.compile(r'[^"<>]+')
-_TYPES = {_STRING: frozenset(["string"]), _OTHER: frozenset[str]()}
-
-
-def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    def attempt() -> Steps[bool]:
-        name = yield from source.word(_NAME, NAME_LIMIT)
-        if not name or not (yield from source.accept('">')):
-            return False
-        start_call(source, out, name)
-        arguments = TaggedArguments(source, out, _VALUE_ENDS, trims_line=False)
-        while True:
-            yield from source.whitespace()
-            tag = yield from source.accept(_PARAMETER, _INVOKE_END)
-            if tag != _PARAMETER:
-                break
-            key = yield from source.word(_NAME, NAME_LIMIT)
-            kind = yield from source.accept(_STRING, _OTHER)
-            if not key or not kind:
-                return True
-            if not (yield from arguments.copy(key, _TYPES[kind])):
-                return True
-        if tag:
-            arguments.close()
-        return True
-
-    yield from marked_calls(source, out, _MARKERS, attempt)
-
-
-DEEPSEEK_V32 = ToolFamily("deepseek_v32", _script, frozenset(["｜DSML｜", *_MARKERS.all.literals]))
+DEEPSEEK_V32 = TaggedForm(
+    CallMarkers.of(
+        openers=("<｜DSML｜function_calls>", '<｜DSML｜invoke name="'),
+        closers=("</｜DSML｜invoke>", "</｜DSML｜function_calls>"),
+    ),
+    call_end="</｜DSML｜invoke>",
+    parameter='<｜DSML｜parameter name="',
+    value_ends=Markers("</｜DSML｜parameter>"),
+    word=re.compile(r'[^"<>]+'),
+    name_end='">',
+    key_ends={'" string="true">': frozenset(["string"]), '" string="false">': frozenset()},
+).family("deepseek_v32", "｜DSML｜")

@@ -10,43 +10,17 @@ from __future__ import annotations
 
 import re
 
-from sapwood_tokenizer.output.incremental.emitter import Emitter
 from sapwood_tokenizer.output.incremental.markers import Markers
-from sapwood_tokenizer.output.incremental.source import Source, Steps
-from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, CallMarkers, ToolFamily, marked_calls, start_call
-from sapwood_tokenizer.output.tool_parser.tagged_arguments import TaggedArguments
-from sapwood_tokenizer.output.tool_parser.tools import Tools
+from sapwood_tokenizer.output.tool_parser.base import CallMarkers
+from sapwood_tokenizer.output.tool_parser.tagged_calls import TaggedForm
 
-_CALL = "<tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER = "<parameter="
-_MARKERS = CallMarkers.of(openers=(_CALL, _FUNCTION), closers=(_FUNCTION_END, "</tool_call>"))
-_VALUE_ENDS = Markers("</parameter>")
-_NAME = re.compile(r"[^\s<>]+")
-
-
-def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
-    def attempt() -> Steps[bool]:
-        name = yield from source.word(_NAME, NAME_LIMIT)
-        if not name or not (yield from source.accept(">")):
-            return False
-        start_call(source, out, name)
-        arguments = TaggedArguments(source, out, _VALUE_ENDS, trims_line=True)
-        while True:
-            yield from source.whitespace()
-            tag = yield from source.accept(_PARAMETER, _FUNCTION_END)
-            if tag != _PARAMETER:
-                break
-            key = yield from source.word(_NAME, NAME_LIMIT)
-            if not key or not (yield from source.accept(">")):
-                return True
-            if not (yield from arguments.copy(key, tools.types(name, key))):
-                return True
-        if tag:
-            arguments.close()
-        return True
-
-    yield from marked_calls(source, out, _MARKERS, attempt)
-
-
-QWEN3_CODER = ToolFamily("qwen3_coder", _script, frozenset(_MARKERS.all.literals))
+QWEN3_CODER = TaggedForm(
+    CallMarkers.of(openers=("<tool_call>", "<function="), closers=("</function>", "</tool_call>")),
+    call_end="</function>",
+    parameter="<parameter=",
+    value_ends=Markers("</parameter>"),
+    word=re.compile(r"[^\s<>]+"),
+    name_end=">",
+    key_ends={">": None},
+    trims_line=True,
+).family("qwen3_coder")

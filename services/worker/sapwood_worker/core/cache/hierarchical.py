@@ -1,12 +1,12 @@
-"""The tiers below the device's pages: what is copied where, and when.
+"""The tiers below the device's pages: decides which pages are copied where, and when.
 
-The radix tree is the first tier. This module is told what enters and leaves it, keeps the key of each of its pages, and decides:
-a page goes to the second tier (host memory) when it is cached (``write_through``), when it has been asked for again
-(``write_through_selective``) or when it is evicted (``write_back``). A request that starts is given, beyond what the tree has,
-what the second tier has: those pages are copied back before the step computes.
+The radix tree is the first tier. This module is told what enters and leaves the tree, and keeps the key of each page. A page goes
+to the second tier (host memory) when it is cached (``write_through``), when it was asked for a second time
+(``write_through_selective``) or when it is evicted (``write_back``). When a request starts, the pages of its prompt that the
+second tier has and the tree has not are copied back before the step computes.
 
-It only decides. The copies go out with the step (:class:`Copies`) and the runner carries them out; stores may end steps later,
-loads are in place for the step they go with. Three rules keep tokens right:
+The copies go out with the step (:class:`Copies`), and the runner carries them out. A copy to the host may end steps later; a
+copy back is in place for the step that it goes with. Three rules keep tokens right:
 
 - A page is found in the second tier only when its store is reported done, and only under its exact key.
 - A device page that leaves the tree while it is being stored raises the *fence*: the step that may overwrite it waits.
@@ -43,7 +43,7 @@ from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, Pa
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 _SELECTIVE_HITS = 2
-"""Times a page must have been wanted, its computation included, before ``write_through_selective`` stores it."""
+"""How often a page must have been used, its computation included, before ``write_through_selective`` stores it."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class HierarchicalCache:
         leases, pulls: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
         device_epoch: How often a device page has been allocated. May be called from any thread.
-        room: What the device's pages are taken from that are filled from elsewhere.
+        room: Gives device pages that are to be filled from elsewhere.
         steps: Returns how many steps were launched, and how many of them have ended.
     """
 

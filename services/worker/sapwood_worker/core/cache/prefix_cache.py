@@ -1,7 +1,7 @@
-"""The prefix cache: radix tree, ledger and page table together, so that a page changes hands in all of them at once.
+"""The prefix cache: keeps radix tree, ledger and page table in step, so that a page changes owner in all of them at once.
 
-A row of the page table begins with pages that are the tree's, locked for the row, and goes on with pages of its own. Layers that
-see a window only have tables and pages of their own (``window_pages.py``).
+A row of the page table begins with pages of the tree, which are locked for the row, and continues with pages of its own. Layers
+that see only a window have their own tables and pages (``window_pages.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PrefixCache:
         enabled: Whether anything is kept and found.
         eviction: What is evicted first when room is needed.
         below: The tiers below; None: there are none.
-        events: Records what is stored and removed; None: nobody asks.
+        events: Records what is stored and removed; None: nothing is recorded.
         windows: The pages of layers that see a window only.
     """
 
@@ -82,7 +82,7 @@ class PrefixCache:
         self.windows = [
             WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
         ]
-        # The others have a page for each of the page table's, and do whenever that does.
+        # The others have a page for each page of the page table, so they never run out first.
         self.scarce = [window for window in self.windows if window.num_pages < allocator.num_pages]
         self.pins = Pins(self._tree, self.windows, self.scarce)
         self._tables = page_table.rows, *(each.table for each in self.windows)
@@ -101,7 +101,7 @@ class PrefixCache:
         return self._allocator.num_free + self._tree.num_evictable
 
     def probe(self, token_ids: array[int], namespace: bytes) -> tuple[int, int]:
-        """What :meth:`open` would find: pages, and how many of these count as available now. Changes nothing."""
+        """How many pages :meth:`open` would find, and how many of these count as available now. Changes nothing."""
         key = self._key(token_ids, 0, self._usable(token_ids))
         return self._tree.probe(key, namespace, self._servable if self.windows else None)
 
@@ -134,7 +134,7 @@ class PrefixCache:
         return len(match.pages) * self._page_size
 
     def continuation(self, slot: int, token_ids: array[int]) -> array[int]:
-        """What is cached after all tokens of a row, of whatever request: a run of tokens, empty if there is none."""
+        """Tokens that follow those of a row in some cached sequence, whatever request it is from; empty if there are none."""
         row = self._rows[slot]
         found: array[int] = array("I")
         found.frombytes(self._tree.continuation(row.node, token_ids[row.shared * self._page_size :].tobytes()))

@@ -5,9 +5,9 @@ found by the bytes of its first page. A node that a running request relies on is
 unlocked leaves are evicted, from their end, so what is left of a cached sequence is always a prefix of it.
 
 Complexity, for a sequence of n pages: match and insert compare O(n) bytes (in C, a run at a time), lock and unlock take O(depth),
-eviction O(log leaves) for each node; only that depends on how much is cached. Bound: at most one node for each page.
+eviction takes O(log leaves) for each node. Only eviction depends on how much is cached. Bound: at most one node for each page.
 
-A page at the end that is not full is never in the tree. Namespaces (a tenant's salt, a LoRA) share nothing.
+The tree holds full pages only. Namespaces (a tenant's salt, a LoRA) share nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RadixTree:
     Args:
         page_size: Tokens in a page.
         eviction: Which leaf is evicted first.
-        events: Records what is stored and removed; None: nobody asks.
-        alone: Whether there are no tiers below: once the tree is empty, nothing is cached.
+        events: Records what is stored and removed; None: nothing is recorded.
+        alone: Whether there are no tiers below, so that an empty tree means an empty cache.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RadixTree:
     def path(self, key: bytes, namespace: bytes = b"") -> list[int]:
         """A number for each node that :meth:`match` would run through, from the root, which comes first; changes nothing.
 
-        Two keys' paths are equal as far as the keys run through the same nodes; valid until the tree changes.
+        The paths of two keys begin with the same numbers while the keys run through the same nodes. Valid until the tree changes.
         """
         node = self._roots.get(namespace)
         numbers: list[int] = []
@@ -131,9 +131,9 @@ class RadixTree:
         return numbers
 
     def continuation(self, below: Node, key: bytes) -> bytes:
-        """What one of the cached sequences that begin with ``key`` below a node has next; changes nothing.
+        """The tokens that follow ``key`` in a cached sequence that begins with it below a node; changes nothing.
 
-        Of several it is the one that was cached last. At the end of ``key`` there may be a part of a page.
+        Of several such sequences it takes the one that was cached last. ``key`` may end with a part of a page.
 
         Returns:
             Token ids to the end of a node; empty if there is none.
@@ -164,8 +164,8 @@ class RadixTree:
             pages: Their pages. The tree takes those it does not have yet.
 
         Returns:
-            The continuation's last node and its pages as cached now. Where these differ from ``pages`` the tree had the page
-            before, and the caller keeps its own, which holds the same KV a second time.
+            The continuation's last node and its pages as cached now. Where a page differs from that in ``pages``, the tree
+            already had one with these tokens; the caller then keeps its own page, a second copy of the same KV.
         """
         assert len(key) == len(pages) * self._stride
         self._tick += 1
@@ -208,7 +208,7 @@ class RadixTree:
 
         Args:
             count: How many.
-            reset: Whether this is part of a reset: an AllBlocksCleared is then told if nothing is left.
+            reset: Whether this is part of a reset, after which the event is AllBlocksCleared if nothing is left.
 
         Returns:
             The pages taken out, int32.
@@ -332,7 +332,7 @@ class RadixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Puts the first ``at`` bytes of a node's run into a new parent; returns that.
 
-        The node itself keeps the end of its run, so whoever holds it as the end of a prefix still does.
+        The node itself keeps the end of its run, so it still is the end of every prefix that it was the end of.
         """
         assert node.parent is not None and 0 < at < len(node.key)
         count = at // self._stride

@@ -1,6 +1,6 @@
-"""How requests enter and leave the scheduler: let in or refused, aborted, expired, ended. Each ends exactly once.
+"""How requests enter and leave the scheduler: accepted or refused, aborted, expired, ended. Each ends exactly once.
 
-Complexity: O(1), but for a lookup in the cache's third tier when a request comes and O(its pages) when it goes.
+Complexity: O(1), and a lookup in the cache's third tier when a request comes, and O(its pages) when it ends.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 _FAST, _SLOW = 0.15, 0.015
-"""How much one token changes a rate: that of a text that changes its nature, and that of one that does not."""
+"""How much one token changes the fast rate, which follows a text whose nature changes, and the slow rate, for one that stays."""
 _NEARER = 0.01
-"""How much nearer to others a rate comes in a step in which nothing was learned of it."""
+"""The share of the way to the other requests' rate that a rate moves in a step in which nothing was learned about it."""
 _MEMORY = 0.99
-"""What a token leaves of what is known of which of the two was the better."""
+"""The factor by which each token fades what is known about which of the two rates was better."""
 _CLEARLY = -1.0
-"""How much worse the slow one must have been, in squared errors: now and then the fast one is merely lucky."""
+"""How much worse the slow rate must have been, in squared errors, for the fast one to be used: it may merely be lucky."""
 
 
 def learned(rate: float, right: int, wrong: int, weight: float) -> float:
@@ -66,7 +66,7 @@ class RequestDrafts:
         return self._slow if self._slower > _CLEARLY else self._fast
 
     def learn(self, others: float | None = None) -> float:
-        """The rate, once the tokens since the last call are known too; without any it comes nearer to that of ``others``."""
+        """Learns from the tokens since the last call and returns the rate; without any it moves towards ``others``."""
         right, wrong = self.drafter.follow()
         if others is not None and not right and not wrong:
             self._fast += _NEARER * (others - self._fast)

@@ -2,10 +2,10 @@
 
 Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve, paged KV as in vLLM): a step takes one
 token of every request that decodes, then fills its token budget with chunks of prompts, running requests before waiting
-ones. Waiting requests are admitted in order (``admission_order.py``) while rows, budget and pages last; one that does not fit, or
-that waits for a prefix which a running request is computing, is not overtaken. When pages run out, prefixes nobody uses are
-evicted; if that is not enough, requests are retracted (``retraction.py`` says why every request ends all the same). Where
-priorities count, requests are also retracted to make room for one of a higher priority.
+ones. Waiting requests are admitted in order (``admission_order.py``) while rows, budget and pages last. No request overtakes one
+that does not fit, or that waits for a prefix which a running request is computing. When pages run out, unused prefixes are
+evicted. If that is not enough, requests are retracted (``retraction.py`` explains why every request still ends). Where priorities
+count, requests are also retracted to make room for one of a higher priority.
 
 Complexity: a step costs O(running), and O(pages) of the admitted prompts in the radix tree, however much is cached. Bound: at
 most ``max_running`` rows and ``max_waiting`` queued requests.
@@ -54,18 +54,17 @@ from sapwood_worker.records.step import ModelOutput, Step
 class Scheduler:
     """The core of the worker. Single-threaded.
 
-    ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step, or with lanes by as many as there
-    are.
+    ``schedule`` and ``update`` alternate, or ``schedule`` is ahead of ``update``: by one step, or by as many as there are lanes.
 
     Args:
         config: Its limits and choices.
         clock: Seconds, the clock of the requests' deadlines.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
         masks: Fills the masks of requests with a grammar while the model computes; None: no such requests come.
-        drafter: Guesses tokens, if ``config`` wants that, or a model that does; None: as ``make_speculation`` says.
+        drafter: Drafts tokens, or a model that does, if ``config`` asks for drafts; None: ``make_speculation`` chooses.
 
     Attributes:
-        lanes: Steps in flight at once, of other requests each; 1: one, or two of the same.
+        lanes: How many steps may be in flight, each with other requests. 1: one step, or two with the same requests.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Scheduler:
         self._results = StepResults(self._running, self._lifecycle, self._fairness)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
-        # A draft's pages and its proof belong to one step at a time.
+        # The pages of a draft and the check of it belong to one step, so with drafts there is one lane.
         self.lanes = config.lanes if self._speculation is None else 1
 
     @property
@@ -169,7 +168,7 @@ class Scheduler:
             time.sleep(seconds)
 
     def add(self, request: Request) -> None:
-        """Lets a request in; its first tokens are computed in one of the next steps. Raises as :meth:`Lifecycle.add`."""
+        """Takes a request; one of the next steps computes its first tokens. Raises as :meth:`Lifecycle.add`."""
         self._lifecycle.add(request, self._steps)
 
     def abort(self, serial: int) -> bool:
@@ -181,12 +180,14 @@ class Scheduler:
         return self._lifecycle.abort(serial)
 
     def handed_off(self) -> list[RequestOutput]:
-        """Ends leases whose time is over; returns outputs of requests whose pages are kept for another worker now: of a request
-        that is computed still with some of them, else its last."""
+        """Ends leases whose time is over, and returns outputs for requests of which pages are now kept for another worker.
+
+        While the prompt is still being computed, an output names the pages so far; the request's last output names all.
+        """
         return self._lifecycle.handed_off()
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
-        """Has pages read for a request that is likely to come, as far as they are not here.
+        """Reads pages for a request that is likely to come, unless they are here already.
 
         Args:
             ticket: For some of its prompt's pages.
@@ -197,7 +198,7 @@ class Scheduler:
             self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
 
     def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
-        """Begins the leases of tickets anew, and ends others'; what is not leased is passed over."""
+        """Renews the leases of some tickets and ends those of others; unknown tickets are ignored."""
         if self._tiers is not None and self._tiers.leases is not None:
             self._tiers.leases.renew(renewed)
             self._tiers.leases.release(released)
@@ -208,11 +209,11 @@ class Scheduler:
         return self._lifecycle.expire(self._clock())
 
     def pause(self, *, retract: bool = False) -> None:
-        """Schedules nothing until :meth:`resume`; requests may still come, end by the step in flight, and be aborted.
+        """Schedules nothing until :meth:`resume`. Requests may still come, end by the step in flight, and be aborted.
 
         Args:
-            retract: Send the running requests back to the queue, so that no page is held, now or, if a step is in flight, when
-                :meth:`schedule` is called next; else they keep theirs.
+            retract: Send the running requests back to the queue, so that they hold no pages. If a step is in flight, this
+                happens when :meth:`schedule` is called next.
         """
         self._paused = True
         if self._speculation is not None:
@@ -226,7 +227,7 @@ class Scheduler:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether the next step may be planned while one is in flight: not if it must be known first what that one samples."""
+        """Whether the next step may be planned now. Not while a step is in flight whose tokens the plan depends on."""
         if self._in_flight and self._speculation is not None and self._speculation.waits:
             return False
         if self.lanes > 1:
@@ -235,12 +236,12 @@ class Scheduler:
 
     @property
     def demand(self) -> Demand:
-        """What the next step could compute. O(running), and a look into the cache for a few that wait."""
+        """How much the next step could compute. O(running), and a look into the cache for a few waiting requests."""
         first = islice(self._order.order(self._waiting, self._steps), self._config.max_running - len(self._running))
         return measure_demand(self._running, first, self.cached_tokens)
 
     def give_away(self, suits: Callable[[Request], bool]) -> Request | None:
-        """Forgets the request that is admitted next, if it has never run and suits another scheduler; returns it."""
+        """Removes and returns the request to be admitted next, if it has never run and ``suits`` another scheduler."""
         return self._lifecycle.give_away(next(self._order.order(self._waiting, self._steps), None), suits)
 
     def cached_tokens(self, request: Request) -> int:
@@ -248,11 +249,11 @@ class Scheduler:
         return self._cache.probe(request.reusable, request.namespace)[0] * self._config.page_size
 
     def schedule(self, most_tokens: int | None = None) -> Step:
-        """Plans the next step; the result is false if there is nothing to do, or nothing until :meth:`update`.
+        """Plans the next step. The step is false if there is nothing to do, or nothing before the next :meth:`update`.
 
-        With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end, as if it sampled
-        no end tokens. What is computed in vain is thrown away, and no request is retracted meanwhile. With lanes it computes no
-        request of which a step in flight samples a token.
+        While a step is in flight (``plans_ahead`` must then be true), the next one continues where that one will end, as if it
+        sampled no end tokens. Tokens computed in vain are thrown away, and no request is retracted meanwhile. With lanes, the
+        step computes no request of which a step in flight samples a token.
 
         Args:
             most_tokens: The step's token budget; None: what the configuration says.
@@ -280,7 +281,7 @@ class Scheduler:
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
         self._lifecycle.hand_off_in_parts(chunks)
-        copies = self._tiers.take() if self._tiers is not None else None  # the last pages have been given
+        copies = self._tiers.take() if self._tiers is not None else None  # all pages of the step have been allocated
         step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
         if drafts and self._speculation is not None:
             step.plan.late = self._speculation.late
@@ -310,22 +311,24 @@ class Scheduler:
         )
 
     def fail_step(self, error: str) -> list[RequestOutput]:
-        """Ends the requests of the steps in flight, which have failed; nothing more of them is put into the cache."""
+        """Ends the requests of the steps in flight, which have failed. What the steps computed does not enter the cache."""
         failed, self._in_flight = self._in_flight, deque()
         for step in failed:
             self._lifecycle.discard(step.plan.copies)
         return self._results.fail(failed, error)
 
     def flush_cache(self) -> int:
-        """Forgets what no running request and no pin holds, on the device and in the host's memory, but not in a store, which
-        other workers share; returns the number of device pages freed."""
+        """Forgets all prefixes that no running request and no pin holds, on the device and in the host's memory.
+
+        A store is left alone, because other workers share it. Returns the number of device pages freed.
+        """
         freed = self._cache.flush()
         if self._tiers is not None:
             self._tiers.clear_host()
         return freed
 
     def clear_device(self) -> int:
-        """Forgets it on the device alone; as in an eviction, the host's memory may take it. Returns the number of pages freed."""
+        """Forgets them on the device only; as with an eviction, the host's memory may take them. Returns the pages freed."""
         return self._cache.flush(keep=True)
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:

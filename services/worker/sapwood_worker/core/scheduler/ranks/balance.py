@@ -1,6 +1,7 @@
-"""How ranks that wait for each other in every layer get equally much to do: which has a new request, and how far prompts go.
+"""Spreads work evenly over ranks that wait for each other in every layer: chooses the rank of a new request, and how many tokens
+of prompts each rank computes in a step.
 
-Work is counted in tokens to compute. Every rank waits for the slowest, so what counts is the longest of their steps.
+Work is counted in tokens to compute. Every rank waits for the slowest, so the longest of their steps is what counts.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Sequence
 from sapwood_worker.core.scheduler.load_meter import Demand
 
 CONTEXT_TOKENS = 512
-"""Cached tokens that take as long to attend to as one token takes to compute, about: 70B shapes and DeepSeek-V3's on an H200."""
+"""Attending to about so many cached tokens takes as long as computing one token (70B shapes and DeepSeek-V3's on an H200)."""
 _STEPS = 128
-"""Steps for which a request is expected to be there: what makes each of them longer counts so many times."""
+"""Steps for which a request is expected to run: work that recurs in each step counts so many times."""
 _UNEVEN = 1.05
 """How much longer than the mean the longest of the ranks' steps may be before prompts are held back."""
 
 
 def decode_work(demand: Demand) -> float:
-    """What a rank's running requests take of a step if none of them is at its prompt."""
+    """The work of a rank's running requests in a step in which all of them decode."""
     return demand.rows + demand.context / CONTEXT_TOKENS
 
 
@@ -44,8 +45,9 @@ def choose_rank(
 def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
     """How many tokens of prompts each rank computes in the next step, so that the ranks' steps take about equally long.
 
-    What one rank has more of than others waits for theirs: all that decode wait for what is computed of one prompt alone. So it
-    is held back for about as many steps as there are of these. Ranks that have nothing to do at all do not count. O(ranks).
+    While one rank computes a prompt and the others only decode, all of their requests wait for it. So the prompt is held back for
+    about as many steps as there are requests that would wait, in the hope that other ranks get prompts too. Ranks with nothing
+    to do do not count. O(ranks).
 
     Args:
         demands: What each could.

@@ -1,4 +1,4 @@
-"""Fills what a step's decodes leave of the token budget with chunks of prompts."""
+"""Fills the token budget that a step's decodes leave with chunks of prompts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 
 WORTH_WAITING = 32
-"""Tokens of a prefix from which on a request waits for another one to compute it (SGLang's threshold)."""
+"""A request waits while another computes a prefix that both share, if the prefix has at least so many tokens (SGLang's value)."""
 _SCORED = 4
-"""Tokens of the budget that one counts as whose log probabilities are wanted: they are of the whole vocabulary. Without this a
-step of 400 such tokens took 20 s on two busy cores, in which no other request went on. They have half of the budget that is left:
-who comes next begins beside them.
+"""How many tokens of the budget a prompt token counts as whose log probabilities are wanted, because the whole vocabulary is
+computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such tokens
+get at most half of the budget that is left, so that the next request can begin beside them.
 """
 
 

@@ -1,14 +1,16 @@
 """Which waiting request is admitted next, over all tenants and priorities.
 
-Order: by priority, the highest first (all are equal unless the policy is ``priority``); within one priority first the requests
-that were retracted, by arrival; then the tenants, the one that got least first (``fairness.py``) and among equals the one whose
-next request is the oldest; within a tenant the policy's order.
+Order, each rule among the equals of the one before:
+1. by priority, the highest first (all are equal unless the policy is ``priority``);
+2. requests that were retracted before all others, by arrival;
+3. by tenant: the one that got least first (``fairness.py``), among equals the one whose next request is the oldest;
+4. within a tenant the policy's order.
 
 Starvation: a request that has waited ``starved_after`` steps in all goes before its tenant's others, counts as one of the highest
-priority and keeps that rank when it runs. Shares alone do not bound the wait if ever new tenants come, each with a share to
-claim: so a tenant whose oldest request starves, and of whose new requests none was admitted for ``starved_after`` steps, gets
-one turn before all shares, by arrival. So the i-th oldest starved request of a
-tenant waits at most for i such periods and for all requests that are older.
+priority, and keeps that rank when it runs. Shares alone do not bound the wait: new tenants may keep coming, each with a share to
+claim. So a tenant whose oldest request starves gets one turn before all shares, by arrival, if none of its new requests was
+admitted for ``starved_after`` steps. Hence the i-th oldest starved request of a tenant waits for at most i such periods and for
+all older requests.
 
 O(waiting) and what the policy takes, in steps that may admit something.
 """

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from commit import measured_commit
 from engine_flags import parse_arguments, variant_of
-from ranks import Split, group_runners
+from ranks import Split, group_runners, leave
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
@@ -353,4 +353,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

@@ -9,6 +9,7 @@ measured through whole requests, for when time is short. Prints one JSON object 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import time
@@ -302,6 +303,9 @@ class Bench:
 
 def main() -> None:
     arguments = parse_arguments(str(__doc__))
+    logging.basicConfig(
+        level=logging.INFO, format="%(relativeCreated)d ms %(message)s"
+    )  # how the start goes, of rank 0
     wanted = set(arguments.only.split(","))
     commit = measured_commit()
     most = STEP_TOKENS * (arguments.tensor_parallel if arguments.data_parallel_attention else 1)

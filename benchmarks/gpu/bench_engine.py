@@ -8,8 +8,8 @@ measured through whole requests, for when time is short. Prints one JSON object 
 
 from __future__ import annotations
 
-import argparse
 import json
+import logging
 import os
 import random
 import time
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from commit import measured_commit
 from engine_flags import parse_arguments, variant_of
-from ranks import Split, ending_at_once, group_runners
+from ranks import Split, group_runners, leave
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
@@ -303,12 +303,9 @@ class Bench:
 
 def main() -> None:
     arguments = parse_arguments(str(__doc__))
-    with ending_at_once(arguments.device, arguments.tensor_parallel * arguments.pipeline_parallel):
-        measure(arguments)
-
-
-def measure(arguments: argparse.Namespace) -> None:
-    """Prints the figures that are asked for."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(relativeCreated)d ms %(message)s"
+    )  # how the start goes, of rank 0
     wanted = set(arguments.only.split(","))
     commit = measured_commit()
     most = STEP_TOKENS * (arguments.tensor_parallel if arguments.data_parallel_attention else 1)
@@ -361,4 +358,4 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from bench_engine import Engine, TimedRunner
 from commit import measured_commit
-from ranks import Split, ending_at_once
+from ranks import Split, leave
 
 from sapwood_worker.core.experts.balancer import ExpertBalancer
 from sapwood_worker.core.experts.placement import balance, rank_loads
@@ -182,21 +182,22 @@ def main() -> None:
         uniform_tokens=STEP_TOKENS * given.ranks if on_gpus else 0,
         skew=given.skew,
     )
-    with ending_at_once(given.device, given.ranks):
-        engine = Engine(
-            given.model, max_running=given.batch, max_step_tokens=STEP_TOKENS, kv_gb=given.kv_gb, ranks=given.ranks, split=split,
-            device=given.device, attention_backend="triton" if on_gpus else "auto",
-        )  # fmt: skip
-        assert engine.runner.experts is not None
-        layers = engine.runner.experts()()
-        runner = MovingRunner(engine.runner, len(layers), len(layers[0]), given.ranks, given.redundant_experts)
-        engine.runner = runner
-        device = torch.cuda.get_device_name() if on_gpus else "cpu"
-        variant = f"{given.model.name}+tp{given.ranks}+ep{'+dp-attention' * given.data_parallel_attention} decode {given.batch}"
-        report = Report(variant, {"device": device, "commit": measured_commit()})
-        measure(engine, runner, report, given.batch, given.steps, given.redundant_experts)
-        engine.close()
+    engine = Engine(
+        given.model, max_running=given.batch, max_step_tokens=STEP_TOKENS, kv_gb=given.kv_gb, ranks=given.ranks, split=split,
+        device=given.device, attention_backend="triton" if on_gpus else "auto",
+    )  # fmt: skip
+    assert engine.runner.experts is not None
+    layers = engine.runner.experts()()
+    runner = MovingRunner(engine.runner, len(layers), len(layers[0]), given.ranks, given.redundant_experts)
+    engine.runner = runner
+    device = torch.cuda.get_device_name() if on_gpus else "cpu"
+    variant = (
+        f"{given.model.name}+tp{given.ranks}+ep{'+dp-attention' * given.data_parallel_attention} decode {given.batch}"
+    )
+    report = Report(variant, {"device": device, "commit": measured_commit()})
+    measure(engine, runner, report, given.batch, given.steps, given.redundant_experts)
+    engine.close()
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

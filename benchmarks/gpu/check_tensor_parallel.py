@@ -18,13 +18,15 @@ import time
 from array import array
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from check_correctness import SHAPE, models
-from ranks import Options, Split, group_runners
+from ranks import Options, Split, group_runners, leave
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.loaded_runner import LoadedRunner
@@ -35,7 +37,6 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 
-BEGAN = time.monotonic()
 REQUESTS, TOKENS = 12, 48
 SPARSE = "deepseek-v3"
 TIE = 4
@@ -62,6 +63,14 @@ def sparse_model() -> transformers.PreTrainedModel:
     kept = {key: value for key, value in SHAPE.items() if key != "head_dim"}
     config = transformers.DeepseekV3Config(**kept | sizes, initializer_range=0.1)
     return transformers.DeepseekV3ForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """device, all_reduce: As on the command line."""
+
+    device: str
+    all_reduce: str
 
 
 @dataclass
@@ -151,7 +160,7 @@ def verdict(case: Case, way: str, split: list[Answer], alone: dict[Case, list[An
     return fine, f"prompts differ from float32 by {mine:.2e}, on one GPU by {theirs:.2e}; tokens by {gap:.2e}"
 
 
-def alone_answers(given: dict[Case, Options], device: str) -> dict[Case, list[Answer]]:
+def alone_answers(given: dict[Case, Options], device: str, began: float) -> dict[Case, list[Answer]]:
     """Answers on one GPU, of all models at once: most of the time is that of compilers."""
     gpus = torch.cuda.device_count() if device == "cuda" else 1
     workers = len(given) if device == "cuda" else 2
@@ -162,7 +171,7 @@ def alone_answers(given: dict[Case, Options], device: str) -> dict[Case, list[An
             for number, (case, options) in enumerate(given.items())
         }
         for each in as_completed(found):
-            say(f"{' '.join(found[each])} on one GPU: built in {each.result()[1]:.0f} s")
+            say(began, f"{' '.join(found[each])} on one GPU: built in {each.result()[1]:.0f} s")
         return {case: each.result()[0] for each, case in found.items()}
 
 
@@ -180,11 +189,47 @@ def answer_alone(options: Options, device: str, gpu: int) -> tuple[list[Answer],
     return answers(runner), time.monotonic() - began
 
 
-def say(what: str) -> None:
-    print(f"# {time.monotonic() - BEGAN:.0f} s: {what}", flush=True)
+def compare(
+    answered: Connection, began: float, way: str, split_in: str, given: dict[Case, Options], flags: Flags
+) -> int:
+    """Compares ranks with one GPU; returns how many models answer otherwise.
+
+    Args:
+        answered: Brings the answers of one GPU; what is imported is imported before.
+        began: When all of it began.
+        way: How ranks share models.
+        split_in: How many they are, as ``--sizes`` has it.
+        given: The models.
+        flags: The rest.
+    """
+    tensor, _, stages = split_in.partition("x")
+    count, wrong = int(stages or 1), 0
+    split = replace(WAYS[way], all_reduce=flags.all_reduce)
+    alone: dict[Case, list[Answer]] = answered.recv()
+    with group_runners(int(tensor) * count, list(given.values()), flags.device, count, split) as runners:
+        say(began, f"{split_in} ranks have met, {way}")
+        for case, runner in zip(given, runners, strict=True):
+            named = f"{' '.join(case)} on {split_in} GPUs, {way}"
+            say(began, f"{named}: built; sums: {runner.info.all_reduce.words}")
+            fine, said = verdict(case, way, answers(runner), alone)
+            if "direct" in way and not (fewer := exchanged(runner)) < 1:
+                fine, said = False, f"rows went to all ranks: {fewer:.2f} of their bytes"
+            wrong += not fine
+            print(f"{'ok' if fine else 'WRONG'}: {named}: {said}", flush=True)
+    return wrong
+
+
+def compare_and_leave(*arguments: Any) -> None:
+    """The same, in a process of its own: one has one group in its life."""
+    leave(lambda: compare(*arguments))
+
+
+def say(began: float, what: str) -> None:
+    print(f"# {time.monotonic() - began:.0f} s: {what}", flush=True)
 
 
 def main() -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sizes", default="2", help="GPUs to split over (default: 2); in stages of a pipeline: 2x2 for 2 of 2."
@@ -203,6 +248,8 @@ def main() -> int:
     wrong = 0
     if unknown := set(ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}")
+    flags = Flags(arguments.device, arguments.all_reduce)
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         given: dict[Case, Options] = {}
         for name in names:
@@ -215,29 +262,23 @@ def main() -> int:
                 given[name, dtype] = {"model_path": path, "dtype": dtype, **sizes}
                 if arguments.device == "cuda" and dtype == "bfloat16":
                     given[name, dtype]["attention_backend"] = arguments.attention_backend
-        say(f"{len(given)} models are made")
-        alone = alone_answers(given, arguments.device)
+        say(began, f"{len(given)} models are made")
+        groups = []
         for way in ways:
-            wanted = [case for case in given if (case[0] == SPARSE) == (way != "tp")]
-            split = replace(WAYS[way], all_reduce=arguments.all_reduce)
+            wanted = {case: options for case, options in given.items() if (case[0] == SPARSE) == (way != "tp")}
             for split_in in arguments.sizes.split(","):
-                tensor, _, stages = split_in.partition("x")
-                count = int(stages or 1)
-                of_case = [given[case] for case in wanted]
-                with group_runners(int(tensor) * count, of_case, arguments.device, count, split) as runners:
-                    say(f"{split_in} ranks have met, {way}")
-                    for case in wanted:
-                        runner = next(runners)
-                        say(f"{' '.join(case)} on {split_in} GPUs is built; sums: {runner.info.all_reduce.words}")
-                        fine, said = verdict(case, way, answers(runner), alone)
-                        if "direct" in way and not (fewer := exchanged(runner)) < 1:
-                            fine, said = False, f"rows went to all ranks: {fewer:.2f} of their bytes"
-                        wrong += not fine
-                        print(
-                            f"{'ok' if fine else 'WRONG'}: {' '.join(case)} on {split_in} GPUs, {way}: {said}",
-                            flush=True,
-                        )
-    say(f"{wrong} wrong")
+                here, there = context.Pipe()
+                process = context.Process(target=compare_and_leave, args=(there, began, way, split_in, wanted, flags))
+                process.start()
+                groups.append((f"{split_in}, {way}", process, here))
+        alone = alone_answers(given, arguments.device, began)
+        for named, process, way_there in groups:
+            way_there.send(alone)
+            process.join()
+            if process.exitcode:
+                say(began, f"{named}: {process.exitcode} wrong, or it failed")
+            wrong += process.exitcode or 0
+    say(began, f"{wrong} wrong")
     return 1 if wrong else 0
 
 

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from sapwood_worker.settings.names import DispatchName
 
 _MEETING_SECONDS = 300.0
 _EXCHANGE_SECONDS = 600.0
+_ENDING_SECONDS = 5.0
 
 Options = dict[str, Any]
 """Of :class:`RunnerOptions`, but for the device and the groups."""
@@ -79,6 +81,7 @@ def group_runners(
     turn: Path | None = None,
 ) -> Iterator[Iterator[LoadedRunner]]:
     """The runners of models over so many GPUs, one after another, in so many stages; with one GPU there are no other processes.
+    On several GPUs a process can have one group in its life, and is to :func:`leave`.
 
     Args:
         size: How many.
@@ -111,33 +114,12 @@ def group_runners(
                     for here, there in ways:
                         here.close()
                         there.close()
+                until = time.monotonic() + _ENDING_SECONDS
                 for process in processes:
-                    process.join(20)
+                    process.join(max(0.0, until - time.monotonic()))
                     process.kill()
-                if dist.is_initialized():
+                if dist.is_initialized() and device == "cpu":  # NCCL would wait for graphs that someone may still have
                     dist.destroy_process_group()
-
-
-@contextmanager
-def ending_at_once(device: str, size: int) -> Iterator[None]:
-    """Where there are several GPUs, ends this process and its ranks when it is left.
-
-    NCCL does not end before all graphs are gone that have captured it, and they last as long as their runners.
-    """
-    if device == "cpu" or size == 1:
-        yield
-        return
-    code = 0
-    try:
-        yield
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager
@@ -165,6 +147,25 @@ def _follow(
     build = _join(place, stages, device, split)
     for model, way in zip(models, leader, strict=True):
         follow(build(model), way)
+    leave(lambda: 0)
+
+
+def leave(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a program, then ends its process and its children at once: NCCL would wait for all graphs to go, and the interpreter
+    for threads that wait for a compiler."""
+    code = 1
+    try:
+        code = main() or 0
+    except SystemExit as end:  # of argparse, with a number
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Options], ModelRunner]:

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -138,9 +137,22 @@ def build_each(specs: Sequence[Library]) -> None:
     FlashInfer's ``build_jit_specs`` has one ninja for all, in the folder above. Its log lies there, and the first use of a
     library, whose ninja finds no log of its own, compiles all of it again: a minute in which nothing else is done.
     """
-    with ThreadPoolExecutor(max(1, len(specs))) as threads:
-        for each in [threads.submit(spec.build, False) for spec in specs]:
-            each.result()
+    errors: list[Exception] = []
+
+    def build(spec: Library) -> None:
+        try:
+            spec.build(False)
+        except Exception as error:
+            errors.append(error)
+
+    # A process that is to end does not wait for them, as it would for those of an executor.
+    threads = [threading.Thread(target=build, args=(spec,), daemon=True) for spec in specs]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if errors:
+        raise errors[0]
 
 
 def _is_built(spec: Library) -> bool:

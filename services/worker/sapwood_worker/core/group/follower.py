@@ -31,8 +31,8 @@ _ALONE_SECONDS = 1.0
 def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None) -> None:
     """Runs until the leader is gone.
 
-    A step that fails on all ranks alike, as where memory runs out, ends the requests in it; one that fails here alone ends the
-    group, as the others wait for this rank. With lanes any does.
+    A step that fails on all ranks alike, as where memory runs out, ends the requests in it; one that fails here alone, or in
+    another place than elsewhere, ends the group, as the others wait for this rank. With lanes any does.
 
     Args:
         runner: This rank's part of the model.
@@ -59,7 +59,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
             else:
                 with waits.on(0):
                     with waits.on(DEVICE) if runner.asynchronous else nullcontext():
-                        report = _report(*launched.popleft(), whole=whole)
+                        report = _report(*launched.popleft(), waits.entered, whole=whole)
                     leader.send_bytes(report.to_bytes())
             continue
         step = read(bytearray(message))
@@ -70,7 +70,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
             failed = attempt(runner, step)
             if lanes and not launched and not isinstance(failed, DeferredStep | Exception):
                 # The leader must not wait until this rank has computed the next step too.
-                leader.send_bytes(_report(step.number, failed).to_bytes())
+                leader.send_bytes(_report(step.number, failed, waits.entered).to_bytes())
                 unasked += 1
                 continue
         launched.append((step.number, failed))
@@ -99,14 +99,14 @@ def finished(launched: LaunchedStep | Exception) -> LaunchedStep | Exception:
         return error
 
 
-def _report(number: int, launched: LaunchedStep | Exception, *, whole: bool = False) -> RankReport:
+def _report(number: int, launched: LaunchedStep | Exception, entered: int, *, whole: bool = False) -> RankReport:
     if isinstance(launched, Exception):
-        return RankReport.of_failure(number, launched)
+        return RankReport.of_failure(number, launched, entered)
     try:
         return RankReport.of(launched.result(), whole=whole)
     except Exception as error:
         logger.exception("step %d failed", number)
-        return RankReport.of_failure(number, error)
+        return RankReport.of_failure(number, error, entered)
 
 
 class _ComingMasks:

@@ -78,6 +78,7 @@ class Followers:
         failed = [(rank, report.error) for rank, report in enumerate(reports, 1) if report.error]
         if failed and (len(failed) < len(reports) or (self._asynchronous and not isinstance(launched, Exception))):
             raise RankLostError("rank {} failed: {}".format(*failed[0]))
+        self._assure_alike(reports)
         try:
             with self.waits.on(DEVICE) if self._asynchronous else nullcontext():
                 output = _result(launched)
@@ -89,6 +90,13 @@ class Followers:
             if report.error:
                 raise RankLostError(f"rank {rank} failed: {report.error}")
         return output, reports
+
+    def _assure_alike(self, reports: Sequence[RankReport]) -> None:
+        """Raises RankLostError where devices have failed after other exchanges than here: what one has launched waits there for
+        what the others launch next, which is something else."""
+        for rank, report in enumerate(reports, 1):
+            if self._asynchronous and report.error and report.entered != self.waits.entered:
+                raise RankLostError(f"rank {rank} failed in another place than rank 0: {report.error}")
 
     def shown(self, ask: Callable[[], ResultT]) -> Callable[[], ResultT]:
         """A call that waits for the device, and shows it."""

@@ -22,6 +22,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         copied: The copies between tiers that have ended there.
         error: What the step failed with; empty: it has not.
         output: What the rank has sampled for requests of its own; None: all ranks sample the same.
+        entered: Exchanges between ranks that it had entered or launched when it reported a failure.
     """
 
     step: int
@@ -29,6 +30,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     copied: CopyReport = NOTHING
     error: str = ""
     output: ModelOutput | None = None
+    entered: int = 0
 
     @staticmethod
     def of(output: ModelOutput, *, whole: bool = False) -> RankReport:
@@ -38,9 +40,9 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         return RankReport(output.step, zlib.crc32(_encoder.encode(output.token_ids)), output.copied)
 
     @staticmethod
-    def of_failure(step: int, error: Exception) -> RankReport:
-        """The report of a step that has failed."""
-        return RankReport(step, error=str(error) or type(error).__name__)
+    def of_failure(step: int, error: Exception, entered: int) -> RankReport:
+        """The report of a step that has failed, after so many exchanges in all."""
+        return RankReport(step, error=str(error) or type(error).__name__, entered=entered)
 
     def to_bytes(self) -> bytes:
         """The report in msgpack."""

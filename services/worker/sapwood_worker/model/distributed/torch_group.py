@@ -142,10 +142,12 @@ class TorchGroup(Group):
             self.sums = before
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        self._count(x)
         self.sums(x)
         return x
 
     def add_sum(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        self._count(x)
         return self.sums.add(x, residual, norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -155,12 +157,20 @@ class TorchGroup(Group):
         return self._gathered(x).flatten(0, 1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
+        self._count(x)
         return self.sums.scatter_sum(x)
 
+    def _count(self, x: Tensor) -> None:
+        """Counts an exchange of tensors like this; on CPUs, where it is waited for, it is counted then."""
+        if not x.is_cpu:
+            self._waits.count_exchange()
+
     def _gathered(self, x: Tensor) -> Tensor:
+        self._count(x)
         return self.sums.method(self.size * x.nbytes).gather(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self._count(x)
         if not x.is_cpu:
             dist.broadcast(x, self.ranks[source], group=self._group)
         elif self.rank != source:
@@ -173,6 +183,7 @@ class TorchGroup(Group):
         return x
 
     def send(self, x: Tensor, target: int) -> None:
+        self._count(x)
         if not x.is_cpu:  # in the order of the stream, and in its graphs
             dist.send(x, self.ranks[target], group=self._group)
             return

@@ -159,7 +159,8 @@ class AttentionBuilder:
         assert not isinstance(self._model, Head)
         from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
-        worth = worth_capturing(self._model.layer_size(), float8=float8, sparse=self._config.sparse is not None)
+        size, layers = self._model.layer_size(), len(self._model.layers)
+        worth = worth_capturing(size, layers, float8=float8, sparse=self._config.sparse is not None)
         largest = min(worth, most)
         sizes: Sequence[int] = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes, self._ops)

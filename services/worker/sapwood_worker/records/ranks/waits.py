@@ -100,6 +100,15 @@ class Waits:
         self._entered += 1
         return self.on(ranks)
 
+    def count_exchange(self) -> None:
+        """Counts an exchange that its device enters when it comes to it."""
+        self._entered += 1
+
+    @property
+    def entered(self) -> int:
+        """Exchanges that it has entered, or launched, since the start."""
+        return self._entered
+
     @contextmanager
     def on(self, ranks: int) -> Iterator[None]:
         """While it waits for what ranks send it, a bit for each."""

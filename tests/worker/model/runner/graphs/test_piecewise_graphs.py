@@ -76,10 +76,11 @@ def test_the_ladder_pads_by_less_than_a_quarter():
 
 
 def test_a_large_model_is_captured_up_to_fewer_tokens_than_a_small_one():
-    assert worth_capturing(440_000_000) == 8192
-    assert worth_capturing(7_000_000_000) == 512
-    assert worth_capturing(70_000_000_000) == 256
+    assert worth_capturing(440_000_000, 28) == 8192
+    assert worth_capturing(7_000_000_000, 32) == 512
+    assert worth_capturing(70_000_000_000, 80) == 256
+    assert worth_capturing(17_500_000_000, 80) == 512  # over four ranks
 
 
 def test_float8_takes_the_device_less_time_and_the_host_more_so_more_is_captured():
-    assert worth_capturing(7_000_000_000, float8=True) == 1536
+    assert worth_capturing(7_000_000_000, 32, float8=True) == 1792

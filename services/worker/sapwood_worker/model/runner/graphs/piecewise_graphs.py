@@ -25,8 +25,8 @@ from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
 
-_LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3, 20e-3
-"""Seconds that the host takes to launch the kernels of 28 to 32 layers one by one, about."""
+_LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3 / 28, 20e-3 / 28
+"""Seconds that the host takes to launch the kernels of a layer one by one, about."""
 _SPARSE = 2.0
 """How many times as long that takes with experts."""
 _OPERATIONS_A_SECOND, _FLOAT8_OPERATIONS_A_SECOND = 6e14, 1.1e15
@@ -35,9 +35,9 @@ _FEWEST, _MOST = 256, 8192
 _APART = 512
 
 
-def worth_capturing(parameters: int, *, float8: bool = False, sparse: bool = False) -> int:
-    """The number of tokens from which on a step takes the device longer than the host; ``parameters`` are the layers'."""
-    seconds = (_FLOAT8_LAUNCH_SECONDS if float8 else _LAUNCH_SECONDS) * (_SPARSE if sparse else 1.0)
+def worth_capturing(parameters: int, layers: int, *, float8: bool = False, sparse: bool = False) -> int:
+    """The number of tokens from which on a step takes the device longer than the host; ``parameters`` are all layers'."""
+    seconds = layers * (_FLOAT8_LAUNCH_SECONDS if float8 else _LAUNCH_SECONDS) * (_SPARSE if sparse else 1.0)
     operations = _FLOAT8_OPERATIONS_A_SECOND if float8 else _OPERATIONS_A_SECOND
     tokens = int(seconds * operations / (2 * parameters))
     return min(max(tokens // 128 * 128, _FEWEST), _MOST)

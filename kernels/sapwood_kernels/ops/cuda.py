@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_digest, triton_float8, triton_gemv, triton_norm, triton_rows
-from sapwood_kernels.experts import triton_experts, triton_router, triton_routing
+from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
@@ -220,7 +220,7 @@ class CudaOps(DeviceOps):
         return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
 
     def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return partial(triton_router.logits, weight=weight, bias=bias)
+        return partial(triton_routing.logits, weight=weight, bias=bias)
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         live = self._live.setdefault(ranks, torch.full((ranks,), _ALL, dtype=torch.int32, device=self.device))
@@ -237,7 +237,7 @@ class CudaOps(DeviceOps):
         for live in self._live.values():
             live.fill_(_ALL)
 
-    turns = staticmethod(triton_router.turns)
+    turns = staticmethod(triton_routing.turns)
 
     def beside(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._side is None:

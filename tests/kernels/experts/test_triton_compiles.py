@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_digest
-from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_router, triton_routing
+from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_routing
 
 
 
@@ -77,12 +77,12 @@ print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
 kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", out="*fp32", T="i32")
 constants = dict(EXPERTS=256, K=7168, HAS_BIAS=False)
 few = constants | dict(BLOCK_N=2, BLOCK_K=1024)
-print("router", 0, *compiled(triton_router._few_kernel, kinds, few))
-for height, width, depth, stages in triton_router.TILES:
+print("router", 0, *compiled(triton_routing._few_kernel, kinds, few))
+for height, width, depth, stages in triton_routing.TILES:
     tile = constants | dict(BLOCK_M=height, BLOCK_N=width, BLOCK_K=depth)
-    print("router", height, *compiled(triton_router._many_kernel, kinds, tile, num_warps=4, num_stages=stages))
+    print("router", height, *compiled(triton_routing._many_kernel, kinds, tile, num_warps=4, num_stages=stages))
 kinds = dict(table="*i64", copies="*i64", ids="*i32", out="*i32", COUNT="i32", first="i32")
-print("turns", 0, *compiled(triton_router._turns_kernel, kinds, dict(CHOSEN=8, RANKS=8, BLOCK=256)))
+print("turns", 0, *compiled(triton_routing._turns_kernel, kinds, dict(CHOSEN=8, RANKS=8, BLOCK=256)))
 kinds = dict(words="*i64", total="*i64", COUNT="i32")
 print("digest", 0, *compiled(triton_digest._digest_kernel, kinds, dict(BLOCK=1024)))
 """

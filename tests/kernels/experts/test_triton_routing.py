@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
-triton_router = pytest.importorskip("sapwood_kernels.experts.triton_router")
+triton_routing = pytest.importorskip("sapwood_kernels.experts.triton_routing")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +23,7 @@ def test_logits_are_those_of_float32_for_any_number_of_rows(rows: int, dtype: to
     bias = torch.randn(20, generator=draw).to(DEVICE)
     for each in (None, bias):
         exact = F.linear(x.double(), weight.double(), None if each is None else each.double())
-        found = triton_router.logits(x, weight, each)
+        found = triton_routing.logits(x, weight, each)
         assert found.dtype == torch.float32
         assert (found.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
@@ -31,9 +31,9 @@ def test_logits_are_those_of_float32_for_any_number_of_rows(rows: int, dtype: to
 def test_a_rows_logits_do_not_change_with_the_few_beside_it() -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(16, 96, generator=draw).to(DEVICE), torch.randn(12, 96, generator=draw).to(DEVICE)
-    every = triton_router.logits(x, weight, None)
+    every = triton_routing.logits(x, weight, None)
     for row in range(16):
-        assert torch.equal(triton_router.logits(x[row : row + 1], weight, None)[0], every[row])
+        assert torch.equal(triton_routing.logits(x[row : row + 1], weight, None)[0], every[row])
 
 
 @pytest.mark.parametrize("first", [0, 5])
@@ -45,5 +45,5 @@ def test_slots_are_taken_in_turns(first: int, dtype: torch.dtype) -> None:
     expected = DeviceOps(torch.device("cpu")).turns(table, copies, ids, first)
     assert len(set(expected.flatten().tolist())) > 5
     assert torch.equal(
-        triton_router.turns(*(each.to(DEVICE) for each in (table, copies, ids)), first).cpu(), expected.int()
+        triton_routing.turns(*(each.to(DEVICE) for each in (table, copies, ids)), first).cpu(), expected.int()
     )

@@ -92,6 +92,8 @@ MUTATIONS = [
     Mutation(LANDING, "if there and verify(record, entries[place].key, namespace)", "if there"),
     # Pages that came are shared in their order.
     Mutation(LANDING, "entry is not None and entry.ready and", "entry is not None and"),
+    # Of pages that came nothing is stored which is given to another before.
+    Mutation(TIERS, "        self._adopted.forget(pages)\n", ""),
     # Requests whose pages are there go on.
     Mutation("core/scheduler/scheduler.py", "            self._requests[serial].held = False\n", "            pass\n"),
 ]

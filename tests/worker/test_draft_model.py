@@ -169,7 +169,7 @@ def test_a_request_that_goes_on_elsewhere_is_drafted_for_and_stays_the_same(
         again = Request(request.serial, "again", [*request.token_ids, *done], sampling, output_tokens=7)
         found = run(scheduler, runner, True, [again])
         assert done + tokens_of(found[request.serial]) == tokens_of(expected[request.serial])
-    assert scheduler.load().accepted_tokens > 10
+    assert scheduler.load().accepted_tokens > 5
 
 
 @pytest.mark.slow

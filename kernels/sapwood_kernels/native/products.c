@@ -317,24 +317,20 @@ static int small_product(product *p, const around *with, int64_t outputs, parall
 // The product with a copy of x, normed, in whole numbers of so many digits. Returns 1 where there is no memory.
 static int64_t whole_product(product *p, const around *with, int64_t digits, int64_t outputs, parallel run, unsigned threads) {
     float normed[with->norm ? p->columns : 1];
-    float *const out = p->out, *gated = NULL;
+    float *const out = p->out, *gated = with->gate ? malloc(sizeof(float) * (size_t)(p->tokens * outputs)) : NULL;
     const int64_t out_stride = p->out_stride;
-    if (with->gate) {
-        gated = malloc(sizeof(float) * (size_t)(p->tokens * outputs));
-        if (!gated) return 1;
-        p->out = gated, p->out_stride = outputs;
-    }
     p->whole = sapwood_whole_tokens(p->tokens, p->columns, digits);
-    for (int64_t t = 0; p->whole && t < p->tokens; t++) {
+    const int64_t failed = !p->whole || (with->gate && !gated);
+    if (gated) p->out = gated, p->out_stride = outputs;
+    for (int64_t t = 0; !failed && t < p->tokens; t++) {
         const float *x = p->x + p->x_stride * t;
         if (with->norm) sapwood_norm_row(x, with->norm, p->columns, with->eps, normed);
         sapwood_set_token(p->whole, t, with->norm ? normed : x);
     }
-    if (p->whole && run && threads > 1) run(multiply, p, threads, 0);
-    else if (p->whole) multiply(p);
-    for (int64_t t = 0; p->whole && gated && t < p->tokens; t++)
+    if (!failed && run && threads > 1) run(multiply, p, threads, 0);
+    else if (!failed) multiply(p);
+    for (int64_t t = 0; !failed && gated && t < p->tokens; t++)
         sapwood_gate_row(gated + outputs * t, outputs / 2, with->gate, out + out_stride * t);
-    const int64_t failed = !p->whole;
     free(p->whole);
     free(gated);
     return failed;

@@ -203,7 +203,7 @@ static void tiles_of_tokens(
 }
 
 void sapwood_whole_rows(const whole_tokens *in, const matrix *m, int64_t first, int64_t last, float *out, int64_t out_stride) {
-    const int64_t enough = in->digits == 3 || (in->count > TILE / 2 && in->count <= TILE);
+    const int64_t enough = in->digits == 3 || (in->count > TILE / 2 && in->count <= 3 * TILE);
     by_matrix *multiply = enough ? sapwood_by_matrix(m->type, in->digits) : NULL;
     if (multiply) sapwood_begin_matrix();
     for (int64_t row = first, rows; row < last; row += rows, out += rows) {

@@ -292,9 +292,9 @@ class WorkerConfig(ServiceConfig):
     )
     handoff_mover: HandoffMover = Field(
         "auto",
-        description="What carries pages from a prefill to a decode worker: auto (cuda or shm where possible, else tcp), tcp, shm "
-        "(shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, on one host), or, if both workers "
-        "name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
+        description="What carries pages from a prefill to a decode worker: auto (cuda or shm where possible, else tcp), tcp, "
+        "shm (shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, on one host), or, if both "
+        "workers name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
     )
     handoff_share: float = Field(
         0.5,

@@ -135,9 +135,9 @@ class WorkerConfig(ServiceConfig):
     all_reduce: AllReduceName = Field(
         "auto",
         description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank gets "
-        "all parts over memory that they share and sums them) or two-shot (each rank sums a share and gets the others' sums). "
-        "auto times those whose sums are exact on this machine, at the start, and takes the quickest for each size. Ranks on "
-        "several hosts use the backend. With --data-parallel-attention this is how rows are exchanged, and there is no two-shot.",
+        "all parts over memory that they share and sums them) or two-shot (each rank sums a share and gets the others' sums). auto "
+        "times those whose sums are exact on this machine, at the start, and takes the quickest for each size. Ranks on several "
+        "hosts use the backend. With --data-parallel-attention this is how rows are exchanged, and there is no two-shot.",
     )
     data_parallel_attention: bool = Field(
         False,
@@ -292,8 +292,8 @@ class WorkerConfig(ServiceConfig):
     )
     handoff_mover: HandoffMover = Field(
         "auto",
-        description="What carries pages from a prefill to a decode worker: auto (cuda or shm where possible, else tcp), tcp, shm "
-        "(shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, on one host), or, if both "
+        description="What carries pages from a prefill to a decode worker: auto (cuda or shm where possible, else tcp), tcp, "
+        "shm (shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, on one host), or, if both "
         "workers name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
     )
     handoff_share: float = Field(

@@ -72,7 +72,7 @@ def test_a_start_that_came_to_its_end_is_remembered(
         return begun[-1]
 
     monkeypatch.setattr(KernelsAhead, "begin", on_a_gpu)
-    monkeypatch.setattr(KernelsAhead, "compile", lambda self, rehearse: None)
+    monkeypatch.setattr(KernelsAhead, "compile", lambda self, rehearse, ranks: None)
     options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=32, max_running=4, threads=1)
     for _ in range(2):
         build_runner(options)

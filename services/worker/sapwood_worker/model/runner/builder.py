@@ -191,8 +191,7 @@ class _Builder:
         """
         options, config = self._options, self._config
         if self._ahead is not None:
-            with self._tp.rehearsing():
-                self._ahead.compile(self._rehearse)
+            self._ahead.compile(self._rehearse, self._tp)
         self._tp.exchange("")  # what one rank compiles for all of a host is there
         pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
         # Pages that no layer keeps anything in are many.

@@ -19,6 +19,7 @@ from sapwood_kernels.compiled.side_by_side import Compilers, noted
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.compiled_kernels import this_machine
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.runner.options import RunnerOptions
 
 logger = logging.getLogger(__name__)
@@ -68,15 +69,16 @@ class KernelsAhead:
         mark = places.triton_cache() / f"sapwood-{known.hexdigest()[:32]}"
         return None if mark.exists() else cls(mark, Compilers(count, torch.cuda.get_device_capability(ops.device)))
 
-    def compile(self, rehearse: Callable[[], None]) -> None:
+    def compile(self, rehearse: Callable[[], None], ranks: Group = Group()) -> None:  # noqa: B008 - it holds nothing
         """Compiles what a rehearsal would launch; what goes wrong is logged, and compiled when it is launched.
 
         Args:
             rehearse: Computes all kinds of steps; of Triton's kernels it launches those that are compiled, and no others.
+            ranks: With whom it computes; they do not take part in this.
         """
         began = time.monotonic()
         try:
-            with noted() as kernels:
+            with ranks.rehearsing(), noted() as kernels:
                 rehearse()
             known = time.monotonic()
             if kernels:  # else the processes are ended where they are

@@ -178,7 +178,7 @@ def over_processes(rank: int, folder: Path, path: Path) -> None:
     parallel = join_groups(rank, tensor=2, rendezvous=f"file://{folder}/meeting", backend="gloo", timeout=60)
     group = parallel.tp
     assert isinstance(group, TorchGroup)
-    most = PROGRAMS * 16 * 2 * 8
+    most = PROGRAMS * 16 * 2 * 32
     start = PeerSums.region_bytes(most)
     size = start + RowExchange.region_bytes(most, 2)
     maps = [torch.from_numpy(np.memmap(folder / f"region{each}", np.uint8, "r+", shape=size)) for each in range(2)]

@@ -135,9 +135,10 @@ class WorkerConfig(ServiceConfig):
     all_reduce: AllReduceName = Field(
         "auto",
         description="What sums the parts of --tensor-parallel ranks: backend (NCCL, or gloo on CPUs), one-shot (each rank gets "
-        "all parts over memory that they share and sums them) or two-shot (each rank sums a share and gets the others' sums). auto "
-        "times those whose sums are exact on this machine, at the start, and takes the quickest for each size. Ranks on several "
-        "hosts use the backend. With --data-parallel-attention this is how rows are exchanged, and there is no two-shot.",
+        "all parts over memory that they share and sums them) or two-shot (each rank sums a share and gets the others' sums). "
+        "auto times those whose sums are exact on this machine, at the start, and takes the quickest for each size. Ranks on "
+        "several hosts use the backend. With --data-parallel-attention this is how rows are exchanged, and there is no "
+        "two-shot.",
     )
     data_parallel_attention: bool = Field(
         False,

@@ -27,12 +27,14 @@ _REQUEST_WORK = 256
 class Lease:
     """A request's share of its worker's load, from selection until it is released, whatever happens in between."""
 
-    def __init__(self, worker: Worker, tokens: int) -> None:
+    def __init__(self, worker: Worker, tokens: int, *, hands_off: bool) -> None:
         self._worker = worker
         self._tokens = tokens
+        self._hands_off = hands_off
         self._held = True
         self._generating = False
         worker.in_flight += 1
+        worker.handing_off += hands_off
         worker.pending_tokens += tokens
         worker.prompted.add(tokens)
 
@@ -52,6 +54,7 @@ class Lease:
             worker.pending_tokens -= self._tokens
             self._tokens = 0
             worker.generating -= self._generating
+            worker.handing_off -= self._hands_off
             worker.in_flight -= 1
             worker.on_room()
 
@@ -72,8 +75,8 @@ class Worker:
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
     __slots__ = (
         "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
-        "available", "backend", "breaker", "draining", "generated", "generating", "in_flight", "leaving", "load", "loop_lag",
-        "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "session", "step_seconds",
+        "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "leaving", "load",
+        "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "session", "step_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +107,8 @@ class Worker:
         self.pending_tokens = 0
         self.generating = 0
         """This router's requests on it that have their first token."""
+        self.handing_off = 0
+        """Of those in flight, how many it only computes the prompt of: another worker will generate."""
         self.prompted = SlidingCount(RATE_SECONDS, clock)
         """Prompt tokens that it was given lately to prefill."""
         self.step_seconds = 0.0
@@ -140,12 +145,17 @@ class Worker:
         self._foreign_requests = max(0, load.running_requests + load.waiting_requests - self.in_flight)
         self._foreign_tokens = max(0, load.queued_tokens - self.pending_tokens)
 
-    def lease(self, tokens: int) -> Lease:
-        """Counts a request with ``tokens`` prompt tokens to prefill. The caller releases it."""
+    def lease(self, tokens: int, *, hands_off: bool = False) -> Lease:
+        """Counts a request with ``tokens`` prompt tokens to prefill. The caller releases it.
+
+        Args:
+            tokens: How many.
+            hands_off: Whether another worker will generate.
+        """
         now = self._clock()
         self._recent = self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE) + tokens + _REQUEST_WORK
         self._recent_at = now
-        return Lease(self, tokens)
+        return Lease(self, tokens, hands_off=hands_off)
 
     def view(self) -> WorkerView:
         """The worker as of now, for a policy. Needs ``model``."""

@@ -162,7 +162,8 @@ class GenerationAttempts(Attempts):
         if self._part is Part.DECODE:  # it reads the prompt's pages and computes almost nothing of the prompt
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
-            lease, permit = acquire(worker, choice, self._prompt, self._policy)
+            hands_off = self._part is Part.PREFILL
+            lease, permit = acquire(worker, choice, self._prompt, self._policy, hands_off=hands_off)
         assert worker.model is not None, "it was chosen for its model"
         self._executing = None
         self._watch.selected(choice.reason)

@@ -123,11 +123,11 @@ class ModelCosts:
         """Seconds from a ticket to the decode worker's first token, if it lacks so many."""
         return self._handover.at(tokens)
 
-    def generate(self, tokens: float, requests: int, prefilling: float) -> float:
+    def generate(self, tokens: float, requests: float, prefilling: float) -> float:
         """Seconds to generate beside so many requests, and where prompts take that share of the worker's time."""
         return tokens * self._step.at(requests + 1) / (1 - prefilling)
 
-    def crowding(self, tokens: float, requests: int) -> float:
+    def crowding(self, tokens: float, requests: float) -> float:
         """Seconds that this takes from these requests, summed over them."""
         return tokens * requests * (self._step.at(requests + 1) - self._step.at(requests))
 

@@ -20,7 +20,10 @@ Roles are preferences: where nobody else can be asked, any worker serves any req
            as are queued before it will come to queue behind it
          + seconds that its place in each step takes from those that its worker generates for
 
-of which the sum over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
+Beside whom a request will generate counts those that are on their way, too: who waits at the worker, and for decode workers their
+share of the prompts that are computed to be handed off. Of many that come at once none generates yet.
+
+The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
 chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
 (``tests/router/flow/disaggregation/test_mixes.py``).
 """
@@ -188,16 +191,21 @@ class Disaggregation:
         """Compares the cheapest pair with the cheapest worker of each role that would do it alone."""
         policy = self._policies.of(demand.model)
         output = costs.output_tokens(max_tokens)
+        able = {role: self._able(role, demand) for role in Role}
+        coming = sum(worker.handing_off for workers in able.values() for worker in workers) / (
+            len(able[Role.DECODE]) or 1
+        )
         alone: dict[Role, Estimate] = {}
         decoding: list[tuple[float, float, float, str]] = []
         for role in Role:
-            views = {worker: worker.view() for worker in self._able(role, demand)}
+            views = {worker: worker.view() for worker in able[role]}
             held = policy.explain(list(views.values()), prompt) if views else {}
             estimates = []
             for worker, view in views.items():
                 lacking = len(prompt.token_ids) - held.get(worker.address, (0, 0.0))[0]
-                generate = costs.generate(output - 1, worker.generating, prefilling(worker, costs))
-                crowding = costs.crowding(output - 1, worker.generating)
+                beside = worker.in_flight - worker.handing_off + (coming if role is Role.DECODE else 0.0)
+                generate = costs.generate(output - 1, beside, prefilling(worker, costs))
+                crowding = costs.crowding(output - 1, beside)
                 until_first = costs.prefill(role, view.queued_tokens + lacking)
                 taken = until_first - (costs.prefill(role, view.queued_tokens) if view.queued_tokens else 0.0)
                 delay = view.requests * taken

@@ -76,7 +76,8 @@ class Worker:
     __slots__ = (
         "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
         "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "leaving", "load",
-        "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "session", "step_seconds",
+        "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "session",
+        "step_seconds",
     )  # fmt: skip
 
     def __init__(

@@ -89,10 +89,8 @@ class CudaOps(DeviceOps):
         self._tables: dict[str, TileTable] = {}
         self._live: dict[int, Tensor] = {}
         self._hopper = False
-        self._side: torch.cuda.Stream | None = None
         self._tried: dict[tuple[object, ...], bool] = {}
         if torch.cuda.is_available():  # else Triton's interpreter stands in
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             properties = torch.cuda.get_device_properties(device)
             self.processors = properties.multi_processor_count
             self._hopper = torch.version.hip is None and properties.major == 9
@@ -238,21 +236,6 @@ class CudaOps(DeviceOps):
             live.fill_(_ALL)
 
     turns = staticmethod(triton_routing.turns)
-
-    def beside(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        if self._side is None:
-            return run
-        side, main = self._side, torch.cuda.current_stream(self.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            made = run()
-
-        def joined() -> Tensor:
-            # Memory that is freed there serves that stream alone, which waits for this one before it is used again.
-            main.wait_stream(side)
-            return made
-
-        return joined
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor, **others: Any) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors, **others)

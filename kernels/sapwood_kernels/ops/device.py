@@ -370,17 +370,6 @@ class DeviceOps:
         turns = torch.arange(first, first + len(ids), device=ids.device)[:, None] % copies[ids]
         return table[ids, turns]
 
-    def beside(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Begins what takes few of the device's processors, at the same time as what is launched next.
-
-        Args:
-            run: Launches it.
-
-        Returns:
-            Gives its result, for what is launched after the call; called once.
-        """
-        return run
-
     def padded(self, tokens: int, of_ranks: Sequence[int] = ()) -> AbstractContextManager[None]:
         """While it is entered, some rows of what is launched pad a captured step: :meth:`router` gives them no expert.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +21,6 @@ from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
 from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
-MOST_BESIDE = 256
-"""Rows up to which the shared expert is computed beside the others: its products leave processors of a GPU free, and so does what
-chooses and sorts."""
 CORRECTION = "gate.e_score_correction_bias"
 """What most checkpoints call what scores are corrected by."""
 
@@ -115,7 +110,7 @@ class SparseMLP(Layer):
         )
         self._scales_inputs = config.scales_inputs
         self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
-        self._exchange, self._ops = context.parallel.expert_exchange, context.ops
+        self._exchange = context.parallel.expert_exchange
         group = context.split_over
         self.ranks = None if group is None else RankSum(group)
         self.shared: GatedMLP | None = None
@@ -134,11 +129,6 @@ class SparseMLP(Layer):
     def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
         x = hidden if norm is None else norm(hidden)
-        shared: Callable[[], Tensor] | None = None
-        if self.shared is not None:
-            shared = partial(self._of_all, x)
-            if len(x) <= MOST_BESIDE:
-                shared = self._ops.beside(shared)
         taken, (ids, weights) = x, self.router(x)
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
@@ -149,19 +139,14 @@ class SparseMLP(Layer):
             result = self.experts(taken, ids, weights, residual if adds else None)
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
-        if shared is not None:
-            result += shared()
+        if self.shared is not None:
+            shared = self.shared(x, None)
+            for gate in self._gate.values():
+                shared *= F.linear(x, gate.target).sigmoid()
+            result += shared
         if self.ranks is not None:
             return self.ranks(result, residual)
         if residual is None or adds:
             return result
         residual += result
         return residual
-
-    def _of_all(self, x: Tensor) -> Tensor:
-        """What the expert of all tokens makes of normed rows."""
-        assert self.shared is not None
-        result: Tensor = self.shared(x, None)
-        for gate in self._gate.values():
-            result *= F.linear(x, gate.target).sigmoid()
-        return result

@@ -97,6 +97,15 @@ def pair(tiny_model: Any, make_runner: Any) -> Iterator[tuple[Worker, Worker]]:
     server.close()
 
 
+def read_some(target: Worker) -> None:
+    """Returns once pages have come that were announced."""
+    assert target.tiers.pulls is not None
+    until = time.monotonic() + 60
+    while not target.tiers.pulls.counters.early:
+        assert time.monotonic() < until, "no announced page is read"
+        target.turn()
+
+
 def hand_off(source: Worker, target: Worker | None = None) -> HandoffTicket:
     """Computes the prompt; the target hears of its pages as they are announced."""
     source.scheduler.add(Request(1, "r1", PROMPT, SAMPLING, hands_off=True))
@@ -108,7 +117,7 @@ def hand_off(source: Worker, target: Worker | None = None) -> HandoffTicket:
             if output.ticket is not None and target is not None:
                 target.scheduler.announced(output.ticket, told, b"")
                 told = array("I")
-                target.turn()
+                read_some(target)
 
 
 @pytest.mark.parametrize("early", [False, True])

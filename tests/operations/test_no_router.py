@@ -26,9 +26,16 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _descendants(pid: int) -> Iterator[int]:
     yield pid
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            yield from _descendants(int(child))
+    for child in _children(pid):
+        yield from _descendants(child)
+
+
+def _children(pid: int) -> list[int]:
+    for _ in range(10):  # a thread that ends meanwhile leaves its children to another one
+        with contextlib.suppress(FileNotFoundError):
+            threads = Path(f"/proc/{pid}/task").iterdir()
+            return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return []
 
 
 def _listening_ports(pids: set[int]) -> set[int]:

@@ -50,7 +50,10 @@ def drafts(runner: ModelRunner, *, chains: bool) -> tuple[list[list[int]], int]:
             speculation._draft(request, MOST, 0.0, 0.0)
             wanted.append([-1] * speculation._room(request, 1 + (request.serial + request.generated) % MOST))
         found: list[list[int]] = fill(decodes, wanted)
-        speculation.late, speculation._late = drafter.late, (len(decodes), max(map(len, found), default=0), drafter.caught_up)
+        speculation.late, speculation._late = (
+            drafter.late,
+            (len(decodes), max(map(len, found), default=0), drafter.caught_up),
+        )
         said.extend(found)  # of late tokens these lists are filled when their check is over
         return found
 

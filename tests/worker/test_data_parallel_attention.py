@@ -23,6 +23,8 @@ from sapwood_testing.worker.latent_twin import write_demo_twin
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.worker_process import started_worker
 
+WIDE = ("--stored-weights", "widen")
+"""Experts are stored in float32: what they are compared with is multiplied in float32 as well."""
 TIGHT = (
     "--num-pages",
     "16",
@@ -245,7 +247,7 @@ def test_the_demo_model_in_experts_gives_its_text(plugin: Any, tmp_path: Path, r
     upcycle(demo_path(), path, experts=4, chosen=2)
     shared = [2, *(1000 + 7 * place for place in range(63))]
     prompts = [[*shared, *(3000 + 11 * number + place for place in range(20 + 6 * number))] for number in range(10)]
-    with started(demo_path(), tmp_path / "log", *TIGHT, "--no-structured-output") as one:
+    with started(demo_path(), tmp_path / "log", *TIGHT, "--no-structured-output", *WIDE) as one:
         expected = one.answers(prompts)
     with started(path, tmp_path / "log-ranks", *TIGHT, *split(ranks, experts=True)) as worker:
         near(worker.answers(prompts), expected)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -282,18 +279,8 @@ print(*(sums.calls(two_shot=two_shot, normed=normed) for two_shot in (False, Tru
 
 @on_cpu
 @pytest.mark.slow
-def test_two_processes_sum_over_memory_that_they_share(tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).write_bytes(bytes(1 << 21))
-    commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank)] for rank in range(2)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
-    try:
-        assert [each.communicate(timeout=200)[0].split() for each in started] == [["3", "3", "3", "3"]] * 2
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
+def test_two_processes_sum_over_memory_that_they_share(two_ranks: Any) -> None:
+    assert two_ranks(PROGRAM, 1 << 21) == [["3", "3", "3", "3"]] * 2
 
 
 COMPILED = """
@@ -326,13 +313,9 @@ for size in (2, 8):
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for kernel, size, _, *counts in map(str.split, done.stdout.splitlines()):
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(lines_of_compiler: Any) -> None:
+    lines = lines_of_compiler(COMPILED)
+    for kernel, size, _, *counts in lines:
         whole_looks, looks, whole_vectors, atomics, fences = map(int, counts)
         assert looks == whole_looks >= int(size), "numbers are looked for 16 bytes at a time"
         assert whole_vectors >= 2 * int(size), "numbers move 16 bytes at a time"

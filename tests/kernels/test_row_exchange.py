@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,18 +112,8 @@ print(rows.calls())
 
 @on_cpu
 @pytest.mark.slow
-def test_two_processes_exchange_rows_over_memory_that_they_share(tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).write_bytes(bytes(1 << 20))
-    commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank)] for rank in range(2)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
-    try:
-        assert [each.communicate(timeout=200)[0].split() for each in started] == [["6"]] * 2
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
+def test_two_processes_exchange_rows_over_memory_that_they_share(two_ranks: Any) -> None:
+    assert two_ranks(PROGRAM, 1 << 20) == [["6"]] * 2
 
 
 COMPILED = """
@@ -154,13 +141,9 @@ for size in (2, 8):
 
 
 @pytest.mark.slow
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for counts in map(str.split, done.stdout.splitlines()):
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(lines_of_compiler: Any) -> None:
+    lines = lines_of_compiler(COMPILED)
+    for counts in lines:
         tells, looks, whole_vectors, barriers = map(int, counts)
         assert (tells, looks) == (1, 1), "all ranks at a time, a lane for each"
         assert whole_vectors, "numbers move 16 bytes at a time"

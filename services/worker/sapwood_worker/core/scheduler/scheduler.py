@@ -181,7 +181,6 @@ class Scheduler:
 
     def handed_off(self) -> list[RequestOutput]:
         """Ends leases whose time is over, and returns outputs for requests of which pages are now kept for another worker.
-
         While the prompt is still being computed, an output names the pages so far; the request's last output names all.
         """
         return self._lifecycle.handed_off()
@@ -319,7 +318,6 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Forgets all prefixes that no running request and no pin holds, on the device and in the host's memory.
-
         A store is left alone, because other workers share it. Returns the number of device pages freed.
         """
         freed = self._cache.flush()

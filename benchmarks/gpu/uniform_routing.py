@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.experts.routing import Routing
+from sapwood_kernels.ops.contracts import RouteTokens
 from sapwood_kernels.ops.cuda import CudaOps
-from sapwood_kernels.ops.device import RouteTokens
 
 
 def route_uniformly(most_tokens: int, rank: int = 0, skew: float = 0.0) -> None:

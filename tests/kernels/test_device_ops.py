@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, KVDestination
+from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 
 pytest.importorskip("triton", reason="Triton is not installed")

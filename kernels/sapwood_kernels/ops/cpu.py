@@ -13,7 +13,8 @@ from sapwood_kernels import cpu
 from sapwood_kernels.native import steps
 from sapwood_kernels.native.library import NativeLibrary, load_library
 from sapwood_kernels.native.products import TYPES, GgufProduct
-from sapwood_kernels.ops.device import DeviceOps, Gate, KVDestination, StoredProduct, StoreHeads
+from sapwood_kernels.ops.contracts import Gate, KVDestination, StoredProduct, StoreHeads
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.cpu_grouped import can_pack, packed_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs

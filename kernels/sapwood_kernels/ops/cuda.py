@@ -24,17 +24,8 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
 from sapwood_kernels.experts.tiles import TileTable
 from sapwood_kernels.experts.triton_timing import ProductTimer
 from sapwood_kernels.experts.tuning import tuned
-from sapwood_kernels.ops.device import (
-    DeviceOps,
-    ExpertSum,
-    FewRows,
-    Float8,
-    Gate,
-    OneRow,
-    RouteTokens,
-    StoreHeads,
-    StoreLatent,
-)
+from sapwood_kernels.ops.contracts import ExpertSum, FewRows, Float8, Gate, OneRow, RouteTokens, StoreHeads, StoreLatent
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.device import DeviceOps, KVDestination
+from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
 kernel = pytest.importorskip("sapwood_kernels.attention.triton_latent")

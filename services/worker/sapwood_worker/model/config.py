@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sapwood_kernels.attention.planned import Variant
-from sapwood_kernels.ops.device import Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.mlp import PlainConfig
 from sapwood_worker.model.layers.rotary import QueryGrowth, RopeConfig

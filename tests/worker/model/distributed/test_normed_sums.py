@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Norm
+from sapwood_kernels.ops.contracts import Norm
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks

@@ -19,7 +19,8 @@ from sapwood_kernels.attention.planned import (
     StoredPages,
     Variant,
 )
-from sapwood_kernels.ops.device import DeviceOps, KVDestination
+from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,
     AttentionBatch,

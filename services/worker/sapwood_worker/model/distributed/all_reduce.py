@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Norm
+from sapwood_kernels.ops.contracts import Norm
 from sapwood_worker.records.model_info import APART, SumChoices, SumTime
 
 

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Norm
+from sapwood_kernels.ops.contracts import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce
 from sapwood_worker.model.distributed.overlap import Overlap
 from sapwood_worker.records.model_info import OVERLAPPED, SumChoices

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Norm
+from sapwood_kernels.ops.contracts import Norm
 from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
 from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
 from sapwood_kernels.ranks.triton_row_exchange import RowExchange

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.ops.device import Norm
+from sapwood_kernels.ops.contracts import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.parallel import Parallel

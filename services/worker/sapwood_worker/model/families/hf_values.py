@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.ops.device import Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.rope_values import longest_position, read_rope
 from sapwood_worker.model.layers.rotary import RopeConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import StoreHeads
+from sapwood_kernels.ops.contracts import StoreHeads
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer

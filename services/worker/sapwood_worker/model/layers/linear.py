@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm

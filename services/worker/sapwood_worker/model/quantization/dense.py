@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, FewRows, Gate, Norm, OneRow
+from sapwood_kernels.ops.contracts import FewRows, Gate, Norm, OneRow
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearShape, TableMethod
 from sapwood_worker.model.weight_slot import WeightSlots
 

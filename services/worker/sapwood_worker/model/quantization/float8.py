@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate, Norm, OneRow
+from sapwood_kernels.ops.contracts import GROUP, Gate, Norm, OneRow
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.quantization.compressed import NAMES as COMPRESSED_NAMES
 from sapwood_worker.model.quantization.compressed import scheme_of

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.native.products import SMALL, TYPES
-from sapwood_kernels.ops.device import DeviceOps, Gate, Norm, StoredProduct
+from sapwood_kernels.ops.contracts import Gate, Norm, StoredProduct
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.gguf_groups import grouped_blocks
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, FewRows, Gate, Norm
+from sapwood_kernels.ops.contracts import FewRows, Gate, Norm
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Stored
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots

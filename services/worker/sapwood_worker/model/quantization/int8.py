@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps, Gate, Norm, OneRow
+from sapwood_kernels.ops.contracts import Gate, Norm, OneRow
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.quantization.dense import ONE_ROW
 from sapwood_worker.model.quantization.linear_method import (
     Fuses,

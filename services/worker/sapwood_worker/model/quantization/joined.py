@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Gate, Norm
+from sapwood_kernels.ops.contracts import Gate, Norm
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod
 from sapwood_worker.model.weight_slot import WeightSlots
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.ops.device import DeviceOps, Gate, Norm
+from sapwood_kernels.ops.contracts import Gate, Norm
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot, WeightSlots
 

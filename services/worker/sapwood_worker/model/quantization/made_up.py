@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sapwood_kernels.ops.device import GROUP
+from sapwood_kernels.ops.contracts import GROUP
 from sapwood_worker.model.quantization.linear_method import LinearShape
 from sapwood_worker.model.weight_slot import StoredTensor
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import Gate, Norm
+from sapwood_kernels.ops.contracts import Gate, Norm
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.sparse.experts import Experts
 from sapwood_worker.model.loader import LoadedModel

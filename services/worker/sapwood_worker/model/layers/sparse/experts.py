@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from sapwood_kernels.experts.stack import ExpertStack
-from sapwood_kernels.ops.device import Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.matrices import StackedMatrices, expert_matrices

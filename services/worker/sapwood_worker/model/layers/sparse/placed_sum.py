@@ -10,7 +10,7 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.stack import ExpertStack
-from sapwood_kernels.ops.device import Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.records.experts import ExpertMove

@@ -1,0 +1,123 @@
+"""What the operations of a device take and give: protocols of what is called in each step, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels import reference
+
+Gate = Literal["silu", "gelu_tanh"]
+"""The activation of a gated MLP."""
+Float8 = tuple[Tensor, Tensor]
+"""float8_e4m3fn values and their scales, as ``reference.quantise_rows`` and ``quantise_tensor`` return them."""
+GROUP = 128
+"""Numbers of a row that share a scale where scales are grouped."""
+
+
+class Norm(Protocol):
+    """An RMSNorm: computed by a call, or by who reads its weight (float32) and eps."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, x: Any, /) -> Any: ...
+
+
+class OneRow(Protocol):
+    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row x [1, K], as ``triton_gemv.gemv`` computes it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = ...,
+        gate: Gate | None = ...,
+        add_to: Tensor | None = ...,
+        dtype: torch.dtype | None = ...,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """A product that takes a gated activation after it and the sum with a residual along.
+
+    Attributes:
+        product: As of :class:`OneRow`, for x [T, K].
+        most: Largest T.
+        norm: Largest T with which it takes the norm before it along, too.
+    """
+
+    product: OneRow
+    most: int
+    norm: int
+
+
+class StoredProduct(Protocol):
+    """``gate(norm(x) @ weight.T)`` of float32 rows [T, K] by matrices that are read as they are stored, outputs side by side.
+
+    Norm and gate are computed for few rows only: as many as ``native.products.SMALL``.
+    """
+
+    def __call__(self, x: Tensor, /, *, norm: tuple[Tensor, float] | None = ..., gate: Gate | None = ...) -> Tensor: ...
+
+    def rows(self, ids: Tensor, /) -> Tensor:
+        """Rows of the first matrix, float32: int64 [T] -> [T, K]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVDestination:
+    """Where a layer's keys and values of a step go.
+
+    Attributes:
+        keys: [P, page size, K, D], in any order but for D: the layer's key pages.
+        values: The same, in the same order, for values.
+        slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
+        scales: What keys and values are divided by on the way into a float8 cache.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Writes the step's keys and values, [T, K, D] each, to their slots."""
+        reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
+
+    def store_vectors(self, vectors: Tensor) -> None:
+        """Writes the step's vectors [T, K, D] where a token leaves but one, read as key and as value."""
+        reference.store_vectors(vectors, self.keys, self.slots, self.scales[0])
+
+
+StoreHeads = Callable[[Tensor, Tensor, Tensor, KVDestination], Tensor]
+"""All between the QKV projection and attention: norms and rotates query and key heads, writes keys and values to the cache, and
+returns the query heads [T, H, D]. It takes the projection [T, (H + 2K) * D], where query, key and value heads lie side by side,
+and cos and sin [T, 1, D] as ``reference.rope`` has them."""
+
+
+StoreLatent = Callable[[Tensor, Tensor, Tensor, Tensor, KVDestination], Tensor]
+"""The same for latent attention: norms and rotates vectors, writes them to the cache, and returns the queries, rotated, as a new
+tensor. It takes vectors [T, R + E] and queries [T, H, N + E], the rows of both contiguous, and cos and sin [T, 1, E]."""
+
+
+class ExpertSum(Protocol):
+    """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own.
+
+    Added to ``add_to`` in place if that is given, which is returned then.
+    """
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor: ...
+
+
+class RouteTokens(Protocol):
+    """Each token's experts, integers [T, k], and their weights, float32 [T, k], of a router's logits, float32 [T, E]."""
+
+    def __call__(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...

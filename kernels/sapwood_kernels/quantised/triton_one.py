@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sapwood_kernels.quantised import triton_few, triton_one_wide
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.quantised.triton_few import Gate, bits
+from sapwood_kernels.quantised.triton_one_ends import scale_layout, store_output
 
 _PAIR = 256  # inputs of two groups, which a warp takes after each other
 _MOST_PAIRS = 8  # of a warp: the kernel has code for each
@@ -128,18 +129,6 @@ def _code_layout(shares, wide, tall):
 
 
 @gluon.constexpr_function
-def _value_layout(shares, wide, tall):
-    """Which thread holds which scales [shares, rows, 2]: those of its codes."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 8, 0], *[[0, 16 * wide << b, 0] for b in bits(tall)]],
-        lane_bases=[[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[*[[0, 16 << b, 0] for b in bits(wide)], *[[1 << b, 0, 0] for b in bits(shares)]],
-        block_bases=[],
-        shape=[shares, 16 * wide * tall, 2],
-    )
-
-
-@gluon.constexpr_function
 def _digit_layout(shares, wide):
     """Which thread holds which digits [shares, 64 inputs, twice, 4]: as tensor cores take them."""
     return gl.DistributedLinearLayout(
@@ -160,7 +149,7 @@ def _one_kernel(
 ):  # fmt: skip
     # Tensors are [SHARES, rows of the weight, inputs]: a warp has one of SHARES of the pairs of groups, every SHARES-th.
     code_layout: gl.constexpr = _code_layout(SHARES, WIDE, TALL)
-    value_layout: gl.constexpr = _value_layout(SHARES, WIDE, TALL)
+    value_layout: gl.constexpr = scale_layout(SHARES, WIDE, TALL)
     digit_layout: gl.constexpr = _digit_layout(SHARES, WIDE)
     input_layout: gl.constexpr = gl.BlockedLayout([8], [32], [SHARES * WIDE], [0])
     rows: gl.constexpr = 16 * WIDE * TALL
@@ -251,27 +240,20 @@ def _one_kernel(
     worth = gl.where(digit == 0, 1.0, gl.where(digit == 1, 256.0, gl.where(digit == 2, 65536.0, 0.0)))
     total *= gl.expand_dims(gl.expand_dims(worth, 0), 1)
     result = gl.sum(gl.sum(total, 2) - less, 0) * factor  # [rows]
-    other = result
-    if GATE:
-        result, other = gl.split(gl.permute(gl.reshape(result, [2, own]), (1, 0)))
-    at_n = first + gl.arange(0, own, result.type.layout)
-    if HAS_FACTORS:
-        result *= gl.load(factors + at_n)
-    if HAS_BIAS:
-        result += gl.load(bias + at_n).to(gl.float32)
-    if GATE:
-        if HAS_FACTORS:
-            other *= gl.load(factors + (N + at_n))
-        if HAS_BIAS:
-            other += gl.load(bias + (N + at_n)).to(gl.float32)
-        inner = result
-        if GATE == 2:
-            # 0.5 (1 + tanh z) = sigmoid(2 z)
-            inner = 1.5957691216057308 * (result + 0.044715 * result * result * result)
-        result = result / (1.0 + gl.exp(-inner)) * other
-    if ADDS:
-        result += gl.load(residual + at_n).to(gl.float32)
-    gl.store(out + at_n, result.to(out.dtype.element_ty))
+    store_output(
+        result,
+        first,
+        factors,
+        bias,
+        residual,
+        out,
+        N=N,
+        OWN=own,
+        HAS_FACTORS=HAS_FACTORS,
+        HAS_BIAS=HAS_BIAS,
+        ADDS=ADDS,
+        GATE=GATE,
+    )
 
 
 class Blocks(NamedTuple):

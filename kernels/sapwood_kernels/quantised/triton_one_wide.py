@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels.quantised.grouped import GroupedWeight
-from sapwood_kernels.quantised.triton_few import Gate, _code_layout, _widen, bits
+from sapwood_kernels.quantised.triton_few import Gate, _code_layout, _widen
+from sapwood_kernels.quantised.triton_one_ends import scale_layout, store_output
 
 _PAIR = 256  # inputs of two groups, which a warp takes after each other
 _MOST_PAIRS = 8  # of a warp: the kernel has code for each
@@ -48,18 +49,6 @@ def _taken(kept, at, half: gl.constexpr, like, RIGHT: gl.constexpr):
     return every
 
 
-@gluon.constexpr_function
-def _value_layout(shares, tall):
-    """Which thread holds which scales [shares, rows, 2]: those of its codes."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 8, 0], *[[0, 16 << b, 0] for b in bits(tall)]],
-        lane_bases=[[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[1 << b, 0, 0] for b in bits(shares)],
-        block_bases=[],
-        shape=[shares, 16 * tall, 2],
-    )
-
-
 @gluon.jit
 def _one_kernel(
     x, codes, scales, zeros, factors, norm, bias, residual, out, eps, N: gl.constexpr, K: gl.constexpr,
@@ -68,7 +57,7 @@ def _one_kernel(
 ):  # fmt: skip
     # Tensors are [SHARES, rows of the weight, inputs]: a warp has one of SHARES of the pairs of groups, every SHARES-th.
     code_layout: gl.constexpr = _code_layout(SHARES, 1, TALL)
-    value_layout: gl.constexpr = _value_layout(SHARES, TALL)
+    value_layout: gl.constexpr = scale_layout(SHARES, 1, TALL)
     input_layout: gl.constexpr = gl.BlockedLayout([8], [32], [SHARES], [0])
     kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows: gl.constexpr = 16 * TALL
@@ -155,27 +144,20 @@ def _one_kernel(
             total += part * gl.expand_dims(each_scale[2 * pair + half].to(gl.float32), 2)
 
     result = gl.sum(gl.sum(total, 0), 1) * (factor / 8)  # [rows]: the eight columns are alike
-    other = result
-    if GATE:
-        result, other = gl.split(gl.permute(gl.reshape(result, [2, own]), (1, 0)))
-    at_n = first + gl.arange(0, own, result.type.layout)
-    if HAS_FACTORS:
-        result *= gl.load(factors + at_n)
-    if HAS_BIAS:
-        result += gl.load(bias + at_n).to(gl.float32)
-    if GATE:
-        if HAS_FACTORS:
-            other *= gl.load(factors + (N + at_n))
-        if HAS_BIAS:
-            other += gl.load(bias + (N + at_n)).to(gl.float32)
-        inner = result
-        if GATE == 2:
-            # 0.5 (1 + tanh z) = sigmoid(2 z)
-            inner = 1.5957691216057308 * (result + 0.044715 * result * result * result)
-        result = result / (1.0 + gl.exp(-inner)) * other
-    if ADDS:
-        result += gl.load(residual + at_n).to(gl.float32)
-    gl.store(out + at_n, result.to(out.dtype.element_ty))
+    store_output(
+        result,
+        first,
+        factors,
+        bias,
+        residual,
+        out,
+        N=N,
+        OWN=own,
+        HAS_FACTORS=HAS_FACTORS,
+        HAS_BIAS=HAS_BIAS,
+        ADDS=ADDS,
+        GATE=GATE,
+    )
 
 
 def block_shape(columns: int, *, gated: bool) -> tuple[int, int, int] | None:

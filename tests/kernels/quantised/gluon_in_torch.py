@@ -162,7 +162,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         others: Its module's other functions of Gluon, by name.
     """
     waits = dict.fromkeys(("_together", "gdc_launch_dependents", "gdc_wait"), lambda: None)
-    layouts = dict.fromkeys(("_code_layout", "_input_layout", "_value_layout", "_digit_layout"), lambda *_: None)
+    layouts = dict.fromkeys(("_code_layout", "_input_layout", "scale_layout", "_digit_layout"), lambda *_: None)
 
     def body(function: Any) -> Callable[..., Any]:
         return FunctionType(function.fn.__code__, names)

@@ -26,9 +26,11 @@ GATES = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
 def _on_a_cpu(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_few, "_few_kernel", in_torch(triton_few._few_kernel, _quarters=triton_few._quarters))
-        others = {name: getattr(triton_one, name) for name in ("_held", "_digits", "_larger")}
+        others = {name: getattr(triton_one, name) for name in ("_held", "_digits", "_larger", "store_output")}
         monkeypatch.setattr(triton_one, "_one_kernel", in_torch(triton_one._one_kernel, **others))
-        others = {name: getattr(triton_one_wide, name) for name in ("_pair_codes", "_pair_values", "_taken")}
+        others = {
+            name: getattr(triton_one_wide, name) for name in ("_pair_codes", "_pair_values", "_taken", "store_output")
+        }
         monkeypatch.setattr(triton_one_wide, "_one_kernel", in_torch(triton_one_wide._one_kernel, **others))
 
 

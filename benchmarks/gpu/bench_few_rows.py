@@ -1,10 +1,10 @@
-"""Products of few 16-bit rows on a GPU: cuBLAS beside ``sapwood_kernels.triton_rows`` in many tiles, for the 8B's weights.
+"""Products of few 16-bit rows on a GPU: cuBLAS beside ``sapwood_kernels.triton_rows`` in many tiles, for the weights of a model.
 
 Each product is launched for as many copies of its weight as do not fit in the L2 cache, in a CUDA graph. A tile counts if its
 result is right and three launches give the same. Prints one JSON object a line; a product's last has the tiles that were faster
 than cuBLAS, for ``triton_rows.TILES``. About two minutes on an H200, a quarter of them Triton's compiler in several processes.
 
-    python benchmarks/gpu/bench_few_rows.py [--processes 12]
+    python benchmarks/gpu/bench_few_rows.py [--model 8b|70b-of-4] [--processes 12]
 """
 
 from __future__ import annotations
@@ -72,12 +72,21 @@ class Product(NamedTuple):
         return drawn(count, self.outputs).to(dtype) if self.adds else None
 
 
-PRODUCTS = {
-    "gate_up": Product(28672, 4096, GATED, gated=True),
-    "down": Product(4096, 14336, NARROW, adds=True),
-    "qkv": Product(6144, 4096, NARROW),
-    "o": Product(4096, 4096, NARROW, adds=True),
-    "head": Product(128256, 4096, WIDE, dtype=torch.float32),
+MODELS = {
+    "8b": {
+        "gate_up": Product(28672, 4096, GATED, gated=True),
+        "down": Product(4096, 14336, NARROW, adds=True),
+        "qkv": Product(6144, 4096, NARROW),
+        "o": Product(4096, 4096, NARROW, adds=True),
+        "head": Product(128256, 4096, WIDE, dtype=torch.float32),
+    },
+    "70b-of-4": {  # a rank's share; sums over ranks, not the product, add to the residual
+        "gate_up": Product(14336, 8192, GATED, gated=True),
+        "down": Product(8192, 7168, NARROW),
+        "qkv": Product(2560, 8192, NARROW),
+        "o": Product(8192, 2048, NARROW),
+        "head": Product(32064, 8192, WIDE, dtype=torch.float32),
+    },
 }
 COMPILED = 512, 2048
 """Columns and rows of the small weight with which a kernel is compiled: it knows no sizes."""
@@ -89,10 +98,10 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def compile_some(part: int, parts: int) -> None:
+def compile_some(model: str, part: int, parts: int) -> None:
     """Compiles a part of all kernels."""
     columns, rows = COMPILED
-    jobs = [(each, most, tile) for each in PRODUCTS.values() for most in each.tiles for tile in each.tiles[most]]
+    jobs = [(each, most, tile) for each in MODELS[model].values() for most in each.tiles for tile in each.tiles[most]]
     weight, ended = drawn(rows, columns), torch.zeros(rows, dtype=torch.int32, device="cuda")
     for product, most, tile in jobs[part::parts]:
         outputs = rows // 2 if product.gated else rows
@@ -175,12 +184,14 @@ def measure(name: str, product: Product) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=12, help="That compile (default: 12).")
-    parts = 3 * parser.parse_args().processes
+    parser.add_argument("--model", choices=MODELS, default="8b", help="Whose weights (default: %(default)s).")
+    arguments = parser.parse_args()
+    parts = 3 * arguments.processes
     with multiprocessing.get_context("spawn").Pool(parts // 3) as pool:
-        pool.starmap(compile_some, [(part, parts) for part in range(parts)], chunksize=1)
+        pool.starmap(compile_some, [(arguments.model, part, parts) for part in range(parts)], chunksize=1)
     torch.manual_seed(0)
     about = {"device": torch.cuda.get_device_name(), "commit": measured_commit()}
-    for name, product in PRODUCTS.items():
+    for name, product in MODELS[arguments.model].items():
         for line in measure(name, product):
             print(json.dumps(line | about), flush=True)
         torch.cuda.empty_cache()

@@ -1,8 +1,10 @@
 """Triton: a linear layer on one row, in one kernel with the norm before it and the gate or the sum after it.
 
 At batch 1 a decode step is bound by reading every weight once, so many bytes in flight and few kernels make it fast. Each
-program takes ``BLOCK_N`` rows of the weight and streams them past the input vector, with products and sums in float32. The norm
-costs nothing extra: ``W (x * w / rms) = (W (x * w)) / rms``, and each program reads all of x, so it knows the rms.
+program takes ``BLOCK_N`` rows of the weight and streams them past the input vector, with products and sums in float32; a tile's
+weights are under way while those before are multiplied, and the first ones before the kernel ahead has ended
+(``dependent_launch``). The norm costs nothing extra: ``W (x * w / rms) = (W (x * w)) / rms``, and each program reads all of x, so
+it knows the rms.
 
 Bound: one read of the weight. O(N K).
 """
@@ -15,42 +17,62 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sapwood_kernels import dependent_launch
 
 Gate = Literal["silu", "gelu_tanh"]
+
+
+@triton.jit
+def _weights(weight, first, valid, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile [BLOCK_N, BLOCK_K] of the weight, whose rows begin at ``first``; zeros beyond its end."""
+    columns = start + tl.arange(0, BLOCK_K)
+    return tl.load(weight + first[:, None] + columns[None, :], mask=valid[:, None] & (columns < K)[None, :], other=0.0)
 
 
 @triton.jit
 def _gemv_kernel(
     x, weight, scales, norm, bias, residual, out, eps, scale_stride, N: tl.constexpr, K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATE: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = rows < N
     first = rows.to(tl.int64) * K
+    part = _weights(weight, first, valid, 0, K, BLOCK_K)
+    part_up = part
+    if GATE != 0:
+        part_up = _weights(weight + N * K, first, valid, 0, K, BLOCK_K)
+    if PDL:
+        gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.static_range(0, K, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
         inside = columns < K
-        tile = valid[:, None] & inside[None, :]
         values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += values * values
             values *= tl.load(norm + columns, mask=inside, other=0.0)
-        part = tl.load(weight + first[:, None] + columns[None, :], mask=tile, other=0.0)
+        here, here_up = part, part_up
+        if start + BLOCK_K < K:
+            part = _weights(weight, first, valid, start + BLOCK_K, K, BLOCK_K)
+            if GATE != 0:
+                part_up = _weights(weight + N * K, first, valid, start + BLOCK_K, K, BLOCK_K)
         taken = values
         if SCALED == 2:  # by block of 128 x 128, and BLOCK_N divides 128
             block = scales + tl.program_id(0) * BLOCK_N // 128 * scale_stride
             taken = values * tl.load(block + columns // 128, mask=inside, other=0.0)
-        total += part.to(tl.float32) * taken[None, :]
+        total += here.to(tl.float32) * taken[None, :]
         if GATE != 0:
-            part = tl.load(weight + N * K + first[:, None] + columns[None, :], mask=tile, other=0.0)
             if SCALED == 2:
                 block += N // 128 * scale_stride
                 taken = values * tl.load(block + columns // 128, mask=inside, other=0.0)
-            total_up += part.to(tl.float32) * taken[None, :]
+            total_up += here_up.to(tl.float32) * taken[None, :]
     result = tl.sum(total, axis=1)
     if SCALED == 1:
         result *= tl.load(scales + rows, mask=valid, other=0.0)
@@ -125,6 +147,7 @@ def gemv(
         x, weight, x if scales is None else scales, norm_weight, x if bias is None else bias,
         x if add_to is None else add_to, out, eps, 0 if scales is None else scales.stride(0), rows, width,
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None, ADDS=add_to is not None,
-        GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SCALED=scaled, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
+        GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SCALED=scaled, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=warps, **dependent_launch.options(x),
     )  # fmt: skip
     return out

@@ -1,4 +1,5 @@
-"""Triton: RMSNorm. Each program takes a row, with statistics in float32. Bound: reads and writes the row once."""
+"""Triton: RMSNorm, also of a residual after something is added to it. Each program takes a row, with statistics in float32.
+Bound: reads and writes each row once."""
 
 from __future__ import annotations
 
@@ -26,4 +27,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
     _rms_norm_kernel[(rows,)](x, weight, out, eps, x.stride(0), N=width, BLOCK=block, num_warps=warps)
+    return out
+
+
+@triton.jit
+def _add_rms_norm_kernel(x, residual, weight, out, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    at = tl.program_id(0).to(tl.int64) * N + columns
+    total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + tl.load(x + at, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    total = total.to(out.dtype.element_ty)  # rounded as in two passes
+    tl.store(residual + at, total, mask=inside)
+    values = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + at, (values * scale * factors).to(out.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds ``x`` [T, N] to ``residual``, in place, both contiguous and of one dtype; :func:`rms_norm` of the result."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _add_rms_norm_kernel[(rows,)](
+        x, residual, weight, out, eps, N=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+    )
     return out

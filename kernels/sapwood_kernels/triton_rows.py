@@ -18,6 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sapwood_kernels import dependent_launch
 
 Gate = Literal["silu", "gelu_tanh"]
 
@@ -58,7 +61,11 @@ queries, keys and values."""
 def _rows_kernel(
     x, weight, residual, out, parts, ended, M, x_stride, N, K, ADDS: tl.constexpr, GATE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile, share = tl.program_id(0), tl.program_id(1)
     rows, columns, each = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
     there = (each < M)[None, :]
@@ -161,6 +168,6 @@ def product(
         x, weight, out, out, parts, ended, count, x.stride(0), rows, width, ADDS=add_to is not None,
         GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SHARES=tile.shares,
         BLOCK_M=max(_LEAST_ROWS, triton.next_power_of_2(count)), BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **dependent_launch.options(x),
     )  # fmt: skip
     return out

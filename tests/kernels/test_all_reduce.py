@@ -308,7 +308,7 @@ def show(kernel, **constants):
 for size in (2, 8):
     for two in (False, True):
         show(module._sum_kernel, SIZE=size, TWO=two, VECTOR=8, BLOCK=2048, WIDE=8192)
-        show(module._normed_kernel, SIZE=size, TWO=two, N=4096, PART=2048, SPLIT=2, BLOCK=2048)
+        show(module._normed_kernel, SIZE=size, TWO=two, N=4096, PART=2048, SPLIT=2, BLOCK=2048, PDL=True)
 """
 
 

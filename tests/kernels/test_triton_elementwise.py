@@ -25,6 +25,17 @@ def test_rms_norm_equals_the_reference_also_of_rows_that_lie_apart(rows: int, wi
     torch.testing.assert_close(got.cpu(), reference.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter rounds bfloat16 in its own way
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 1000)])
+def test_a_residual_is_added_to_and_normed_in_one_pass_as_in_two(rows: int, width: int, dtype: torch.dtype):
+    norm = pytest.importorskip("sapwood_kernels.triton_norm")
+    x, residual = torch.randn(2, rows, width).to(DEVICE, dtype).unbind()
+    weight, total = torch.rand(width).to(DEVICE), x + residual
+    got = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert torch.equal(got, norm.rms_norm(total, weight, 1e-5))
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1100)])
 def test_gated_activations_equal_the_reference(rows: int, width: int):
     torch.manual_seed(rows)

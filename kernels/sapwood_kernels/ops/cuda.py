@@ -24,7 +24,17 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
 from sapwood_kernels.experts.tiles import TileTable
 from sapwood_kernels.experts.triton_timing import ProductTimer
 from sapwood_kernels.experts.tuning import tuned
-from sapwood_kernels.ops.contracts import ExpertSum, FewRows, Float8, Gate, OneRow, RouteTokens, StoreHeads, StoreLatent
+from sapwood_kernels.ops.contracts import (
+    ExpertSum,
+    FewRows,
+    Float8,
+    Gate,
+    Norm,
+    OneRow,
+    RouteTokens,
+    StoreHeads,
+    StoreLatent,
+)
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
@@ -106,6 +116,11 @@ class CudaOps(DeviceOps):
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return partial(triton_norm.rms_norm, weight=weight, eps=eps)
+
+    def add_normed(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        if x.dtype != residual.dtype or not (x.is_contiguous() and residual.is_contiguous()):
+            return super().add_normed(x, residual, norm)
+        return triton_norm.add_rms_norm(x, residual, norm.weight, norm.eps)
 
     def gated(self, gate: Gate) -> Callable[[Tensor], Tensor]:
         return triton_activation.silu_mul if gate == "silu" else triton_activation.gelu_tanh_mul

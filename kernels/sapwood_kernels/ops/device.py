@@ -27,6 +27,7 @@ from sapwood_kernels.ops.contracts import (
     Float8,
     Gate,
     KVDestination,
+    Norm,
     OneRow,
     RouteTokens,
     StoredProduct,
@@ -92,6 +93,11 @@ class DeviceOps:
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """``reference.rms_norm`` of inputs of ``dtype`` by a float32 weight."""
         return partial(reference.rms_norm, weight=weight, eps=eps)
+
+    def add_normed(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
+        """Adds x [T, N] to the residual, in place; returns the norm of the result if that is one pass, None if not."""
+        residual += x
+        return None
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``reference.rope``, with ``cos`` and ``sin`` [T, 1, D]."""

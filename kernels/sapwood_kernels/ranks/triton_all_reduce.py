@@ -17,7 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
 from sapwood_kernels.ranks.triton_push import added, come, send, sent, side_of
 
@@ -127,8 +129,11 @@ def _square(squares, broken, nth, program, most, SPLIT: tl.constexpr, PROGRAMS: 
 def _normed_kernel(
     x, residual, weight, out, peers, squares, calls, done, broken, rows, rank, most, eps,
     N: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr,
-    AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
+    AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     KIND: tl.constexpr = x.dtype.element_ty  # noqa: N806
     BITS: tl.constexpr = tl.uint16 if KIND.primitive_bitwidth == 16 else tl.uint32  # noqa: N806
     program = tl.program_id(0)
@@ -282,7 +287,8 @@ class PeerSums:
         _normed_kernel[(steps * split,)](
             x, residual, weight, out, self._peers, self._squares, self._calls, self._done[2 + two_shot:], self._broken, len(x),
             self._rank, tries, eps, N=x.shape[1], PART=part, SPLIT=split, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area,
-            PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER, num_warps=min(max(block * x.element_size() // 512, 1), 8),
+            PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,
+            num_warps=min(max(block * x.element_size() // 512, 1), 8), **dependent_launch.options(x),
         )  # fmt: skip
         return out
 

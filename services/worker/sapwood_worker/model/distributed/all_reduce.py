@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from sapwood_kernels.ops.contracts import Norm
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.records.model_info import APART, SumChoices, SumTime
 
 
@@ -165,25 +166,25 @@ class AllReduce:
 
 
 class Apart:
-    """A sum, and the rest of it as the layers do it. Implements :class:`NormedMethod`.
+    """A sum, and the rest of it apart from it. Implements :class:`NormedMethod`.
 
     Args:
         sums: Sums.
+        ops: Adds and norms.
     """
 
     name = APART
     most_bytes = math.inf
 
-    def __init__(self, sums: Callable[[Tensor], None]) -> None:
-        self._sums = sums
+    def __init__(self, sums: Callable[[Tensor], None], ops: DeviceOps) -> None:
+        self._sums, self._ops = sums, ops
 
     def takes(self, x: Tensor, residual: Tensor) -> bool:
         return True
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
         self._sums(x)
-        residual += x
-        return None
+        return self._ops.add_normed(x, residual, norm)
 
     def replayed(self) -> int | None:
         return None

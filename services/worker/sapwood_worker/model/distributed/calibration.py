@@ -102,7 +102,7 @@ class Trial:
             own: Methods that this machine has, by name.
         """
         asked = {each: method for each, method in own.items() if name in ("auto", each.removesuffix("+norm"))}
-        apart = Apart(table)
+        apart = Apart(table, self._ops)
         exact, refused = self._exact(asked, normed_cases)
         for fault in refused.items():
             table.refuse(*fault)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -69,3 +71,52 @@ def test_measured_tiles_fit_their_weights_gated_or_not():
     for (rows, columns), tiles in triton_rows.TILES.items():
         assert all(rows // 2 % tile.rows == columns % tile.columns == 0 for _, tile in tiles)
         assert [most for most, _ in tiles] == sorted({most for most, _ in tiles})
+
+
+def test_what_a_single_row_is_for_has_tiles():
+    assert set(triton_rows.TILES) >= triton_rows.ALONE
+    weight = torch.empty(min(triton_rows.ALONE), dtype=torch.bfloat16, device="meta")
+    assert triton_rows.alone(weight) and not triton_rows.alone(weight.float()) and not triton_rows.alone(weight[1:])
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sapwood_kernels import triton_gemv, triton_rows
+
+def show(kernel, words, warps, **constants):
+    kinds = dict(x="*bf16", weight="*bf16", residual="*bf16", out="*bf16", bias="*bf16", norm="*fp32", scales="*fp32")
+    kinds |= dict(parts="*fp32", ended="*i32", eps="fp32", scale_stride="i32", M="i32", x_stride="i32", N="i32", K="i32")
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
+    wide = [[at] for at, name in enumerate(signature) if signature[name].startswith("*") or name in ("x_stride", "N", "K")]
+    source = ASTSource(
+        kernel, signature=signature, constexprs=constants,
+        attrs={tuple(at): [["tt.divisibility", 16]] for at in wide if kernel.arg_names[at[0]] not in constants},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait", 1)
+    print(*[before.count(words), after.count("griddepcontrol.wait"), after.count("cp.async.cg")])
+
+for tile in triton_rows.TILES[14336, 8192][0][1:]:
+    show(
+        triton_rows._rows_kernel, "prefetch.global.L2", tile.warps, ADDS=False, GATE=1, SHARES=1, BLOCK_M=16, BLOCK_N=tile.rows,
+        BLOCK_K=tile.columns, STAGES=tile.stages, PDL=True, AHEAD=512,
+    )
+show(
+    triton_gemv._gemv_kernel, "ld.global", 4, N=14336, K=4096, HAS_NORM=False, HAS_BIAS=False, ADDS=False, GATE=1, SCALED=0,
+    BLOCK_N=4, BLOCK_K=4096, PDL=True,
+)
+"""
+
+
+@pytest.mark.slow
+def test_first_weights_are_under_way_before_the_kernel_ahead_has_ended(
+    lines_of_compiler: Callable[[str], list[list[str]]],
+):
+    (early, waits, copies), (loads, gemv_waits, _) = (
+        [int(each) for each in line] for line in lines_of_compiler(COMPILED)
+    )
+    assert early > 0 and waits == 0 and copies > 0
+    assert loads > 0 and gemv_waits == 0

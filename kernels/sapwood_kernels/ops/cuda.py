@@ -142,9 +142,13 @@ class CudaOps(DeviceOps):
         return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
-        if weight.shape[1] > _WIDEST_ROW and scales is None:
+        if scales is None and (weight.shape[1] > _WIDEST_ROW or self._few_alone(weight, bias)):
             return None
         return partial(triton_gemv.gemv, weight=weight, bias=bias, scales=scales)
+
+    def _few_alone(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether what multiplies few rows is for a single one, too."""
+        return self._hopper and bias is None and triton_rows.alone(weight)
 
     def few_rows(self, weight: Tensor, bias: Tensor | None) -> FewRows | None:
         found = triton_rows.few_rows(weight) if self._hopper and bias is None else None

@@ -118,7 +118,7 @@ def test_a_stream_waits_for_the_product_and_is_waited_for(monkeypatch: pytest.Mo
 def test_products_are_cut_where_that_is_clearly_quicker() -> None:
     assert sizes_tried(511) == []
     assert sizes_tried(2047) == [512, 1024]
-    assert sizes_tried(100_000) == [512, 1024, 2048, 4096]
+    assert sizes_tried(100_000) == [512, 1024, 2048, 4096, 8192]
     assert [counts_tried(rows) for rows in (512, 1024, 2048)] == [[1, 2], [1, 2, 4], [1, 2, 4]]
     seconds = {512: (1.0, 0.96), 1024: (2.0, 1.8, 1.79), 2048: (4.0, 3.5, 3.6), 4096: (8.0, 7.0, 6.0)}
     table = best_table(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 _FEWEST_ROWS = 256
 """Rows of a piece, at least, where it is tried in how many a product is cut."""
-_MOST_ROWS = 4096
+_MOST_ROWS = 8192
 """Rows of the largest product that is tried."""
 _COUNTS = (1, 2, 4)
 _CLEARLY = 0.95

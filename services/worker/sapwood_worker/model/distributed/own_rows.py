@@ -29,37 +29,55 @@ class OwnRows:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.seen = torch.zeros(1, dtype=torch.int64, device=device)
         self._group = group
+        self._counts: Sequence[int] = ()
         self._most = self._own = 0
-        self._filled: Tensor | None = None
-        self._told = False
+        self._places: Tensor | None = None
 
     def begin(self, counts: Sequence[int]) -> None:
         """Tells how many rows each rank has in what is computed next."""
-        self._told, self._filled = True, None
-        self.seen.zero_()
+        self._counts, self._places = counts, None
         self._most, self._own = max(counts), counts[self._group.rank]
-        if min(counts) < self._most:
-            places = [rank * self._most + row for rank, count in enumerate(counts) for row in range(count)]
-            self._filled = torch.tensor(places, device=self.seen.device)
+        self.seen.zero_()
+
+    def forget(self) -> None:
+        """Makes it as before the first :meth:`begin`. Whoever builds a model does, as its graphs are captured with what is here;
+        another model of the same ranks may have computed steps."""
+        self._counts, self._places = (), None
 
     def sizes(self, rows: int) -> tuple[int, int]:
         """How many of so many rows are this rank's own, and how many the rank has that has most."""
-        return (self._own, self._most) if self._told else (rows, rows)
+        return (self._own, self._most) if self._counts else (rows, rows)
 
     def gather(self, x: Tensor) -> Tensor:
         """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here."""
-        if not self._told:
+        if not self._counts:
             return self._group.gather_rows(x)
         every = self._group.gather_rows(F.pad(x[: self._own], (0, 0, 0, self._most - self._own)))
-        return every if self._filled is None else every.index_select(0, self._filled)
+        return every if self._even else every.index_select(0, self._filled())
 
     def scatter_sum(self, x: Tensor, rows: int) -> Tensor:
         """This rank's part of the sum for all rows, in the order of :meth:`gather` -> the sum for its own: [rows, W]."""
-        if not self._told:
+        if not self._counts:
             return self._group.reduce_scatter(x)
-        if self._filled is not None:
-            x = x.new_zeros(self._most * self._group.size, x.shape[1]).index_copy_(0, self._filled, x)
+        if not self._even:
+            x = x.new_zeros(self._most * self._group.size, x.shape[1]).index_copy_(0, self._filled(), x)
         return F.pad(self._group.reduce_scatter(x)[: self._own], (0, 0, 0, rows - self._own))
+
+    @property
+    def _even(self) -> bool:
+        """Whether every rank has as many rows."""
+        return min(self._counts) == self._most
+
+    def _filled(self) -> Tensor:
+        """int64 [sum of the counts]: the places of rows among all that are sent. They are made when a layer first asks, as the
+        layers in a graph never do, and copied while the device computes what was queued before."""
+        if self._places is None:
+            places = [rank * self._most + row for rank, count in enumerate(self._counts) for row in range(count)]
+            on_host = torch.tensor(places)
+            if self.seen.is_cuda:
+                on_host = on_host.pin_memory()
+            self._places = on_host.to(self.seen.device, non_blocking=True)
+        return self._places
 
 
 class PartialSums(Group):

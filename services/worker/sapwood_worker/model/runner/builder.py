@@ -137,6 +137,8 @@ class _Builder:
         self._head: Head | None = None
         self._parallel = options.parallel
         self._tp = options.parallel.tp
+        if options.parallel.rows is not None:
+            options.parallel.rows.forget()
         assure_equal(options)
         self._config = loaded.config
         self._model = loaded.model

@@ -148,6 +148,9 @@ class DialledStep:
         self._launched = launched
         self._token_ids = token_ids
 
+    def check(self) -> None:
+        self._launched.check()
+
     def result(self) -> ModelOutput:
         answer = self._launched.result()
         answer.token_ids = self._token_ids

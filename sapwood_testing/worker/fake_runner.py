@@ -121,6 +121,9 @@ class FakeStep:
         """Whether it has been computed."""
         return self.answer is not None or self.error is not None
 
+    def check(self) -> None:
+        """It fails when it is asked for its result, and not before."""
+
     def result(self) -> ModelOutput:
         if (seconds := self._at - time.monotonic()) > 0:
             time.sleep(seconds)

@@ -43,6 +43,8 @@ SPLITS = {
     "own requests": ("--tensor-parallel", "2", "--data-parallel-attention"),
     "queued": ("--tensor-parallel", "2", "--as-on-gpus"),
     "queued own requests": ("--tensor-parallel", "2", "--data-parallel-attention", "--as-on-gpus"),
+    "four queued": ("--tensor-parallel", "4", "--as-on-gpus"),
+    "four queued own requests": ("--tensor-parallel", "4", "--data-parallel-attention", "--as-on-gpus"),
 }
 
 
@@ -90,6 +92,29 @@ def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
             assert answer(stub) == expected
     said = (tmp_path / "log").read_text()
     assert "hanging_model.py" in said, "the stacks say where"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["four queued", "four queued own requests"])
+def test_a_rank_whose_device_fails_is_named_while_the_other_devices_wait_for_it(
+    tiny_model: Any, tmp_path: Path, split: str
+) -> None:
+    """Else they would be looked at for half a minute, and none be named."""
+    path = tiny_model("llama", **SHAPE).path
+    flags = [*SPLITS[split], "--num-pages", "240", "--no-structured-output", "--threads", "1"]
+    flags += ["--hang-folder", str(tmp_path)]
+    module = "sapwood_testing.worker.ranks.hanging_worker"
+    with worker(path, tmp_path / "log", *flags, module=module) as stub:
+        expected = answer(stub)
+        for rank in (0, 3):
+            stream = ask(stub, 900)
+            next(stream)
+            (tmp_path / f"{rank}").write_text("fails")
+            with pytest.raises(grpc.RpcError) as lost:
+                list(stream)
+            assert lost.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert f"rank {rank} failed: device-side assert" in str(lost.value.details())
+            assert answer(stub) == expected
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ class CudaOps(DeviceOps):
         copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # torch takes pinned memory
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return HostCopies(copies, event.synchronize)
+        return HostCopies(copies, event.synchronize, event.query)
 
     def fence(self) -> Fence:
         return _CudaFence()

@@ -84,7 +84,7 @@ class DeviceOps:
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         """Begins to copy tensors; later work on the device's current stream may change them."""
-        return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors], lambda: None)
+        return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors])
 
     def fence(self) -> Fence:
         """A mark in the device's work."""

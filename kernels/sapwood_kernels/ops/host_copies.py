@@ -14,16 +14,27 @@ class HostCopies:
     Args:
         tensors: In the host's memory, perhaps still being filled.
         wait: Returns once they are filled.
+        check: Returns at once; raises what the device has failed with.
     """
 
-    def __init__(self, tensors: list[Tensor], wait: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        wait: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         self._tensors = tensors
         self._wait = wait
+        self._check = check
 
     def wait(self) -> list[Tensor]:
         """The copies, once they are there."""
         self._wait()
         return self._tensors
+
+    def check(self) -> None:
+        """Raises what the device is known to have failed with; does not wait."""
+        self._check()
 
 
 class Fence:

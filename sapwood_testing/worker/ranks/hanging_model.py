@@ -1,11 +1,11 @@
-"""The runner of :mod:`sapwood_testing.worker.ranks.hanging_worker`: the real one, of which a rank hangs when it is told to."""
+"""The runner of :mod:`sapwood_testing.worker.ranks.hanging_worker`: the real one. A rank hangs, or fails, when it is told to."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.runner.factory import make_runner as make_real_runner
 from sapwood_worker.records.ranks.place import ALONE, Place
 from sapwood_worker.records.ranks.waits import Waits
-from sapwood_worker.records.step import LaunchedStep, Step
+from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 from sapwood_worker.records.step_wire import encode, read
 
 
@@ -35,13 +35,18 @@ def _loop() -> None:
         pass
 
 
+def _fail() -> None:
+    raise RuntimeError("device-side assert")
+
+
 WAYS: dict[str, Callable[[], Any]] = {
     "loop": _loop,
     "blocked": lambda: time.sleep(3600),
     "computing": lambda: sum(range(10**12)),
     "blocked with the lock": lambda: ctypes.PyDLL(None).sleep(3600),
+    "fails": _fail,
 }
-"""Ways to hang: in Python, and in C code with and without the interpreter's lock."""
+"""Ways to hang: in Python, and in C code with and without the interpreter's lock; and to fail alone."""
 
 
 def make_runner(config: HangingWorkerConfig, place: Place = ALONE) -> Any:
@@ -61,14 +66,44 @@ def make_runner(config: HangingWorkerConfig, place: Place = ALONE) -> Any:
     return runner
 
 
+class QueuedStep:
+    """Implements :class:`~sapwood_worker.records.step.LaunchedStep`.
+
+    Args:
+        computed: What its thread makes of it.
+    """
+
+    def __init__(self, computed: Future[ModelOutput]) -> None:
+        self._computed = computed
+
+    def result(self) -> ModelOutput:
+        return self._computed.result()
+
+    def check(self) -> None:
+        if self._computed.done():
+            self._computed.result()
+
+
 def _queue(runner: Any, told: Path) -> None:
-    """Has a thread compute what is launched, in order, as a GPU does; the host goes on."""
+    """Has a thread compute what is launched, in order, while the host goes on: as a GPU does. Once it has failed, it computes
+    nothing any more."""
     compute, device = runner.launch, ThreadPoolExecutor(1, thread_name_prefix="device")
+    failed: list[Exception] = []
+
+    def computed(step: Step) -> ModelOutput:
+        if failed:
+            raise failed[0]
+        try:
+            output: ModelOutput = compute(step).result()
+        except Exception as error:
+            failed.append(error)
+            raise
+        return output
 
     def launch(step: Step) -> LaunchedStep:
         _hang(told)
         kept = read(encode(step))  # its arrays are not read any more once it is launched
-        return device.submit(lambda: compute(kept).result())
+        return QueuedStep(device.submit(computed, kept))
 
     runner.launch, runner.asynchronous = launch, True
 

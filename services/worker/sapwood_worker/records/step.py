@@ -187,6 +187,10 @@ class LaunchedStep(Protocol):
         """Waits for the step and returns its answer; to be called once. Raises what the step failed with."""
         ...
 
+    def check(self) -> None:
+        """Raises what a device that computes the step is known to have failed with by now; does not wait."""
+        ...
+
 
 class ReadyMasks:
     """:class:`LateMasks` that are there.
@@ -215,6 +219,9 @@ class CompletedStep:
     def result(self) -> ModelOutput:
         return self._answer
 
+    def check(self) -> None:
+        """Nothing can fail any more."""
+
 
 class DeferredStep:
     """A :class:`LaunchedStep` of which a part is computed when it is asked for: what follows the last stage of a pipeline.
@@ -235,6 +242,10 @@ class DeferredStep:
 
     def result(self) -> ModelOutput:
         return self.finish().result()
+
+    def check(self) -> None:
+        if self._launched is not None:
+            self._launched.check()
 
 
 class RankLostError(Exception):

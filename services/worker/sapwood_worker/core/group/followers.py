@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
@@ -16,7 +18,9 @@ from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankGoneError
 ResultT = TypeVar("ResultT")
 
 _ALONE_SECONDS = 1.0
-"""Seconds that followers get to report a step that has failed here."""
+"""Seconds that ranks get to report a step that has failed on another."""
+_LOOK_SECONDS = 0.25
+"""Seconds without a report after which the leader looks at its own device."""
 
 
 class Followers:
@@ -74,7 +78,7 @@ class Followers:
         """
         self.tell(COLLECT)
         launched = finished(launched)
-        reports = [self._report_of(rank, launched) for rank in range(1, 1 + len(self._ways))]
+        reports = self._reports(launched)
         failed = [(rank, report.error) for rank, report in enumerate(reports, 1) if report.error]
         if failed and (len(failed) < len(reports) or (self._asynchronous and not isinstance(launched, Exception))):
             raise RankLostError("rank {} failed: {}".format(*failed[0]))
@@ -107,14 +111,44 @@ class Followers:
 
         return asked
 
-    def _report_of(self, rank: int, launched: LaunchedStep | Exception) -> RankReport:
-        """A follower's report: it comes when the step is over there, which it never is if this rank alone has failed."""
-        way = self._ways[rank - 1]
-        if isinstance(launched, Exception) and not way.poll(_ALONE_SECONDS):
-            raise RankLostError(f"rank 0 failed alone: {launched}") from launched
+    def _reports(self, launched: LaunchedStep | Exception) -> list[RankReport]:
+        """The followers' reports of a step, in their order. Each comes when the step is over there. That it never is where
+        another rank has failed alone: so once one has, the others get but a while.
+
+        Raises:
+            RankLostError: They did not come, or this rank's device has failed.
+        """
+        reports: dict[int, RankReport] = {}
+        missing = {way.fileno(): rank for rank, way in enumerate(self._ways, 1)}
+        coming = select.poll()
+        for descriptor in missing:
+            coming.register(descriptor, select.POLLIN)
+        failed = f"rank 0 failed alone: {launched}" if isinstance(launched, Exception) else ""
+        until = time.monotonic() + _ALONE_SECONDS
+        while missing:
+            with self.waits.on(sum(1 << rank for rank in missing.values())):
+                found = coming.poll(1000 * _LOOK_SECONDS)
+            for descriptor, _ in found:
+                coming.unregister(descriptor)
+                rank = missing.pop(descriptor)
+                reports[rank] = report = self._report_of(rank)
+                if report.error and not failed:
+                    failed, until = f"rank {rank} failed: {report.error}", time.monotonic() + _ALONE_SECONDS
+            if failed:
+                if missing and time.monotonic() > until:
+                    raise RankLostError(failed) from (launched if isinstance(launched, Exception) else None)
+            elif not found and not isinstance(launched, Exception):
+                try:
+                    launched.check()
+                except Exception as error:
+                    raise RankLostError(f"rank 0 failed: {error}") from error
+        return [reports[rank] for rank in sorted(reports)]
+
+    def _report_of(self, rank: int) -> RankReport:
+        """A follower's report, which has come or is coming."""
         try:
             with self.waits.on(1 << rank):
-                return RankReport.from_bytes(way.recv_bytes())
+                return RankReport.from_bytes(self._ways[rank - 1].recv_bytes())
         except Exception as error:  # the end of the connection, or what the rank says of its own
             raise RankGoneError(f"rank {rank} is gone") from error
 

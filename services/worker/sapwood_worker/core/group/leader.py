@@ -112,6 +112,10 @@ class _GroupStep:
     def result(self) -> ModelOutput:
         return self._group.collect(self._launched)
 
+    def check(self) -> None:
+        if not isinstance(self._launched, Exception):
+            self._launched.check()
+
 
 class _SentMasks:
     """Implements :class:`~sapwood_worker.records.step.LateMasks`; sends them to the followers too, when they are there.

@@ -135,3 +135,7 @@ class _SplitStep:
 
     def result(self) -> ModelOutput:
         return self._group.collect(self._number, self._launched)
+
+    def check(self) -> None:
+        if not isinstance(self._launched, Exception):
+            self._launched.check()

@@ -62,6 +62,9 @@ class LaunchedStep:
             tensors.append(seen)
         self._copies = ops.to_host(tensors)
 
+    def check(self) -> None:
+        self._copies.check()
+
     def result(self) -> ModelOutput:
         """May be called once."""
         tensors = iter(self._copies.wait())

@@ -2,14 +2,15 @@
 
     python benchmarks/gpu/bench_handoff.py --model benchmarks/gpu/configs/llama-3.1-8b
 
-For each length of prompt (random tokens, dummy weights), medians over ``--repeats``: of one worker that does both, the
-time to the first token and between tokens; of a pair, the time to the prefill worker's first token, from there to the ticket,
-and from the ticket to the decode worker's first token, which is the answer's second. ``added_ms`` is how much longer a pair takes
-to the second token than one worker, ``cached_first_ms`` how long the decode worker takes to a token after a prompt that it has,
-``same_answers`` how many were what the prefill worker generates itself, ``same_pages`` how many of some pages of the last prompt
-are the same in both, byte by byte, and ``pull...`` what the decode worker counted. Prints
-one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or ``--worker-module
-sapwood_testing.worker.fake_worker``.
+For each length of prompt (random tokens, dummy weights), medians over ``--repeats``, in turns: of the prefill worker when it does
+all, and of the other, the time to the first token; of that other the time between tokens; of a pair, the time to the prefill
+worker's first token, which a router passes on at once, from there to the ticket, and from the ticket to the decode worker's first
+token, which is the answer's second. ``added_first_ms`` is how much longer a pair takes to the first token than its prefill worker
+alone, ``added_ms`` how much longer to the second, ``cached_first_ms`` how long the decode worker takes to a token after a prompt
+that it has, ``same_answers`` how many were what the prefill worker generates itself, ``same_pages`` how many of some pages of the
+last prompt are the same in both, byte by byte, ``pull...`` what the decode worker counted, and with ``--stages`` ``stages`` when
+hand-overs come to which stage. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or
+``--worker-module sapwood_testing.worker.fake_worker``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
 _COMPARED = 64
+_REST_SECONDS = 0.1
+"""Between requests: copies of pages that go on after an answer are not measured with the next."""
 REAL_WORKER = "sapwood_worker"
 
 
@@ -82,11 +85,12 @@ class Pair:
 
     Args:
         prefill, decode: Their stubs.
+        stages: Is told when they are asked.
         stack: Ends the call over which the decode worker hears.
     """
 
-    def __init__(self, prefill: Any, decode: Any, stack: ExitStack) -> None:
-        self.prefill, self.decode = prefill, decode
+    def __init__(self, prefill: Any, decode: Any, stages: Stages, stack: ExitStack) -> None:
+        self.prefill, self.decode, self.stages = prefill, decode, stages
         self._said: queue.SimpleQueue[worker_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._said.put(worker_pb2.SessionRequest(heartbeat_ms=1000))
         call = decode.Session(iter(self._said.get, None))
@@ -101,6 +105,7 @@ class Pair:
 
     def ask(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
         """An answer of both."""
+        began = time.monotonic()
         told: list[worker_pb2.HandoffTicket] = []
 
         def tell(ticket: worker_pb2.HandoffTicket) -> None:
@@ -112,7 +117,9 @@ class Pair:
         one = ask(self.prefill, prompt, tell, hand_off=True)
         assert one.ticket is not None
         one.ticket.source = "127.0.0.1" + one.ticket.source
-        return one, ask(self.decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
+        other = ask(self.decode, [*prompt, *one.tokens], output_tokens=1, ticket=one.ticket)
+        self.stages.between(began, began + one.ticket_at + other.first)
+        return one, other
 
 
 def same_pages(prefill: Any, decode: Any, prompt: Sequence[int], page_bytes: int) -> str:
@@ -134,6 +141,46 @@ def same_pages(prefill: Any, decode: Any, prompt: Sequence[int], page_bytes: int
         )
     decode.SetRole(worker_pb2.SetRoleRequest(role=worker_pb2.WORKER_ROLE_DECODE), timeout=60)
     return f"{sum(one == two != b'' for one, two in zip(*contents, strict=True))} of {len(contents[0])}"
+
+
+_STAGE = re.compile(r"handoff stage (.+) at ([0-9.]+)$", re.MULTILINE)
+
+
+class Stages:
+    """When hand-overs come to their stages, as the workers' logs say it.
+
+    Args:
+        logs: Each worker's log, by its role.
+    """
+
+    def __init__(self, logs: dict[str, Path]) -> None:
+        self._logs = logs
+        self._begun: list[tuple[float, float]] = []
+
+    def between(self, began: float, ended: float) -> None:
+        """There was a hand-over then, on the monotonic clock."""
+        self._begun.append((began, ended))
+
+    def take(self) -> dict[str, float]:
+        """For each stage the median of the milliseconds from the request on, of those since the last call; of one that comes more
+        than once in a hand-over the first and the last."""
+        time.sleep(0.2)  # the logs are written by another thread
+        found: dict[str, list[float]] = {}
+        for role, log in self._logs.items():
+            lines = [(name, float(at)) for name, at in _STAGE.findall(log.read_text())]
+            for began, ended in self._begun:
+                its: dict[str, list[float]] = {}
+                for name, at in lines:
+                    if began <= at <= ended:
+                        its.setdefault(f"{role}: {name}", []).append(1000 * (at - began))
+                for name, times in its.items():
+                    found.setdefault(name, []).append(times[0])
+                    if len(times) > 1:
+                        found.setdefault(f"{name} ({len(times)}th)", []).append(times[-1])
+        self._begun = []
+        return dict(
+            sorted(((name, round(median(times), 2)) for name, times in found.items()), key=lambda each: each[1])
+        )
 
 
 class Counters:
@@ -164,7 +211,7 @@ def free_port() -> int:
 
 
 def measure(
-    prefill: str, decode: str, metrics: int, vocabulary: int, options: argparse.Namespace
+    prefill: str, decode: str, metrics: int, vocabulary: int, stages: Stages, options: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
     """Figures for each length of prompt.
 
@@ -172,6 +219,7 @@ def measure(
         prefill, decode: The workers' addresses.
         metrics: The port of the decode worker's metrics.
         vocabulary: Prompts are of ids below.
+        stages: Of the workers, where they log them.
         options: ``lengths`` and ``repeats``.
     """
     chance = random.Random(1)
@@ -183,30 +231,40 @@ def measure(
         one, other = (
             worker_pb2_grpc.WorkerStub(stack.enter_context(grpc.insecure_channel(each))) for each in (prefill, decode)
         )
-        both, counters = Pair(one, other, stack), Counters(metrics)
+        both, counters = Pair(one, other, stages, stack), Counters(metrics)
         for length in map(int, options.lengths.split(",")):
             for prompt, alike in zip(prompts_of(length, 2), prompts_of(length, 2), strict=True):
                 both.ask(prompt)  # kernels are compiled, pages of memory touched
                 ask(other, alike)
-            alone = [ask(other, prompt) for prompt in prompts_of(length, options.repeats)]
             counters.since()
+            stages.take()
+            alone: list[Answer] = []
+            beside: list[Answer] = []
+            pairs: list[tuple[Answer, Answer]] = []
             prompts = prompts_of(length, options.repeats)
-            pairs = [both.ask(prompt) for prompt in prompts]
-            pulled = counters.since()
+            for prompt in prompts:
+                for stub, answers in ((one, alone), (other, beside)):
+                    answers += [ask(stub, each) for each in prompts_of(length, 1)]
+                    time.sleep(_REST_SECONDS)
+                pairs.append(both.ask(prompt))
+                time.sleep(_REST_SECONDS)
+            pulled, told = counters.since(), stages.take()
             cached = [
                 ask(other, [*prompt, *first.tokens], output_tokens=1).first
                 for prompt, (first, _) in zip(prompts, pairs, strict=True)
             ]
             again = [ask(one, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
             answers = [[*first.tokens, *rest.tokens] for first, rest in pairs]
-            between = median(each.second - each.first for each in alone)
+            between = median(each.second - each.first for each in beside)
             seconds = {
                 "alone_first_ms": median(each.first for each in alone),
+                "other_alone_first_ms": median(each.first for each in beside),
                 "alone_between_ms": between,
                 "pair_first_ms": median(each.first for each, _ in pairs),
                 "to_ticket_ms": median(each.ticket_at - each.first for each, _ in pairs),
                 "ticket_to_second_ms": median(rest.first for _, rest in pairs),
                 "cached_first_ms": median(cached),
+                "added_first_ms": median(each.first for each, _ in pairs) - median(each.first for each in alone),
                 "added_ms": median(each.ticket_at + rest.first for each, rest in pairs)
                 - median(each.first for each in alone)
                 - between,
@@ -218,6 +276,7 @@ def measure(
                 "same_answers": sum(one == two[: len(one)] for one, two in zip(again, answers, strict=True)),
                 "same_pages": same_pages(one, other, prompts[-1], pulled["pulled_bytes"] // pulled["pulled_pages"]),
                 **pulled,
+                "stages": told,
             }
 
 
@@ -231,6 +290,9 @@ def main() -> None:
     parser.add_argument("--host-gb", type=float, default=6.0, help="Its second tier in GiB.")
     parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
     parser.add_argument("--logs", type=Path, help="A folder for the workers' logs.")
+    parser.add_argument(
+        "--stages", action="store_true", help="Tell when each stage is reached; takes some time itself."
+    )
     parser.add_argument("--worker-flags", default="", help="More flags of the workers, in one argument.")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -245,14 +307,17 @@ def main() -> None:
         else:
             flags += ["--vocab-size", str(vocabulary), "--context-length", "16384", "--num-pages", "4096"]
         flags += shlex.split(options.worker_flags)
-        services, metrics = [], free_port()
+        if options.stages:
+            flags += ["--log-level", "debug"]
+        services, metrics, logs = [], free_port(), options.logs or folder
         for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
             port = str(metrics if role == "decode" else 0)
             its = [*flags, "--role", role, "--metrics-port", port]
-            services.append(Service(role, options.worker_module, its, options.logs or folder, gpu))
+            services.append(Service(role, options.worker_module, its, logs, gpu))
             stack.callback(services[-1].stop)
         prefill, decode = (each.address() for each in services)
-        for found in measure(prefill, decode, metrics, vocabulary, options):
+        stages = Stages({each.name: logs / f"{each.name}.log" for each in services})
+        for found in measure(prefill, decode, metrics, vocabulary, stages, options):
             print(json.dumps({"commit": measured_commit(), "model": options.model.name} | found), flush=True)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 
 import grpc
-from bench_handoff import free_port, measure
+from bench_handoff import Stages, free_port, measure
 from commit import measured_commit
 from serving_load.load import run_load
 from serving_load.services import Service, ServiceFailedError, gpus_of_pair
@@ -72,6 +72,7 @@ class Pair:
         flags += ["--host-cache-gb", str(options.host_gb), "--handoff-mover", options.mover]
         flags += ["--context-length", "16384"]
         flags += ["--max-running", "256", "--max-step-tokens", str(options.step_tokens)]
+        flags += ["--log-level", "debug"] if options.stages else []
         started, self.metrics = [], free_port()
         for role, gpu in zip(("prefill", "decode"), gpus_of_pair(options.device), strict=True):
             its = [*shared, *flags, "--role", role, "--metrics-port", str(self.metrics if role == "decode" else 0)]
@@ -80,6 +81,7 @@ class Pair:
         tokenizer = Service("tokenizer", "sapwood_tokenizer", [*shared, "--metrics-port", "0"], self.logs)
         stack.callback(tokenizer.stop)
         self.workers = [each.address() for each in started]
+        self.stages = Stages({each.name: self.logs / f"{each.name}.log" for each in started} if options.stages else {})
         self.tokenizer = tokenizer.address()
 
     def set_roles(self, *roles: str) -> None:
@@ -146,7 +148,7 @@ class Front:
 def handoff(pair: Pair, say: Say) -> None:
     """What a hand-over adds."""
     pair.set_roles("prefill", "decode")
-    for found in measure(*pair.workers, pair.metrics, pair.vocabulary, pair.options):
+    for found in measure(*pair.workers, pair.metrics, pair.vocabulary, pair.stages, pair.options):
         say(what="hand-over", **found)
 
 
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="Of the three ways, for each mix.")
     parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
     parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")
+    parser.add_argument("--stages", action="store_true", help="Tell when each stage of a hand-over is reached.")
     parser.add_argument("--scale", type=float, default=1.0, help="By which a mix's lengths are multiplied.")
     parser.add_argument("--logs", type=Path, help="A folder for the services' logs.")
     parser.add_argument("--clients", type=int, default=4, help="Processes of the load generator.")

@@ -47,9 +47,9 @@ class FakeTransfer:
             self._running.append(copies.store)
         if copies.fence or self._chance is None:
             self._end(len(self._running))
-        if copies.during is not None:
-            self._during = copies.during
-            self._parts = self._host.parts.begin(copies.during.host.tolist())
+        if copies.during is not None and (during := copies.during.take()) is not None:
+            self._during = during
+            self._parts = self._host.parts.begin(during.host.tolist())
         if copies.load is not None:
             for group, pool in enumerate(self._pools):
                 pages, places = copies.load.of(group)
@@ -58,8 +58,9 @@ class FakeTransfer:
     def written(self) -> None:
         """The step has filled its pages: the first half of each is copied."""
         if self._during is not None:
+            self._parts.computed()
             self._copy(self._during, *self._host.parts.groups[0][0])
-            self._parts.reached()
+            self._parts.copied()
 
     def finish(self, *, failed: bool = False) -> None:
         if (during := self._during) is not None:
@@ -67,8 +68,9 @@ class FakeTransfer:
             if failed or (self._chance is not None and self._chance.random() < self._failure_rate):
                 self._failed.append(during.number)
             else:
+                self._parts.computed()
                 self._copy(during, *self._host.parts.groups[1][0])
-                self._parts.reached()
+                self._parts.copied()
                 self._done.append(during.number)
             self._host.parts.end(during.host.tolist(), self._parts)
 

@@ -82,6 +82,8 @@ class Source:
                     return output.ticket
                 reads.append(self.read(output.ticket))
             planned = self.scheduler.schedule()
+            if planned.copies is not None and planned.copies.during is not None:
+                planned.copies.during.take()
             for output in self.scheduler.handed_off():
                 assert output.ticket is not None
                 reads.append(self.read(output.ticket))
@@ -175,6 +177,8 @@ def test_of_a_step_that_fails_nothing_is_had_that_was_read_before(make_source: C
 
     before_the_last_layer(source.runner, fail)
     planned = source.scheduler.schedule()
+    assert planned.copies is not None and planned.copies.during is not None
+    planned.copies.during.take()
     [announced] = source.scheduler.handed_off()
     assert announced.ticket is not None
     read = source.read(announced.ticket)

@@ -71,6 +71,8 @@ class Worker:
         """A round of its loop."""
         outputs = self.scheduler.handed_off()
         planned = self.scheduler.schedule()
+        if planned.copies is not None and planned.copies.during is not None:
+            planned.copies.during.take()
         outputs += self.scheduler.handed_off()
         if planned:
             outputs += self.scheduler.update(self.runner.execute(planned))

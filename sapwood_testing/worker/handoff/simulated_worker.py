@@ -139,6 +139,7 @@ class SimulatedWorker:
             planned = scheduler.schedule()
             if planned:
                 if planned.copies is not None and planned.copies.during is not None:
+                    planned.copies.during.take()
                     outputs += scheduler.handed_off()
                     self._world.counts["in parts"] += 1
                     self._computing = self._world.chance.choice([0, 0, 1, 3])

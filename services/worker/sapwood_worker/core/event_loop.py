@@ -40,8 +40,10 @@ from sapwood_worker.ipc.messages import (
 from sapwood_worker.ipc.progress import StepProgress
 from sapwood_worker.model.grammar.backend import GrammarBackend
 from sapwood_worker.records.grammar_state import GrammarState
+from sapwood_worker.records.handoff_stages import reached
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.page_copies import LatePages
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner
 
 logger = logging.getLogger(__name__)
@@ -197,7 +199,9 @@ class EventLoop:
             case KeepHandoffs(renewed, released):
                 self._scheduler.keep_handoffs(renewed, released)
             case AnnouncePages(ticket, token_ids, namespace):
+                reached("pages announced")
                 self._scheduler.announced(ticket, array("I", token_ids), namespace)
+                reached("reads asked for")
             case operation:
                 self._mailbox.send(self._operations.run(operation))
 
@@ -235,6 +239,8 @@ class EventLoop:
                 self._add(message, built)
 
     def _add(self, message: Submit, grammar: GrammarState | None) -> None:
+        if message.hands_off or message.ticket is not None:
+            reached("request taken")
         prompt = array("I", message.token_ids)
         terms = message.terms
         request = Request(
@@ -276,25 +282,38 @@ class EventLoop:
             if self._experts is not None:
                 planned.moves = self._experts.moves()
             self._clock.planned(planned)
+            if planned.entries:
+                reached("step planned")
             if self._dump is not None:
                 self._dump.planned(planned)
-            if planned.copies is not None and planned.copies.during is not None:
-                self._report(
-                    outputs + self._scheduler.handed_off()
-                )  # other workers read the pages while the step fills them
-                outputs.clear()
+            during = None if planned.copies is None else planned.copies.during
+            if during is not None and not self._runner.asynchronous:
+                self._tell(during, outputs)
             try:
                 self._launched.append(self._runner.launch(planned))
+                if planned.entries:
+                    reached("step launched")
             except RankLostError:
                 raise
             except Exception as error:
                 outputs += self._take_results(0)
                 outputs += self._fail(error)
                 return
+            if during is not None and self._runner.asynchronous:
+                self._tell(during, outputs)
         elif not self._launched:  # every request was aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
         outputs += self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
-        outputs += self._scheduler.handed_off()  # with the first token goes the ticket
+        if outputs and self._scheduler.owes_tickets:  # the first token need not wait for the ticket to be written
+            self._report(outputs)
+            outputs.clear()
+        outputs += self._scheduler.handed_off()
+
+    def _tell(self, during: LatePages, outputs: list[RequestOutput]) -> None:
+        """Tells of the pages that a step fills: other workers read them meanwhile. Sends ``outputs`` and empties it."""
+        during.take()
+        self._report(outputs + self._scheduler.handed_off())
+        outputs.clear()
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
         """Waits for launched steps, oldest first, until ``keep`` of them are left; returns their outputs."""
@@ -313,7 +332,8 @@ class EventLoop:
                 return outputs + self._fail(error)
             self._failures = 0
             outputs += self._scheduler.update(result)
-            self._clock.done(result.copied.load_seconds, result.spared_tokens)
+            if self._clock.done(result.copied.load_seconds, result.spared_tokens):
+                reached("first token")
         return outputs
 
     def _fail(self, error: Exception) -> list[RequestOutput]:
@@ -338,3 +358,7 @@ class EventLoop:
         if outputs or events or experts is not None or sums is not None or load != self._reported:
             self._reported = load
             self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts, sums))
+            if any(output.ticket is not None for output in outputs):
+                reached(
+                    "ticket sent" if any(output.finish_reason == "handoff" for output in outputs) else "pages told of"
+                )

@@ -52,6 +52,9 @@ from sapwood_worker.records.step import RankGoneError, RankLostError
 
 logger = logging.getLogger(__name__)
 
+_SWITCH_SECONDS = 2e-4
+"""Seconds after which a thread gives Python's lock to another that waits for it: the loop that launches steps waits no longer for
+those that answer reads of pages, or read some, than they need to (by default it could be 5 ms each time)."""
 _COMING_SECONDS = 120.0
 """Seconds that ranks of other hosts get to come for their steps, before they load anything."""
 
@@ -178,6 +181,7 @@ def main() -> int:
         mailbox.close()
         return 1
     spare_the_collector()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     mailbox.send(Ready(_described(runner, config.speculate if scheduler.speculates else "off")))
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     try:

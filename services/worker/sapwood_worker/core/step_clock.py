@@ -46,8 +46,9 @@ class StepClock:
         self._waiting.difference_update(started)
         self._current.append((self._clock(), prefill, decode, started, loads))
 
-    def done(self, load_seconds: float = 0.0, spared_tokens: int = 0) -> None:
-        """Notes that the oldest unfinished step has ended; its loads took so many seconds, and so many tokens were not read."""
+    def done(self, load_seconds: float = 0.0, spared_tokens: int = 0) -> bool:
+        """Notes that the oldest unfinished step has ended; its loads took so many seconds, and so many tokens were not read.
+        Returns whether a request has begun with it."""
         at, prefill, decode, started, loads = self._current.popleft()
         times: list[LoadTime] = []
         for load in loads:
@@ -55,6 +56,7 @@ class StepClock:
                 times.append(LoadTime(load.serial, "storage", load.fetched, load.began, load.ended))
             times.append(LoadTime(load.serial, "host", load.pages, at, at + load_seconds))
         self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times, spared_tokens))
+        return bool(started)
 
     def failed(self) -> None:
         """Drops all unfinished steps, which have failed."""

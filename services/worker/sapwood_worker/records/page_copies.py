@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,20 @@ class CacheLoad:
     ended: float = 0.0
 
 
+class LatePages(Protocol):
+    """Pages that a step fills, which are chosen when the device has begun to compute it: until then it would wait for that.
+
+    Attributes:
+        chosen: What was chosen; None: nothing was, yet or for want of room.
+    """
+
+    chosen: PageCopy | None
+
+    def take(self) -> PageCopy | None:
+        """Chooses them, with the first call, and returns what was chosen; None: there is no room for any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Copies:
     """What a step copies: before it computes first the stores, then the loads; what it computes itself meanwhile.
@@ -66,14 +81,14 @@ class Copies:
             are being stored are about to be overwritten.
         loads: What each starting request gets by the load.
         during: Device to host, pages that the step fills: some layers of them as soon as these are computed; None: nothing. The
-            next step waits for it. It fails if the computation does.
+            next step waits for it. It fails if the computation does. Whoever launches the step has them chosen.
     """
 
     store: PageCopy | None = None
     load: PageCopy | None = None
     fence: bool = False
     loads: tuple[CacheLoad, ...] = ()
-    during: PageCopy | None = None
+    during: LatePages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,20 @@ input()
 """
 
 
+class Chosen:
+    """Pages that a step fills, which are known before.
+
+    Args:
+        chosen: They.
+    """
+
+    def __init__(self, chosen: PageCopy) -> None:
+        self.chosen: PageCopy | None = chosen
+
+    def take(self) -> PageCopy | None:
+        return self.chosen
+
+
 def filled(layout: KVLayout) -> DevicePool:
     pool = DevicePool(layout, PAGES, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(1)
@@ -57,15 +71,19 @@ def test_layers_go_to_the_hosts_memory_while_a_step_computes_the_next(name: str)
     host.content[:] = 0
     pages, places = np.array([7, 3, 4, 5, 30], np.int32), np.array([0, 9, 8, 2, 11], np.int32)
     whole, other = PageCopy(0, np.array([1], np.int32), np.array([5], np.int32)), PageCopy(1, pages, places)
-    transfer.start(Copies(whole, None, False, (), other))
-    parts = host.parts.of(9)
-    assert parts is not None
+    transfer.start(Copies(whole, None, False, (), Chosen(other)))
     for layer in layout.layers:
         device.await_layer(layer)
-    told = parts.beyond(0, 0.0)
     transfer.finish()
+    parts = host.parts.of(9)
+    assert parts is not None
+    for on_device in (True, False):
+        told = 0
+        while told < len(host.parts.groups):
+            more = parts.beyond(told, 10.0, on_device=on_device)
+            assert more > told
+            told = more
     torch.cuda.synchronize()
-    assert told < len(host.parts.groups) == parts.beyond(told, 1.0)
     assert set(transfer.poll().done) == {0, 1}
     offsets = layout.offsets()
     for page, place in [*zip(pages.tolist(), places.tolist(), strict=True), (1, 5)]:

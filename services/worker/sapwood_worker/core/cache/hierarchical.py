@@ -27,6 +27,7 @@ from typing import Literal
 import numpy as np
 
 from sapwood_worker.core.cache.handoff.adopted_pages import AdoptedPages
+from sapwood_worker.core.cache.handoff.filled_pages import ChunkPages, FilledPages
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.takeover import Takeover
@@ -38,7 +39,7 @@ from sapwood_worker.core.cache.prefix_checks import check_host
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.records.handoff import HandoffTicket
-from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
+from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, LatePages, PageCopy, PageIds
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -102,7 +103,7 @@ class HierarchicalCache:
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
         self._next = PagesToStore()
-        self._during = PagesToStore()
+        self._during: FilledPages | None = None
         self._adopted = AdoptedPages()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
@@ -122,7 +123,8 @@ class HierarchicalCache:
 
     @property
     def _copying(self) -> bool:
-        return bool(self._next.device or self._during.device or self._loads or self._stores or self._adopted.pages)
+        waiting = self._next.device or self._during or self._loads or self._stores or self._adopted.pages
+        return bool(waiting)
 
     def announce(self, events: KvEventLog) -> None:
         """Has ``events`` record what enters and leaves these tiers; called while they are empty."""
@@ -251,22 +253,36 @@ class HierarchicalCache:
 
     def computes(self, slot: int, serial: int, prompt: array[int], first: int, pages: PageIds) -> None:
         """The coming step computes the last tokens of some pages of a prompt that is handed off: they go to the second tier while
-        it does, layer by layer, and can be read so.
+        it does, layer by layer, and can be read so. That they do is looked after when the step has been launched.
 
         Args:
             slot, serial, prompt: The prompt's row, its request, all of its tokens.
             first, pages: The first of these pages, and all of them on the device: int32 [1 + windows, n].
         """
+        if self._during is None:
+            self._during = FilledPages(self._fill)
+        self._during.add(serial, self._rows[slot].chain, prompt, first, pages)
+
+    def _fill(self, filled: Sequence[ChunkPages]) -> PageCopy | None:
+        """Has pages go to the second tier that the step fills which has been launched."""
         assert self.leases is not None
-        chain = self._rows[slot].chain
-        chain.extend(prompt, len(prompt))
-        self.leases.offer_pages(serial, chain.keys)
-        names = chain.pages[first : first + pages.shape[1]]
-        place = {name.key: index for index, name in enumerate(names)}
-        for entry in self.host.reserve(names):
-            page, *beside = pages[:, place[entry.key]].tolist()
-            entry.coming = True
-            self._stores_to(self._during, page, beside, entry)
+        store = PagesToStore()
+        for serial, chain, prompt, first, pages in filled:
+            chain.extend(prompt, len(prompt))
+            self.leases.offer_pages(serial, chain.keys)
+            names = chain.pages[first : first + pages.shape[1]]
+            place = {name.key: index for index, name in enumerate(names)}
+            for entry in self.host.reserve(names):
+                page, *beside = pages[:, place[entry.key]].tolist()
+                entry.coming = True
+                self._stores_to(store, page, beside, entry)
+        return self._begin(store)
+
+    def computed(self, during: LatePages) -> None:
+        """A step is over: the device's pages that it filled can be read."""
+        if (copy := during.chosen) is not None and copy.number in self._stores:
+            for entry in self._stores[copy.number].host:
+                entry.computed = True
 
     def close(self, slot: int) -> None:
         self.host.unpin(self._rows.pop(slot).found)
@@ -285,7 +301,7 @@ class HierarchicalCache:
         """Forgets what the second tier has, and what is on its way there from the device."""
         store, self._next = self._next, PagesToStore()
         self._stop_storing(store)
-        self.host.abandon(store.host)
+        self._lose(store.host)
         self.host.clear()
         for store in self._stores.values():
             store.unwanted = True
@@ -301,7 +317,7 @@ class HierarchicalCache:
         fence, self._fence = self._fence, False
         self.counters.fences += fence
         stored = self._begin(store)
-        during, self._during = self._begin(self._during), PagesToStore()
+        during, self._during = self._during, None
         loaded = None
         if loads:
             device = np.concatenate([pages for pages, _ in loads], 1)
@@ -331,17 +347,20 @@ class HierarchicalCache:
         for number in report.failed:
             self.counters.store_failures += self._abandon(number)
 
-    def failed(self, number: int) -> None:
+    def failed(self, during: LatePages) -> None:
         """What was copied while a step ran is good for nothing."""
-        if number in self._stores:
-            self._stores[number].unwanted = True
+        if (copy := during.chosen) is not None and copy.number in self._stores:
+            self._stores[copy.number].unwanted = True
 
     def _abandon(self, number: int) -> int:
         entries = self._end(number)
+        self._lose(entries)
+        return len(entries)
+
+    def _lose(self, entries: list[HostPage]) -> None:
         if self.leases is not None and any(entry.coming for entry in entries):
             self.leases.lost(entries)
         self.host.abandon(entries)
-        return len(entries)
 
     def check(self) -> None:
         """Checks that all its records agree; for tests.
@@ -349,7 +368,7 @@ class HierarchicalCache:
         Raises:
             AssertionError: They do not.
         """
-        stores = [*self._stores.values(), self._next, self._during]
+        stores = [*self._stores.values(), self._next]
         pins = Counter({} if self.storage is None else self.storage.check())
         fetching = 0 if self.storage is None else self.storage.arrivals.reading
         fetching += 0 if self.pulls is None else self.pulls.host.arrivals.reading
@@ -375,6 +394,7 @@ class HierarchicalCache:
         self.counters.no_room += len(wanted) - len(reserved)
         for entry in reserved:
             page = place[entry.key]
+            entry.coming = entry.computed = self.leases is not None  # can be read from the device meanwhile
             self._stores_to(self._next, page, [window.page_beside(page) for window in self._windows], entry)
 
     def _stores_to(self, store: PagesToStore, page: int, beside: list[int], entry: HostPage) -> None:

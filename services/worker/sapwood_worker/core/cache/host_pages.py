@@ -28,7 +28,8 @@ class HostPage:
         name: What it holds.
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
-        coming: Whether a step that is planned or runs fills it, as it computes that content.
+        coming: Whether it is filled for others to read with what a step computes, or has computed.
+        computed: Whether that has been computed: the device's page has the content.
         device: The device's page that it is a copy of, and that page's epoch; None: none.
         pins: How many users rely on its content; above 0 it is not evicted.
         doomed: Whether it is dropped as soon as it is not pinned, and not found meanwhile.
@@ -42,6 +43,7 @@ class HostPage:
     page: int
     ready: bool = False
     coming: bool = False
+    computed: bool = False
     device: tuple[int, int] | None = None
     pins: int = 0
     doomed: bool = False

@@ -162,7 +162,7 @@ class Lifecycle:
     def discard(self, copies: Copies | None) -> None:
         """A step has failed: what was copied while it ran is good for nothing."""
         if self._tiers is not None and copies is not None and copies.during is not None:
-            self._tiers.failed(copies.during.number)
+            self._tiers.failed(copies.during)
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""

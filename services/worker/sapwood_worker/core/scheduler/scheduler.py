@@ -185,6 +185,11 @@ class Scheduler:
         """
         return self._lifecycle.handed_off()
 
+    @property
+    def owes_tickets(self) -> bool:
+        """Whether prompts have been computed for which :meth:`handed_off` has given no ticket yet."""
+        return self._tiers is not None and self._tiers.leases is not None and self._tiers.leases.offering
+
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
         """Reads pages for a request that is likely to come, unless they are here already.
 
@@ -297,6 +302,8 @@ class Scheduler:
         step.release_grammars()
         self._cache.confirm(step.written)
         if self._tiers is not None:
+            if step.plan.copies is not None and step.plan.copies.during is not None:
+                self._tiers.computed(step.plan.copies.during)
             self._tiers.ended(output.copied)
         self._fairness.charge_each(step.decodes)
         if self._speculation is not None:

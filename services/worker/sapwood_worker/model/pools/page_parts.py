@@ -16,19 +16,36 @@ class PageParts:
 
     def __init__(self) -> None:
         self._told = threading.Condition()
-        self._groups = 0
+        self._computed = 0
+        self._copied = 0
 
-    def reached(self) -> None:
-        """One more group of layers is in each page. For any thread."""
+    def computed(self) -> None:
+        """One more group of layers is in each of the device's pages. For any thread."""
         with self._told:
-            self._groups += 1
+            self._computed += 1
             self._told.notify_all()
 
-    def beyond(self, known: int, seconds: float) -> int:
-        """How many groups are there: more than ``known``, unless for so many seconds there were none. For any thread."""
+    def copied(self) -> None:
+        """One more group of layers is in each host page, too. For any thread."""
         with self._told:
-            self._told.wait_for(lambda: self._groups > known, seconds)
-            return self._groups
+            self._copied += 1
+            self._told.notify_all()
+
+    def beyond(self, known: int, seconds: float, *, on_device: bool = False) -> int:
+        """How many groups are there: more than ``known``, unless for so many seconds there were none. For any thread.
+
+        Args:
+            known: So many are known of.
+            seconds: How long to wait at most.
+            on_device: Whether it is about the device's pages, not the host's.
+        """
+
+        def there() -> int:
+            return self._computed if on_device else self._copied
+
+        with self._told:
+            self._told.wait_for(lambda: there() > known, seconds)
+            return there()
 
 
 class PartsOfPages:

@@ -19,9 +19,10 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.page_movers import KernelMover, PageStorer, StagedStorer
-from sapwood_worker.model.pools.page_parts import layer_groups, ranges_of
+from sapwood_worker.model.pools.page_parts import PageParts, layer_groups, ranges_of
 from sapwood_worker.model.pools.transfer import Transfer
-from sapwood_worker.records.page_copies import Copies, CopyReport, PageCopy
+from sapwood_worker.records.handoff_stages import reached
+from sapwood_worker.records.page_copies import Copies, CopyReport, LatePages, PageCopy
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``sapwood_kernels.reference.store_pages`` or ``load_pages``."""
@@ -43,58 +44,52 @@ def make_transfer(device: DevicePool, host: HostPool, ops: DeviceOps) -> Transfe
     return CudaTransfer(device, host, StagedStorer(device, host, batch), kernel)
 
 
-class _During:
-    """Copies the pages that a step fills, some layers at a time, as soon as these are computed.
+class _Groups:
+    """Follows a step through the groups of its layers.
 
     Args:
         device: The device pool.
-        host: The host pool.
-        copy: The pages.
-        copy_layers: Copies some layers of them, once all that was queued is computed; returns what returns once they are there.
+        queued: Is told of a group's layers once all of these have been queued.
     """
 
-    def __init__(
-        self,
-        device: DevicePool,
-        host: HostPool,
-        copy: PageCopy,
-        copy_layers: Callable[[Sequence[int]], Callable[[], object]],
-    ) -> None:
-        self.copy = copy
+    def __init__(self, device: DevicePool, queued: Callable[[Sequence[int]], object]) -> None:
         self._device = device
-        self._host = host
-        self._copy_layers = copy_layers
+        self._queued = queued
         self._groups = deque(layer_groups(tuple(device.pages), _GROUPS))
-        self._parts = host.parts.begin(copy.host.tolist())
-        self._queued: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # Not the threads that answer reads: who looks again and again takes Python's lock from the one that launches the step.
-        threading.Thread(target=self._watch, name="page parts", daemon=True).start()
-        device.watched(self.come_to)
-
-    def come_to(self, layer: int) -> None:
-        """A layer is about to be computed."""
-        while self._groups and self._groups[0][-1] < layer:
-            self._next()
+        device.watched(self._come_to)
 
     def finish(self, *, failed: bool) -> None:
-        """All layers are computed, or the rest will not be."""
+        """All layers have been queued, or the rest will not be."""
         self._device.watched(None)
         while self._groups and not failed:
-            self._next()
-        self._queued.put(None)
+            self._queued(self._groups.popleft())
 
-    def end(self) -> None:
-        """All is there, or will not be."""
-        self._host.parts.end(self.copy.host.tolist(), self._parts)
+    def _come_to(self, layer: int) -> None:
+        """A layer is about to be queued."""
+        while self._groups and self._groups[0][-1] < layer:
+            self._queued(self._groups.popleft())
 
-    def _next(self) -> None:
-        self._queued.put(self._copy_layers(self._groups.popleft()))
 
-    def _watch(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the device has failed, as the step's thread will see
-            while (wait := self._queued.get()) is not None:
+class _Teller:
+    """Tells what has happened on the device, in the order in which it was asked to, in a thread of its own.
+
+    Not the threads that answer reads: who looks again and again takes Python's lock from the one that launches steps.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], object], Callable[[], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="page parts", daemon=True).start()
+
+    def tell(self, wait: Callable[[], object], then: Callable[[], None]) -> None:
+        """Calls ``then`` when ``wait`` has returned."""
+        self._asked.put((wait, then))
+
+    def _work(self) -> None:
+        while True:
+            wait, then = self._asked.get()
+            with contextlib.suppress(RuntimeError):  # the device has failed, as the step's thread will see
                 wait()
-                self._parts.reached()
+                then()
 
 
 def _set_groups(device: DevicePool, host: HostPool) -> None:
@@ -124,7 +119,7 @@ class CpuTransfer:
             pages = pool.view(torch.uint8).flatten(1)
             there = content[:, offsets[layer] : offsets[layer] + pages.shape[1]]
             self._layers[layer] = device.group[layer], pages, there
-        self._during: _During | None = None
+        self._during: tuple[_Groups, PageCopy, PageParts] | None = None
         self._done: tuple[int, ...] = ()
         self._failed: tuple[int, ...] = ()
         self._store_seconds = self._load_seconds = 0.0
@@ -139,23 +134,25 @@ class CpuTransfer:
             self._done += (copies.store.number,)
         if copies.load is not None:
             self._load_seconds += self._copy(copies.load, reference.load_pages, self._layers)
-        if (copy := copies.during) is not None:
+        if copies.during is not None and (copy := copies.during.take()) is not None:
+            parts = self._host.parts.begin(copy.host.tolist())
 
-            def copy_layers(layers: Iterable[int]) -> Callable[[], object]:
+            def copy_layers(layers: Iterable[int]) -> None:
+                parts.computed()
                 self._store_seconds += self._copy(copy, reference.store_pages, layers)
-                return lambda: None
+                parts.copied()
 
-            self._during = _During(self._device, self._host, copy, copy_layers)
+            self._during = _Groups(self._device, copy_layers), copy, parts
 
     def finish(self, *, failed: bool = False) -> None:
-        if (during := self._during) is not None:
-            self._during = None
-            during.finish(failed=failed)
-            during.end()
+        if self._during is not None:
+            (groups, copy, parts), self._during = self._during, None
+            groups.finish(failed=failed)
+            self._host.parts.end(copy.host.tolist(), parts)
             if failed:
-                self._failed += (during.copy.number,)
+                self._failed += (copy.number,)
             else:
-                self._done += (during.copy.number,)
+                self._done += (copy.number,)
 
     def poll(self) -> CopyReport:
         report = CopyReport(self._done, self._failed, self._store_seconds, self._load_seconds)
@@ -175,7 +172,8 @@ class CudaTransfer:
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone
-    (``DevicePool.await_layer``). What a step fills goes the other way just so, some layers at a time.
+    (``DevicePool.await_layer``). What a step fills goes the other way just so, some layers at a time; these copies are launched
+    when all of the step has been, as nobody waits for them as for the step.
 
     Args:
         device: The device pool.
@@ -189,10 +187,9 @@ class CudaTransfer:
         self._host = host
         self._storer = storer
         self._kernels = kernels
-        self._during: _During | None = None
-        self._copied: dict[int, _During] = {}
-        self._failed: tuple[int, ...] = ()
-        self._last_layer = max(device.pages)
+        self._during: tuple[_Groups, list[tuple[Sequence[int], torch.cuda.Event]], LatePages] | None = None
+        self._filling: dict[int, tuple[PageCopy, PageParts]] = {}
+        self._computed, self._copied = _Teller(), _Teller()
         self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         # Stores have a number, a beginning and an end; loads a beginning and an end.
@@ -201,7 +198,7 @@ class CudaTransfer:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._failed)
+        return bool(self._running)
 
     def start(self, copies: Copies) -> None:
         computing = torch.cuda.current_stream(self._device.device)
@@ -223,49 +220,49 @@ class CudaTransfer:
         if copies.during is not None:
             self._begin_during(copies.during)
 
-    def _begin_during(self, copy: PageCopy) -> None:
+    def _begin_during(self, pages: LatePages) -> None:
         computing = torch.cuda.current_stream(self._device.device)
-        begin: torch.cuda.Event | None = None
+        computed: list[tuple[Sequence[int], torch.cuda.Event]] = []
+        groups = _Groups(self._device, lambda layers: computed.append((layers, self._mark(computing))))
+        self._during = groups, computed, pages
+
+    def finish(self, *, failed: bool = False) -> None:
+        if self._during is None:
+            return
+        (groups, computed, pages), self._during = self._during, None
+        groups.finish(failed=failed)
+        reached("all layers queued")
+        if failed or (copy := pages.take()) is None:
+            return
+        parts = self._host.parts.begin(copy.host.tolist())
+        for _, event in computed:
+            self._computed.tell(event.synchronize, parts.computed)
         with torch.cuda.stream(self._stores):
             store_layers = self._storer.layer_storer(copy)
-
-        def copy_layers(layers: Sequence[int]) -> Callable[[], object]:
-            nonlocal begin
-            self._stores.wait_stream(computing)
-            with torch.cuda.stream(self._stores):
+            begin = None
+            for layers, event in computed:
+                self._stores.wait_event(event)
                 begin = begin or self._mark(self._stores)
                 store_layers(layers)
                 end = self._mark(self._stores)
-            if layers[-1] == self._last_layer:
-                self._running.append((copy.number, begin, end))
-            return end.synchronize
-
-        self._during = _During(self._device, self._host, copy, copy_layers)
-
-    def finish(self, *, failed: bool = False) -> None:
-        if (during := self._during) is not None:
-            self._during = None
-            during.finish(failed=failed)
-            # The pages may be given to somebody else before the next step.
-            torch.cuda.current_stream(self._device.device).wait_stream(self._stores)
-            if failed:
-                during.end()
-                self._failed += (during.copy.number,)
-            else:
-                self._copied[during.copy.number] = during
+                self._copied.tell(end.synchronize, parts.copied)
+        assert begin is not None
+        self._running.append((copy.number, begin, end))
+        self._filling[copy.number] = copy, parts
+        # The pages may be given to somebody else before the next step.
+        torch.cuda.current_stream(self._device.device).wait_stream(self._stores)
 
     def poll(self) -> CopyReport:
         ended = [item for item in self._running if item[2].query()]  # type: ignore[no-untyped-call]
         self._running = [item for item in self._running if item not in ended]
         loaded = [item for item in self._loading if item[1].query()]  # type: ignore[no-untyped-call]
         self._loading = [item for item in self._loading if item not in loaded]
-        failed, self._failed = self._failed, ()
         for number, _, _ in ended:
-            if (during := self._copied.pop(number, None)) is not None:
-                during.end()
+            if (filled := self._filling.pop(number, None)) is not None:
+                copy, parts = filled
+                self._host.parts.end(copy.host.tolist(), parts)
         return CopyReport(
             done=tuple(number for number, _, _ in ended),
-            failed=failed,
             store_seconds=sum(_seconds(begin, end) for _, begin, end in ended),
             load_seconds=sum(_seconds(begin, end) for begin, end in loaded),
         )

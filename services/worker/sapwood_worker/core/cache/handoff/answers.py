@@ -21,6 +21,7 @@ from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.wire import LATER, NO, SILENCE_SECONDS, YES, Wire
 from sapwood_worker.core.cache.storage.record import Sealer
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+from sapwood_worker.records.handoff_stages import reached
 
 _COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
 _NAP_SECONDS, _SHORT_NAP_SECONDS = 1e-3, 2e-4
@@ -46,10 +47,10 @@ def send_headers(
     had: list[int] = []
     coming: list[int] = []
     for index in indices:
-        if in_parts and lease is not None and source.is_coming(lease, index):
+        if in_parts and lease is not None and source.is_coming(lease, index, on_device=not sealed):
             wire.put(LATER)
             coming.append(index)
-        elif lease is None or not _comes(wire, source, lease, index):
+        elif lease is None or not _comes(wire, source, lease, index, on_device=not sealed):
             wire.put(NO)
         else:
             wire.put(
@@ -95,24 +96,29 @@ def send_parts(
     ]
     groups, known = source.pool.parts.groups, 0
     while known < len(groups):
-        reached = _reach(source, lease, coming, known)
-        ranges = [each for group in groups[known:reached] for each in group]
+        there = _reach(source, lease, coming, known, on_device=not sealed)
+        reached("layers there")
+        ranges = [each for group in groups[known:there] for each in group]
         wire.send(_COUNT.pack(len(ranges)) + b"".join(_RANGE.pack(*each) for each in ranges))
         for sealer in sealers:
             for start, end in ranges:
                 part = sealer.take(start, end)
                 if content:
                     wire.send(part)
-        known = reached
+        known = there
         wire.goes_on()
+    reached("all layers said")
     had = []
     for place, index in enumerate(coming):
-        if _comes(wire, source, lease, index, _SHORT_NAP_SECONDS):  # the step has ended, or is about to
+        if _comes(
+            wire, source, lease, index, _SHORT_NAP_SECONDS, on_device=not sealed
+        ):  # the step has ended, or is about to
             wire.put(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
             had.append(index)
         else:
             wire.put(NO)
     wire.flush()
+    reached("all pages said")
     return had
 
 
@@ -156,25 +162,31 @@ def receive_parts(
     return receive_headers(wire, pages, sealed=sealed)
 
 
-def _comes(wire: Wire, source: PageSource, lease: Lease, index: int, nap: float = _NAP_SECONDS) -> bool:
+def _comes(
+    wire: Wire, source: PageSource, lease: Lease, index: int, nap: float = _NAP_SECONDS, *, on_device: bool
+) -> bool:
     """Waits until a page is there or lost, and says now and then that it is coming; whether it is there."""
-    while source.is_coming(lease, index):
+    while source.is_coming(lease, index, on_device=on_device):
         time.sleep(nap)
         wire.says_wait()
-    return source.has(lease, index)
+    return source.has(lease, index, on_device=on_device)
 
 
-def _reach(source: PageSource, lease: Lease, coming: Sequence[int], known: int) -> int:
+def _reach(source: PageSource, lease: Lease, coming: Sequence[int], known: int, *, on_device: bool) -> int:
     """How many groups of layers are in all of these pages, or will not be: more than ``known``, unless that takes long."""
     until = time.monotonic() + SILENCE_SECONDS / 4
-    least = len(source.pool.parts.groups)
+    least, looked_at = len(source.pool.parts.groups), None
     for index in coming:
-        while source.is_coming(lease, index):
-            parts = source.pool.parts.of(lease.ticket.places[index][0])
-            if parts is not None and (found := parts.beyond(known, until - time.monotonic())) > known:
-                least = min(least, found)
+        page, _ = lease.ticket.places[index]
+        while (parts := source.pool.parts.of(page)) is None or parts is not looked_at:
+            if not source.is_coming(lease, index, on_device=on_device):
                 break
+            if parts is not None:
+                found = parts.beyond(known, until - time.monotonic(), on_device=on_device)
+                if found > known:
+                    least, looked_at = min(least, found), parts
+                    break
             if time.monotonic() >= until:
                 return known
-            time.sleep(_NAP_SECONDS)  # the step has not begun, or its end has not been looked at
+            time.sleep(_SHORT_NAP_SECONDS)  # the step has not begun, or its end has not been looked at
     return least

@@ -21,6 +21,7 @@ from sapwood_worker.core.cache.handoff.movers import cuda_ipc, in_place, shm, tc
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.records.handoff_stages import reached
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class PageServer:
         asked = at.asked()
         if asked is None:
             return
+        reached("read asked for")
         lease = self._source.leases.find(asked.transfer_id, asked.epoch)
         if asked.way == "tcp":
             tcp.send_pages(at, self._source, lease, asked.indices)

@@ -22,13 +22,14 @@ class PageSource(NamedTuple):
     pool: HostPool
     namespace: str
 
-    def has(self, lease: Lease, index: int) -> bool:
-        """Whether all of a ticket's page is there."""
-        return self._readable(lease, index) and lease.entries[index].ready
+    def has(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
+        """Whether all of a ticket's page is there: in the host's memory, or on the device if it is read from there."""
+        return self._readable(lease, index) and self._filled(lease, index, on_device)
 
-    def is_coming(self, lease: Lease, index: int) -> bool:
-        """Whether a ticket's page is being computed, or what computed it has not been looked at."""
-        return self._readable(lease, index) and not lease.entries[index].ready
+    def is_coming(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
+        """Whether a ticket's page is being computed, or what computed it has not been looked at, or it is on its way to where it
+        is read."""
+        return self._readable(lease, index) and not self._filled(lease, index, on_device)
 
     def record(self, lease: Lease, index: int) -> memoryview:
         """The record of a ticket's page."""
@@ -44,6 +45,10 @@ class PageSource(NamedTuple):
         if still:
             self.leases.was_read(lease, index)
         return still
+
+    def _filled(self, lease: Lease, index: int, on_device: bool) -> bool:
+        entry = lease.entries[index]
+        return entry.ready or (on_device and entry.computed)
 
     def _readable(self, lease: Lease, index: int) -> bool:
         return index < len(lease.keys) and self.leases.readable(lease, index)

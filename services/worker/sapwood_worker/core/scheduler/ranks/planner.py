@@ -109,6 +109,11 @@ class RankPlanner:
         """As :meth:`Scheduler.handed_off`."""
         return [output for each in self._ranks for output in each.handed_off()]
 
+    @property
+    def owes_tickets(self) -> bool:
+        """As :attr:`Scheduler.owes_tickets`."""
+        return any(each.owes_tickets for each in self._ranks)
+
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
         """As :meth:`Scheduler.announced`, at the rank that is to have the request."""
         rank = self._promised.get(ticket.transfer_id)

@@ -46,7 +46,7 @@ def plan_running(
         decoding = left == 1 and request.planned >= request.prompt_length
         if lanes > 1 and (request.unknown or (decoding and len(decodes) == most)):
             continue
-        if request.unknown and known >= request.max_length:
+        if request.unknown and (request.hands_off or known >= request.max_length):
             continue  # the token that is in flight is the request's last
         while (known > request.capacity or request.planned >= request.reach) and not running.make_room(request, known):
             if in_flight:

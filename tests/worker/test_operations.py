@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from itertools import islice
 from pathlib import Path
@@ -85,7 +86,7 @@ async def test_a_killed_scheduler_ends_requests_unavailable_and_is_started_anew(
 
 
 @pytest.mark.slow
-async def test_a_scheduler_that_dies_again_and_again_ends_the_worker(start) -> None:
+async def test_a_scheduler_that_dies_again_and_again_is_waited_for_and_the_worker_stays(start) -> None:
     worker = start()
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -95,7 +96,13 @@ async def test_a_scheduler_that_dies_again_and_again_ends_the_worker(start) -> N
             with pytest.raises(grpc.aio.AioRpcError):
                 while True:  # until the loss is noticed
                     await collect(stub, request(f"r{number}", [1], max_tokens=100))
-    assert worker.wait() == 1
+        tokens, _ = await when_serving(stub, request("again", [1]))
+        assert tokens == expected([1], 5)
+        await health_is(channel, SERVING)
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    pauses = re.findall(r"it has ended (\d) times in a row: it is started anew in (\d+) s", worker.log)
+    assert pauses == [("3", "2")], "the first two are not waited for"
 
 
 @pytest.mark.slow

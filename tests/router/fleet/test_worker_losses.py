@@ -386,7 +386,7 @@ async def test_a_machine_with_too_much_to_do_loses_no_worker() -> None:
 async def test_ranks_of_two_groups_killed_and_stopped_in_turn_lose_and_change_no_answer() -> None:
     async with cluster(2, flags=("--tensor-parallel", "2")) as (router, groups, stub):
         load = Load(stub, 8, seed=5)
-        # Each rank is killed and stopped once; each group loses two, as a third within two minutes would end its worker.
+        # Each rank is killed and stopped once; each group loses two, as a third within two minutes would be waited for.
         for number, ranks in ((signal.SIGKILL, (0, 1)), (signal.SIGSTOP, (1, 0))):
             for group, rank in zip(groups, ranks, strict=True):
                 await progress(load, 12)

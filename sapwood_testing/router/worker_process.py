@@ -139,7 +139,7 @@ class Load:
             request = router_pb2.RouterGenerateRequest()
             request.tokens.ids.extend(prompt)
             request.sampling.seed, request.sampling.max_tokens = 7, LENGTH
-            call = self._stub.Generate(request, timeout=120)
+            call = self._stub.Generate(request, timeout=300)  # it ends what hangs, however busy the machine is
             tokens: list[int] = []
             async for response in call:
                 tokens += response.token_ids

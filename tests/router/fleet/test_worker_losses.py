@@ -71,15 +71,19 @@ async def cluster(
         await tokenizer.kill()
 
 
+PATIENCE = 300.0
+"""Seconds after which what has not come never does. How long it takes is the machine's affair: beside a compiler, a minute."""
+
+
 async def available(router: RouterApplication, count: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while len(router.registry.available("fake")) != count:
             await asyncio.sleep(0.01)
 
 
 async def moved(router: RouterApplication, worker: WorkerProcess) -> None:
     """Waits until what ran on a worker runs elsewhere."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while known_as(router, worker).in_flight:
             await asyncio.sleep(0.01)
 
@@ -96,7 +100,7 @@ def losses_of(router: RouterApplication, worker: WorkerProcess) -> float:
 
 async def progress(load: Load, requests: int) -> None:
     goal = load.done + requests
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE):
         while load.done < goal:
             load.check()
             await asyncio.sleep(0.01)

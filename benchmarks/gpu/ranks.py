@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
@@ -192,7 +193,7 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
         exchange_timeout=_EXCHANGE_SECONDS,
     )
     if split.own_requests and place.size > 1:
-        parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device(device)), dispatch=split.dispatch)
+        parallel = replace(parallel, rows=OwnRows(parallel.tp, device_ops(device)), dispatch=split.dispatch)
     if split.redundant_experts:
         parallel = replace(parallel, redundant_experts=split.redundant_experts)
         if device != "cpu":

@@ -8,8 +8,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
@@ -53,7 +52,7 @@ def run_group(
 
     def one(rank: int, parallel: Parallel) -> list[ResultT]:
         if own_requests:
-            parallel = replace(parallel, rows=OwnRows(parallel.tp, torch.device("cpu")))
+            parallel = replace(parallel, rows=OwnRows(parallel.tp, device_ops("cpu")))
         if whole_experts:
             parallel = replace(parallel, ep=parallel.tp, dispatch=dispatch)
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))

@@ -1,21 +1,82 @@
-"""Ranks with rows of their own: what is told of a step's rows, and how long it holds."""
+"""Ranks that have rows of their own: what the host has to do for a step, and whether it waits for the device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import SHAPE
-from sapwood_testing.worker.thread_ranks import run_grid
+from sapwood_testing.worker.thread_ranks import ThreadGroup, run_grid, run_ranks
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.memory.trial_step import compute_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+
+
+class CountingOps(DeviceOps):
+    """Attributes: copied: Arrays that were copied to the device."""
+
+    copied = 0
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        self.copied += 1
+        return super().to_device(array)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5), (4, 4, 4), (0, 1, 0)])
+def test_places_of_rows_are_copied_once_for_the_first_layer_that_needs_them(counts: tuple[int, ...]) -> None:
+    def work(group: ThreadGroup) -> list[int]:
+        ops = CountingOps(torch.device("cpu"))
+        rows = OwnRows(group, ops)
+        copied = []
+        for _ in range(2):
+            rows.begin(counts)
+            copied.append(ops.copied)  # a step that replays a graph needs none
+            own = torch.full((counts[group.rank] + 2, 8), 1.0 + group.rank)  # two rows pad it
+            for _ in range(3):
+                every = rows.gather(own)
+                assert every[:, 0].tolist() == [1.0 + rank for rank, count in enumerate(counts) for _ in range(count)]
+                found = rows.scatter_sum(every * (1 + group.rank), len(own))
+                assert (found[: counts[group.rank]] == 6.0 + 6.0 * group.rank).all()
+                assert not found[counts[group.rank] :].any()
+            copied.append(ops.copied)
+        return copied
+
+    uneven = int(min(counts) < max(counts))
+    assert run_ranks(3, work) == [[0, uneven, uneven, 2 * uneven]] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_host_does_not_wait_for_the_gpu() -> None:
+    class Alone(Group):
+        size = 2
+
+        def gather_rows(self, x: Tensor) -> Tensor:
+            return torch.cat((x, x))
+
+        def reduce_scatter(self, x: Tensor) -> Tensor:
+            return x[: len(x) // 2]
+
+    rows = OwnRows(Alone(), device_ops("cuda"))
+    x = torch.ones(3, 8, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows.begin([3, 1])
+        rows.scatter_sum(rows.gather(x), 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
 
 OPTIONS: dict[str, Any] = {"num_pages": 8, "max_running": 4, "page_size": 16}
 
@@ -31,7 +92,7 @@ def test_a_model_is_built_whatever_rows_another_had_last(tiny_model: Any, make_r
     alone = trial(make_runner(path, **OPTIONS))
 
     def work(rank: int, parallel: Parallel) -> Tensor:
-        rows = OwnRows(parallel.tp, torch.device("cpu"))
+        rows = OwnRows(parallel.tp, device_ops("cpu"))
         rows.begin([2, 0])
         return trial(
             build_runner(RunnerOptions(model_path=path, threads=1, parallel=replace(parallel, rows=rows), **OPTIONS))

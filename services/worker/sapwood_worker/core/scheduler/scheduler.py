@@ -239,6 +239,11 @@ class Scheduler:
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait to be admitted."""
+        return len(self._waiting)
+
+    @property
     def demand(self) -> Demand:
         """How much the next step could compute. O(running), and a look into the cache for a few waiting requests."""
         first = islice(self._order.order(self._waiting, self._steps), self._config.max_running - len(self._running))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.group import Group
 
 
@@ -19,64 +21,59 @@ class OwnRows:
 
     Args:
         group: The ranks.
-        device: Where rows are.
+        ops: The operations of the device where rows are.
 
     Attributes:
         seen: int64 [1]: a digest of the rows that this rank has computed layers for since :meth:`begin`; whoever takes them to a
             layer adds to it. They are all ranks' rows, so that it is the same on every rank, or one of them got others.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.seen = torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(self, group: Group, ops: DeviceOps) -> None:
+        self.seen = torch.zeros(1, dtype=torch.int64, device=ops.device)
         self._group = group
+        self._ops = ops
         self._counts: Sequence[int] = ()
         self._most = self._own = 0
         self._places: Tensor | None = None
+        self._told = False
 
     def begin(self, counts: Sequence[int]) -> None:
-        """Tells how many rows each rank has in what is computed next."""
-        self._counts, self._places = counts, None
-        self._most, self._own = max(counts), counts[self._group.rank]
+        """Tells how many rows each rank has in what is computed next; the host does not wait for the device."""
+        self._told, self._places = True, None
         self.seen.zero_()
+        self._counts = counts
+        self._most, self._own = max(counts), counts[self._group.rank]
 
     def forget(self) -> None:
         """Makes it as before the first :meth:`begin`. Whoever builds a model does, as its graphs are captured with what is here;
         another model of the same ranks may have computed steps."""
-        self._counts, self._places = (), None
+        self._told, self._places = False, None
 
     def sizes(self, rows: int) -> tuple[int, int]:
         """How many of so many rows are this rank's own, and how many the rank has that has most."""
-        return (self._own, self._most) if self._counts else (rows, rows)
+        return (self._own, self._most) if self._told else (rows, rows)
 
     def gather(self, x: Tensor) -> Tensor:
         """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here."""
-        if not self._counts:
+        if not self._told:
             return self._group.gather_rows(x)
         every = self._group.gather_rows(F.pad(x[: self._own], (0, 0, 0, self._most - self._own)))
-        return every if self._even else every.index_select(0, self._filled())
+        return every if (filled := self._filled()) is None else every.index_select(0, filled)
 
     def scatter_sum(self, x: Tensor, rows: int) -> Tensor:
         """This rank's part of the sum for all rows, in the order of :meth:`gather` -> the sum for its own: [rows, W]."""
-        if not self._counts:
+        if not self._told:
             return self._group.reduce_scatter(x)
-        if not self._even:
-            x = x.new_zeros(self._most * self._group.size, x.shape[1]).index_copy_(0, self._filled(), x)
+        if (filled := self._filled()) is not None:
+            x = x.new_zeros(self._most * self._group.size, x.shape[1]).index_copy_(0, filled, x)
         return F.pad(self._group.reduce_scatter(x)[: self._own], (0, 0, 0, rows - self._own))
 
-    @property
-    def _even(self) -> bool:
-        """Whether every rank has as many rows."""
-        return min(self._counts) == self._most
-
-    def _filled(self) -> Tensor:
-        """int64 [sum of the counts]: the places of rows among all that are sent. They are made when a layer first asks, as the
-        layers in a graph never do, and copied while the device computes what was queued before."""
-        if self._places is None:
-            places = [rank * self._most + row for rank, count in enumerate(self._counts) for row in range(count)]
-            on_host = torch.tensor(places)
-            if self.seen.is_cuda:
-                on_host = on_host.pin_memory()
-            self._places = on_host.to(self.seen.device, non_blocking=True)
+    def _filled(self) -> Tensor | None:
+        """int64 [sum of the counts]: which of all ranks' padded rows are rows; None: all. Made for the first layer that needs
+        it: a step that replays a graph does not."""
+        if self._places is None and min(self._counts) < self._most:
+            places = [np.arange(count) + rank * self._most for rank, count in enumerate(self._counts)]
+            self._places = self._ops.to_device(np.concatenate(places))
         return self._places
 
 

@@ -13,6 +13,7 @@ from sapwood_common.models.model_files import resolve_model
 from sapwood_common.models.progress import logged
 from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
 from sapwood_worker.model.compiled_kernels import take_kernels
@@ -250,7 +251,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         listener=place.listener,
         waits=place.waits,
     )
-    rows = OwnRows(parallel.tp, torch.device(device)) if config.data_parallel_attention else None
+    rows = OwnRows(parallel.tp, device_ops(device)) if config.data_parallel_attention else None
     parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows, dispatch=config.expert_dispatch)
     if (
         config.redundant_experts

@@ -42,8 +42,8 @@ def test_rows_get_what_the_experts_of_all_ranks_make_of_them(
     gathered, each = max(counts) > 8, EXPERTS // size
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor, int]:
-        rows = OwnRows(group, torch.device("cpu"))
-        exchange = choice.choose_exchange(group, rows, shape(dtype, float8), device_ops("cpu"))
+        rows = OwnRows(group, OPS)
+        exchange = choice.choose_exchange(group, rows, shape(dtype, float8), OPS)
         assert exchange is not None
         rows.begin(counts)
         x, ids, weights = of_rank(group.rank, counts[group.rank], dtype)
@@ -100,9 +100,7 @@ def test_what_is_wrong_on_one_rank_is_used_on_none(
     with caplog.at_level(logging.WARNING):
         found = run_ranks(
             2,
-            lambda group: choice.choose_exchange(
-                group, OwnRows(group, torch.device("cpu")), shape(), device_ops("cpu")
-            ),
+            lambda group: choice.choose_exchange(group, OwnRows(group, OPS), shape(), OPS),
         )
     assert found == [None, None]
     assert (
@@ -115,6 +113,6 @@ def test_ranks_that_share_no_memory_send_rows_to_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "load_library", lambda: None)
-    found = run_ranks(2, lambda group: choice.choose_exchange(group, OwnRows(group, OPS.device), shape(), OPS))
+    found = run_ranks(2, lambda group: choice.choose_exchange(group, OwnRows(group, OPS), shape(), OPS))
     assert found == [None, None]
     assert "ranks do not share memory here" in caplog.text

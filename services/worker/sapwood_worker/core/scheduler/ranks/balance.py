@@ -53,6 +53,8 @@ def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
         demands: What each could.
         most: Tokens of a rank's step at most.
     """
+    if not any(demand.prompts for demand in demands):
+        return [0] * len(demands)
     busy = [demand for demand in demands if demand.rows or demand.prompts]
     decodes = [decode_work(demand) for demand in busy]
     low = max(decodes, default=0.0)
@@ -66,7 +68,7 @@ def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
         return max(times) * len(times) <= _UNEVEN * sum(times)
 
     # The longest step over the mean only grows with the level: what ranks compute is a concave function of it.
-    while busy and high - low > 1.0:
+    while high - low > 1.0:
         level = (low + high) / 2
         low, high = (level, high) if is_even(level) else (low, level)
     patience = max(1, sum(demand.rows for demand in demands))

@@ -91,7 +91,7 @@ class RankPlanner:
             InvalidArgumentError: As :meth:`Lifecycle.add`.
             ResourceExhaustedError: The queues are full.
         """
-        if sum(each.load().waiting_requests for each in self._ranks) >= self._config.max_waiting:
+        if sum(each.num_waiting for each in self._ranks) >= self._config.max_waiting:
             raise ResourceExhaustedError(
                 f"the queue is full: {self._config.max_waiting} requests wait", retry_after=1.0
             )
@@ -243,6 +243,8 @@ class RankPlanner:
 
     def _spread(self) -> None:
         """Moves requests that wait to ranks that could admit them, while nothing waits there."""
+        if not any(each.num_waiting for each in self._ranks):
+            return
         for rank, taker in enumerate(self._ranks):
             load = taker.load()
             if load.waiting_requests or load.running_requests >= self._config.max_running:

@@ -1,9 +1,12 @@
 """What a step costs the host on a GPU, without one: scheduler and runner with CUDA graphs that do nothing, 28 layers.
 
 FlashInfer's wrappers and our decode kernel do nothing either, pinned memory is ordinary; all else is what a GPU worker runs.
-Prints for each workload the median CPU time of this thread by part, the least of the whole, and a step's Python calls.
+Prints for each workload the median CPU time of this thread by part, the least of the whole, a step's Python calls, and its calls
+of torch's operations, each of which a GPU's host launches or makes pinned memory for.
 
-    python benchmarks/bench_host.py [--work decode-1,decode-64,prompt-128,prompt-1024]
+    python benchmarks/bench_host.py [--work decode-1,decode-64,prompt-128,prompt-1024,draft-7]
+
+``draft-K``: one request, of which a head of EAGLE-3 drafts K tokens in each step, all of them right.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import collections
 import contextlib
 import gc
 import importlib.machinery
-import itertools
 import json
 import os
 import random
@@ -27,6 +29,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from walking_weights import eagle_head
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32,
@@ -47,8 +51,10 @@ def pretend_a_gpu() -> None:
 
     class Event:
         record = synchronize = wait = staticmethod(lambda *args: None)
+        elapsed_time = staticmethod(lambda *args: 0.3)
 
-    cuda.CUDAGraph, cuda.Event, cuda.Stream = Graph, Event, lambda *args: mock.MagicMock()
+    cuda.CUDAGraph, cuda.Stream = Graph, lambda *args: mock.MagicMock()
+    cuda.Event = lambda enable_timing=False: Event()
     cuda.graph = cuda.stream = lambda *args, **given: contextlib.nullcontext()
     cuda.current_stream = cuda.graph_pool_handle = mock.MagicMock()
     torch.Tensor.pin_memory = torch.Tensor.clone  # type: ignore[assignment, method-assign]
@@ -65,48 +71,63 @@ def pretend_a_gpu() -> None:
     sys.modules["flashinfer"] = flashinfer
 
 
-def make_runner(folder: Path) -> Any:
-    """A runner that takes itself for a GPU's."""
-    from sapwood_kernels.attention import split_decode
+def make_runner(folder: Path, *, headed: bool = False) -> Any:
+    """A runner that takes itself for a GPU's; ``headed``: with a head that drafts."""
+    from sapwood_kernels.attention import split_decode, tiled_prefill
     from sapwood_kernels.ops.cpu import CpuOps
     from sapwood_kernels.ops.cuda import CudaOps
-    from sapwood_worker.model.attention import flashinfer
-    from sapwood_worker.model.runner import builder, cuda_graph, piecewise_graphs
+    from sapwood_worker.model.attention import flashinfer, triton
+    from sapwood_worker.model.runner import builder
+    from sapwood_worker.model.runner.graphs import cuda_graph, piecewise_graphs
     from sapwood_worker.model.runner.options import RunnerOptions
 
     class Ops(CpuOps):
         asynchronous = captures = True
         to_device, fill, to_host, fence = CudaOps.to_device, CudaOps.fill, CudaOps.to_host, CudaOps.fence
+        moment = CudaOps.moment
         row_max = staticmethod(lambda logits: (torch.ones(len(logits)), torch.full((len(logits),), 7)))
 
+    zeros = lambda query, *args, **given: torch.zeros_like(query)  # noqa: E731
     for where, name, instead in (
-        (split_decode, "decode_attention", lambda query, *args, **given: torch.zeros_like(query)),
+        (tiled_prefill, "prefill_attention", zeros),
+        (split_decode, "decode_attention", zeros),
         (flashinfer, "gpu_refusal", lambda ops: None),
+        (triton, "gpu_refusal", lambda ops: None),
         (builder, "device_ops", lambda device: Ops(torch.device("cpu"))),
         (builder, "begin_kernels", lambda *args, **given: None),
         (piecewise_graphs, "worth_capturing", lambda *args, **given: 8192),
         (piecewise_graphs, "token_ladder", lambda largest: [128, 1024]),
-        (cuda_graph, "ladder", lambda largest: [1, 2, 4, 64]),
+        (cuda_graph, "ladder", lambda largest: [1, 2, 4, 8, 64]),
     ):
         setattr(where, name, instead)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return builder.build_runner(
-        RunnerOptions(
-            folder, load_format="dummy", dtype="bfloat16", context_length=16384, num_pages=3000, max_running=256,
-            max_step_tokens=8192, attention_backend="flashinfer",
-        )
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG | ({"tie_word_embeddings": False} if headed else {})))
+    options = RunnerOptions(
+        folder, load_format="dummy", dtype="bfloat16", context_length=16384, num_pages=3000, max_running=256,
+        max_step_tokens=8192, attention_backend="flashinfer",
     )  # fmt: skip
+    return builder.build_headed_runner(options, eagle_head(folder)) if headed else builder.build_runner(options)
 
 
 class Host:
-    """Runs steps, overlapped as a GPU worker does."""
+    """Runs steps, overlapped as a GPU worker does.
 
-    def __init__(self, runner: Any) -> None:
+    Args:
+        runner: The runner.
+        drafted: Tokens of each draft, of a runner whose head drafts.
+    """
+
+    def __init__(self, runner: Any, drafted: int = 0) -> None:
         from sapwood_worker.core.scheduler.config import SchedulerConfig
         from sapwood_worker.core.scheduler.scheduler import Scheduler
+        from sapwood_worker.core.scheduler.speculation import speculation
+        from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 
         info = runner.info
         self._runner = runner
+        self._now = 0.0
+        drafter = DraftModel(runner.draft, info.context_length, 2048, "eagle", 1) if drafted else None
+        speculation.MOST_DRAFTED = drafted or speculation.MOST_DRAFTED
         self.scheduler = Scheduler(
             SchedulerConfig(
                 page_size=info.page_size,
@@ -114,7 +135,10 @@ class Host:
                 context_length=info.context_length,
                 max_running=256,
                 max_step_tokens=8192,
-            )
+                speculate="auto" if drafted else "off",
+            ),
+            clock=lambda: self._now,
+            drafter=drafter,
         )
         self._launched: collections.deque[Any] = collections.deque()
         self._count = 0
@@ -131,18 +155,26 @@ class Host:
 
     def step(self) -> list[float]:
         """Seconds of each of PARTS."""
-        times = [time.thread_time()]
-        planned = self.scheduler.schedule()
-        times.append(time.thread_time())
+        spent = dict.fromkeys(PARTS, 0.0)
+
+        def timed(part: str, call: Any, *given: Any) -> Any:
+            began = time.thread_time()
+            found = call(*given)
+            spent[part] += time.thread_time() - began
+            return found
+
+        def take(keep: int) -> None:
+            while len(self._launched) > keep:
+                timed("update", self.scheduler.update, timed("result", self._launched.popleft().result))
+
+        if not self.scheduler.plans_ahead:
+            take(0)
+        self._now += 0.005  # what a step takes, for what plans drafts
+        planned = timed("schedule", self.scheduler.schedule)
         if planned:
-            self._launched.append(self._runner.launch(planned))
-        times.append(time.thread_time())
-        answers = [self._launched.popleft().result() for _ in range(len(self._launched) - bool(planned))]
-        times.append(time.thread_time())
-        for answer in answers:
-            self.scheduler.update(answer)
-        times.append(time.thread_time())
-        return [after - before for before, after in itertools.pairwise(times)]
+            self._launched.append(timed("launch", self._runner.launch, planned))
+        take(int(bool(planned)))
+        return list(spent.values())
 
     def finish(self) -> list[float]:
         steps = []
@@ -160,6 +192,19 @@ class Host:
         self.finish()
         return times, calls
 
+    def draft(self, tokens: int) -> tuple[list[list[float]], int]:
+        """As :meth:`decode` of one request; the first steps try drafts of each length."""
+        self.add(200, 4000)
+        for _ in range(200):
+            self.step()
+        before = self.scheduler.load()
+        times = [self.step() for _ in range(200)]
+        after = self.scheduler.load()
+        assert after.drafted_tokens - before.drafted_tokens == 200 * tokens, "each step checks a whole draft"
+        calls = count_calls(self.step)
+        self.finish()
+        return times, calls
+
     def prompt(self, length: int) -> tuple[list[list[float]], int]:
         times = []
         for _ in range(60):
@@ -168,6 +213,19 @@ class Host:
             times.append(self.finish())
         self.add(length, 1)
         return times, count_calls(self.finish)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def count_calls(run: Any) -> int:
@@ -186,20 +244,24 @@ def count_calls(run: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", default="decode-1,decode-64,prompt-128,prompt-1024", help="default: %(default)s")
-    wanted = parser.parse_args().work.split(",")
+    wanted = [
+        (kind, int(size)) for kind, _, size in (each.partition("-") for each in parser.parse_args().work.split(","))
+    ]
     pretend_a_gpu()
     with tempfile.TemporaryDirectory() as folder:
-        host = Host(make_runner(Path(folder)))
+        drafted = [size for kind, size in wanted if kind == "draft"]
+        assert len(drafted) in (0, len(wanted)), "a runner whose head drafts does nothing else"
+        host = Host(make_runner(Path(folder), headed=bool(drafted)), max(drafted, default=0))
     gc.freeze()
-    for work in wanted:
-        kind, _, size = work.partition("-")
-        times, calls = (host.decode if kind == "decode" else host.prompt)(int(size))
+    for kind, size in wanted:
+        times, calls = getattr(host, kind)(size)
         medians = {
             part: round(1e6 * statistics.median(own), 1)
             for part, own in zip(PARTS, zip(*times, strict=True), strict=True)
         }
         least = round(1e6 * min(map(sum, times)), 1)
-        print(json.dumps({"work": work, "us": medians, "least_us": least, "python_calls": calls}), flush=True)
+        row = {"work": f"{kind}-{size}", "us": medians, "least_us": least, "python_calls": calls}
+        print(json.dumps(row), flush=True)
     os._exit(0)  # Triton's modules, unloaded, complain
 
 

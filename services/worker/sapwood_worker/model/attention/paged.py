@@ -40,11 +40,17 @@ class KernelAttention:
     Args:
         pool: Keys and values.
         kernels: The kernel of each kind.
+
+    Attributes:
+        advances: Whether :meth:`advance` may be called.
     """
 
     def __init__(self, pool: DevicePool, kernels: Mapping[Variant, PlannedAttention]) -> None:
         self._pool = pool
         self._kernels = kernels
+        # To ask whether an object implements a protocol takes longer than to launch a kernel: it is asked once.
+        self._advancing = [each for each in kernels.values() if isinstance(each, AdvancingAttention)]
+        self.advances = len(self._advancing) == len(kernels)
         # Each layer's are looked up once: between the layers of a prompt the device waits for the host.
         self._found: dict[int, tuple[PlannedAttention, StoredPages]] = {}
 
@@ -54,15 +60,13 @@ class KernelAttention:
         for kernel in self._kernels.values():
             kernel.plan(query_indptr, batch.keys)
 
-    @property
-    def advances(self) -> bool:
-        """Whether :meth:`advance` may be called."""
-        return all(isinstance(kernel, AdvancingAttention) for kernel in self._kernels.values())
+    def advance(self, by: int | Tensor) -> None:
+        """Lets each planned request have so many more keys, or fewer; the plan's pages must hold them.
 
-    def advance(self, by: int) -> None:
-        """Lets each planned request have so many more keys, or fewer; the plan's pages must hold them."""
-        for kernel in self._kernels.values():
-            assert isinstance(kernel, AdvancingAttention)
+        Args:
+            by: How many; int64 [B] on the device: how many each.
+        """
+        for kernel in self._advancing:
             kernel.advance(by)
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:

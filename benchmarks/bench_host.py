@@ -182,7 +182,7 @@ class Host:
             steps.append(self.step())
         return [sum(part) for part in zip(*steps, strict=True)]
 
-    def decode(self, batch: int) -> tuple[list[list[float]], int]:
+    def decode(self, batch: int) -> tuple[list[list[float]], tuple[int, int]]:
         for _ in range(batch):
             self.add(200, 260)
         for _ in range(20):
@@ -192,7 +192,7 @@ class Host:
         self.finish()
         return times, calls
 
-    def draft(self, tokens: int) -> tuple[list[list[float]], int]:
+    def draft(self, tokens: int) -> tuple[list[list[float]], tuple[int, int]]:
         """As :meth:`decode` of one request; the first steps try drafts of each length."""
         self.add(200, 4000)
         for _ in range(200):
@@ -205,14 +205,19 @@ class Host:
         self.finish()
         return times, calls
 
-    def prompt(self, length: int) -> tuple[list[list[float]], int]:
+    def prompt(self, length: int) -> tuple[list[list[float]], tuple[int, int]]:
         times = []
         for _ in range(60):
             self.scheduler.flush_cache()
             self.add(length, 1)
             times.append(self.finish())
-        self.add(length, 1)
-        return times, count_calls(self.finish)
+
+        def again() -> None:
+            self.scheduler.flush_cache()
+            self.add(length, 1)
+            self.finish()
+
+        return times, count_calls(again)
 
 
 class Operations(TorchDispatchMode):
@@ -220,16 +225,15 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count: collections.Counter[str] = collections.Counter()
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.count[str(func)] += 1
+        self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
 
-def count_calls(run: Any) -> int:
-    """Python functions that are called."""
+def count_calls(run: Any) -> tuple[int, int]:
+    """Python functions and operations of torch that are called, in a run each."""
     counted = [0]
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -238,7 +242,9 @@ def count_calls(run: Any) -> int:
     sys.setprofile(count)
     run()
     sys.setprofile(None)
-    return counted[0]
+    with Operations() as operations:
+        run()
+    return counted[0], operations.count
 
 
 def main() -> None:
@@ -260,7 +266,13 @@ def main() -> None:
             for part, own in zip(PARTS, zip(*times, strict=True), strict=True)
         }
         least = round(1e6 * min(map(sum, times)), 1)
-        row = {"work": f"{kind}-{size}", "us": medians, "least_us": least, "python_calls": calls}
+        row = {
+            "work": f"{kind}-{size}",
+            "us": medians,
+            "least_us": least,
+            "python_calls": calls[0],
+            "torch_calls": calls[1],
+        }
         print(json.dumps(row), flush=True)
     os._exit(0)  # Triton's modules, unloaded, complain
 

@@ -117,10 +117,10 @@ class DialledRunner:
         assert isinstance(launched, LaunchedStep)
         return DialledStep(launched, places)
 
-    def launch_chain(self, first: Step, wanted: IntArray) -> DraftedTokens | None:
+    def launch_chain(self, first: Step, wanted: IntArray, reach: IntArray) -> DraftedTokens | None:
         for entry in first.entries:
             self._serials[entry.row] = entry.serial
-        made = self._runner.launch_chain(first, wanted)
+        made = self._runner.launch_chain(first, wanted, reach)
         if made is None:
             return None
         serials = [self._serials[row] for row in first.rows.tolist()]

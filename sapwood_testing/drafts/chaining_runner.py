@@ -18,7 +18,8 @@ class ChainingRunner(FakeRunner):
 
     chained = awaited = 0
 
-    def launch_chain(self, first: Step, wanted: IntArray) -> KnownLater:
+    def launch_chain(self, first: Step, wanted: IntArray, reach: IntArray) -> KnownLater:
+        assert (first.starts + first.counts + wanted <= reach).all(), "pages hold what is asked for"
         tokens = np.zeros((1 + int(wanted.max()), len(wanted)), np.int64)
         tokens[0] = [each[-1] for each in self.execute(first).token_ids]
         for place in range(len(tokens) - 1):

@@ -37,7 +37,7 @@ class GatheredAttention:
         self._indptr.copy_(keys.indptr)
         self._lengths.copy_(keys.lengths(self._parts.needs.shape.page_size))
 
-    def advance(self, by: int) -> None:
+    def advance(self, by: int | Tensor) -> None:
         self._lengths.add_(by)
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:

@@ -140,10 +140,15 @@ class PlannedAttention(Protocol):
 
 @runtime_checkable
 class AdvancingAttention(Protocol):
-    """A :class:`PlannedAttention` whose plan can be moved to other positions of the same requests without the host."""
+    """A :class:`PlannedAttention` whose plan can be moved to other positions of the same requests without the host. No plan
+    waits for the device to have read that before."""
 
-    def advance(self, by: int) -> None:
-        """Lets each request have so many more keys, or fewer, from now on; the plan's pages must hold them."""
+    def advance(self, by: int | Tensor) -> None:
+        """Lets each request have so many more keys, or fewer, from now on; the plan's pages must hold them.
+
+        Args:
+            by: How many; int64 [B] on the device: how many each.
+        """
         ...
 
 

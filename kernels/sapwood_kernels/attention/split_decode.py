@@ -55,7 +55,7 @@ class SplitDecodeAttention:
         else:
             self._lengths, self._indptr = _halves(self._ops.to_device(numbers), count)
 
-    def advance(self, by: int) -> None:
+    def advance(self, by: int | Tensor) -> None:
         """Implements ``AdvancingAttention``."""
         self._lengths.add_(by)
 

@@ -214,6 +214,46 @@ def test_checks_follow_drafts_and_the_head_follows_checks_before_the_host_knows_
     assert load.drafted_tokens > load.accepted_tokens > 15
 
 
+@pytest.mark.parametrize(("page_size", "num_pages", "most"), [(1, 2048, 6), (16, 128, 6), (16, 128, 1), (4, 22, 4)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_head_drafts_behind_a_check_is_what_it_says_when_it_is_asked(
+    tiny_model: Any, trained: Path, page_size: int, num_pages: int, most: int, count: int
+) -> None:
+    """Drafts become longer and shorter, so that some of those that were begun are cut and some go on."""
+    tiny = tiny_model("llama")
+    plain = build_runner(options(tiny.path))
+    runner = build_headed_runner(options(tiny.path, page_size=page_size, num_pages=num_pages), trained)
+    draft, head = runner.draft, PlainHead(load_file(trained / "model.safetensors"), tiny.oracle)
+    assert isinstance(draft, DraftingRunner)
+    for each in (runner, draft):
+        with_graphs(each, [1, 2, 4, 8, 32])
+    scheduler = scheduler_of(runner, "eagle")
+    speculation: Any = scheduler._speculation
+    drafter, checked, lengths = speculation._drafter, 0, set()
+    speculation._trials.rate = 0.9
+    fill, settle = drafter.fill, drafter.settle
+
+    def cut(decodes: Any, wanted: Any) -> Any:
+        longest = 2 + scheduler._steps // 3 % most
+        lengths.add(longest)
+        return fill(decodes, [each[:longest] for each in wanted])
+
+    def settled() -> float:
+        nonlocal checked
+        seconds: float = settle()
+        for part in drafter._late_parts:
+            checked += len(part.draft)
+            # With few pages some checks have no graph, and no head behind them.
+            assert num_pages == 22 or part.draft == head.draft(part.request.token_ids.tolist(), len(part.draft))
+        return seconds
+
+    drafter.fill, drafter.settle = cut, settled
+    found = run(scheduler, runner, True, greedy_ones()[:count])
+    assert_alike(found, run(scheduler_of(plain), plain, False, greedy_ones()[:count]))
+    assert draft.ahead > 4 and checked > 15 and len(lengths) == most
+    assert (scheduler.num_retractions > 0) == (num_pages == 22 and count == 3)
+
+
 def test_a_head_that_fails_behind_a_check_is_not_asked_there_again(
     tiny_model: Any, trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

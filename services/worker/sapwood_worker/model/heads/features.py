@@ -44,6 +44,21 @@ class ShiftedSteps:
             slots[np.cumsum(step.counts) - 1] = pages * size + last % size
         return slots
 
+    def slots(
+        self, first: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], count: int, wanted: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """int64 [count, P]: the slots of positions from ``first``, int64 [P], on; no token's from the ``wanted``-th on.
+
+        Args:
+            first, wanted: int64 [P].
+            pages: int32 [P, W]: the pages of the wanted ones, at least.
+            count: How many of each.
+        """
+        places = np.arange(count)[:, None]
+        at = np.where(places < wanted, first + places, 0)
+        slots = pages[np.arange(len(first)), at // self._page_size].astype(np.int64) * self._page_size
+        return np.where(places < wanted, slots + at % self._page_size, self._scratch)
+
     def leave(self, hidden: Tensor, slots: Tensor) -> None:
         """Leaves what the head made, [T, hidden_size], in slots, int64 [T]."""
         self._store.index_copy_(0, slots, hidden)

@@ -170,7 +170,7 @@ class ModelRunner:
                 seen = self._seen(step)
                 launched = LaunchedStep(step, at, tokens, {}, self._copied, self.ops, spared_tokens=spared, seen=seen)
                 if self.draft is not None and tokens is not None and at.drafts is not None and rows.last is None:
-                    self.draft.follow(step, rows, tokens.tokens)
+                    self.draft.follow(step, rows, tokens.tokens, self._graphs.computed(len(rows.token_ids)))
                 return launched
         if step.late is not None:
             step.settle()
@@ -189,14 +189,15 @@ class ModelRunner:
         self._deferred = [*self._deferred[1 - self.info.lanes :], deferred]
         return deferred
 
-    def follow(self, step: Step, rows: DecodeRows, tokens: Tensor) -> None:
-        """Computes what a head makes of the tokens that a check has sampled, at all of its positions; asynchronous. Here, for
-        what is no head, nothing.
+    def follow(self, step: Step, rows: DecodeRows, tokens: Tensor, computed: Tensor) -> None:
+        """Computes what a head makes of the tokens that a check has sampled, at all of its positions, and may begin the next
+        draft; asynchronous. Here, for what is no head, nothing.
 
         Args:
             step: The model's step that checks drafts; it computes nothing else.
             rows: Its rows.
             tokens: int64 [T]: what came of them.
+            computed: int64 [T]: the tokens that it computes; valid for what is queued before the model's next step.
         """
 
     def forget(self) -> None:

@@ -118,14 +118,26 @@ class RunningBatch:
             request.reach = self._cache.extend(request.slot, request.planned + 1, request.computed)
         return request.planned < request.reach
 
-    def draftable(self, request: Request, count: int) -> int:
-        """How many of so many tokens after its next one a request has pages for, once it was given what there was."""
+    def draftable(self, request: Request, count: int, *, further: bool = False) -> int:
+        """How many of so many tokens after its next one a request has pages for, once it was given what there was.
+
+        Args:
+            request: The request.
+            count: The tokens.
+            further: Give it pages for a draft as long after them, too, unless others may need them soon.
+        """
         start = request.planned + 1
-        if start + count > request.capacity:
-            missing = self.pages_for(start + count) - self._table.length(request.slot)
-            if self._cache.allocate(request.slot, missing):
-                request.capacity += missing * self._page_size
+        self._widen(request, start + count, 0)
+        if further:
+            self._widen(request, min(start + 2 * count + 2, request.max_length), len(self.requests))
         return max(0, min(self.reachable(request, 1 + count) - 1, request.capacity - start))
+
+    def _widen(self, request: Request, tokens: int, left: int) -> None:
+        """Gives a request pages for so many tokens if ``left`` others remain."""
+        if tokens > request.capacity:
+            missing = self.pages_for(tokens) - self._table.length(request.slot)
+            if missing + left <= self._cache.num_available and self._cache.allocate(request.slot, missing):
+                request.capacity += missing * self._page_size
 
     def reachable(self, request: Request, count: int) -> int:
         """How many of its next ``count`` tokens a request has pages of windows for, with those that it is given for them."""

@@ -48,6 +48,10 @@ class DraftPages:
         page = int(self.table.rows[slot, position // self.page_size])
         return page, self._ledger.epoch_of(page)
 
+    def reach(self, slot: int) -> int:
+        """Tokens that a row's pages hold."""
+        return self.table.length(slot) * self.page_size
+
     def rows(self, slots: IntArray, end: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
         """The pages of some rows, int32 [R, W], up to that of the token before ``end``; beyond a row's last undefined."""
         return self.table.rows[slots, : -(-end // self.page_size)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from sapwood_worker.core.cache.page_allocator import PageAllocator
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
@@ -42,4 +44,5 @@ def make_speculation(
         drafter = ModelDrafter(drafter, DraftPages(table, ledger, config.page_size))
     positions = min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)
     costs = StepCosts() if config.speculate == "auto" else None
-    return Speculation(drafter, positions, costs, running.draftable)
+    room = partial(running.draftable, further=drafter.computes)
+    return Speculation(drafter, positions, costs, room)

@@ -50,16 +50,17 @@ class DraftModel:
 class ChainRunner(Protocol):
     """A runner that may run decodes one after another without being asked for each."""
 
-    def launch_chain(self, first: Step, wanted: IntArray) -> LateTokens | None:
+    def launch_chain(self, first: Step, wanted: IntArray, reach: IntArray) -> LateTokens | None:
         """Begins a step and decodes that follow each other, each of the tokens of the one before.
 
         Args:
             first: Samples a token of each of P requests; their pages reach to the last decode's.
             wanted: int64 [P]: in how many decodes each is to be, at least one of them in one.
+            reach: int64 [P]: tokens that the requests' pages hold; where the next draft may go on if ``first`` names them.
 
         Returns:
-            The tokens, (1 + most wanted) * P of them, those of the first step first; of a request that has ended undefined.
-            None: nothing was begun.
+            The tokens, (1 + most wanted) * P of them or more, those of the first step first; of a request that has ended
+            undefined. None: nothing was begun.
         """
         ...
 
@@ -136,6 +137,7 @@ class ModelDrafter:
         self.late: LateTokens | None = None
         self._late_parts: list[_Part] = []
         self._model = model
+        self._chains = model.runner if isinstance(model.runner, ChainRunner) else None
         self._pages = pages
         self._rows: dict[
             int, int
@@ -217,7 +219,8 @@ class ModelDrafter:
         """Guesses token after token, after all that are known from ``starts`` on; the next is launched while one is computed."""
         ends = [len(part.request.token_ids) for part in parts]
         first = [(part, start, end - start) for part, start, end in zip(parts, starts, ends, strict=True)]
-        end = max(len(part.request.token_ids) + max(part.wanted - 1, 1) for part in parts)
+        # The draft after this one may begin before the host asks for it, where it ends at the latest.
+        end = max(len(part.request.token_ids) + 2 * part.wanted + 2 for part in parts)
         step = self._step(first, samples=True, end=end)
         if self._chain(parts, step):
             return
@@ -235,10 +238,11 @@ class ModelDrafter:
     def _chain(self, parts: list[_Part], step: Step) -> bool:
         """Guesses by this step and what follows it, one after another, if the runner can do that without being asked for each;
         the tokens are late then."""
-        runner, wanted = self._model.runner, np.array([part.wanted - 1 for part in parts])
-        if not wanted.any() or not isinstance(runner, ChainRunner):
+        wanted = np.array([part.wanted - 1 for part in parts])
+        if self._chains is None or not wanted.any():
             return False
-        self.late = runner.launch_chain(step, wanted)
+        reach = np.array([self._pages.reach(part.request.slot) for part in parts])
+        self.late = self._chains.launch_chain(step, wanted, reach)
         if self.late is None:
             return False
         self.chained += int(wanted.max())

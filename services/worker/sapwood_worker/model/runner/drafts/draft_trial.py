@@ -64,7 +64,8 @@ def try_drafts(runner: ModelRunner, draft: DraftingRunner, first: int) -> int:
             made = _steps(draft, rows, parts, sampling)
             if not made:
                 continue
-            late = draft.launch_chain(made[0], np.full(rows, 3))
+            reach = np.full(rows, _REACH)
+            late = draft.launch_chain(made[0], np.full(rows, 3), reach)
             if late is None:
                 for step in made[1:]:
                     step.token_ids = np.full(rows, -1, np.int64)
@@ -77,7 +78,7 @@ def try_drafts(runner: ModelRunner, draft: DraftingRunner, first: int) -> int:
             check.samples, check.late = check.counts, late
             check.token_ids = np.concatenate((np.zeros((rows, 1), np.int64), stand_ins), 1).ravel()
             runner.execute(check)
-            again = draft.launch_chain(made[1], np.full(rows, 3))
+            again = draft.launch_chain(made[1], np.full(rows, 3), reach)
             assert again is not None
             again.wait()
             steps += 3

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_worker.model.runner.drafts.draft_ahead import DraftAhead, DraftRoom, accepted
 from sapwood_worker.model.runner.drafts.follow_up import FollowUp
-from sapwood_worker.model.runner.graphs.cuda_graph import DecodeResult
+from sapwood_worker.model.runner.graphs.cuda_graph import DecodeResult, LateStart
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.launched_step import LaunchedStep
@@ -32,36 +33,54 @@ class DraftingRunner(ModelRunner):
 
     Attributes:
         taken: Steps that were computed already, behind the check before.
+        ahead: Drafts of which as much was.
     """
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
-        self.taken = 0
+        self.taken = self.ahead = 0
         self._follows = True
         self._followed: FollowUp | None = None
+        self._ahead: DraftAhead | None = None
+        self._room: DraftRoom | None = None  # behind the next step that the model launches
+        self._room_now: DraftRoom | None = None
 
     @torch.inference_mode()
-    def launch_chain(self, first: Step, wanted: IntArray) -> DraftedTokens | None:
+    def launch_chain(self, first: Step, wanted: IntArray, reach: IntArray) -> DraftedTokens | None:
         """Begins a step and decodes that follow each other, each of the tokens of the one before, where the host need not wait
         for any of them.
 
         Args:
             first: Samples a token of each of P requests; their pages reach to the last decode's.
             wanted: int64 [P]: in how many decodes each is to be, at least one of them in one.
+            reach: int64 [P]: tokens that the requests' pages hold, of which ``first`` may name more than these decodes need.
 
         Returns:
-            The tokens, int64 [(1 + most wanted) * P], the first step's first; of a request that has ended undefined. None:
-            nothing was begun, launch the steps one by one.
+            The tokens, int64 [(1 + most wanted) * P] or more, the first step's first; of a request that has ended undefined.
+            None: nothing was begun, launch the steps one by one.
         """
         for entry in first.entries:
             self._enter(entry)
         if self._graphs is None:
             return None
+        steps, ahead = int(wanted.max()), self._ahead
+        if self._shifted is not None:
+            reach = np.minimum(reach, first.pages.shape[1] * self._pool.page_size)
+            self._room = DraftRoom(first.rows, first.pages, reach, steps)
+        there = None if ahead is None else ahead.decodes(first, wanted)
+        if ahead is not None and there == steps:
+            self.taken, self.ahead, self._ahead = self.taken + 1, self.ahead + 1, None
+            ahead.tokens.share = (1 + steps) / (1 + ahead.room.steps)
+            return ahead.tokens
         begun, one = self.ops.moment(), np.ones(len(first.rows), np.int64)
         decodes = replace(first, starts=first.starts + first.counts, counts=one, token_ids=-one, entries=())
         rows = self._rows(self._graphs, decodes, prompts=True)
-        if rows is None or not self._graphs.chains(rows, wanted):
+        if rows is None or not self._graphs.chains(rows, steps):
             return None
+        if ahead is not None and there is not None:
+            self.taken, self.ahead, self._ahead = self.taken + 1, self.ahead + 1, None
+            rest = self._graphs.chain(replace(rows, positions=rows.positions + there), np.maximum(wanted - there, 0))
+            return DraftedTokens([ahead.tokens.tokens, *rest], self.ops, ahead.tokens.begun)
         taken = self._take_followed(first)
         if taken is None:
             super()._launch(first)
@@ -82,21 +101,45 @@ class DraftingRunner(ModelRunner):
         return choose
 
     @torch.inference_mode()
-    def follow(self, step: Step, rows: DecodeRows, tokens: Tensor) -> None:
+    def follow(self, step: Step, rows: DecodeRows, tokens: Tensor, computed: Tensor) -> None:
         if self._shifted is None or not self._follows or self._graphs is None or len(tokens) > self._graphs.largest:
             return
         nowhere = np.full(len(tokens), self._pool.scratch_slots()[0])
         late = self._graphs.columns[: len(tokens)], tokens
         try:
             result = self._graphs.run(replace(rows, left=nowhere), late=late)
+            followed = FollowUp(step.rows, step.starts, step.counts, result)
+            self._ahead = self._draft_ahead(step, tokens, computed, followed)
         except Exception:  # the check itself is on its way
             logger.exception("the head failed behind a check; it computes nothing there any more")
             self._follows = False
             return
-        self._followed = FollowUp(step.rows, step.starts, step.counts, result)
+        self._followed = followed if self._ahead is None else None  # a draft may overwrite its result
 
     def forget(self) -> None:
-        self._followed = None
+        self._followed = self._ahead = None
+        self._room_now, self._room = self._room, None
+
+    def _draft_ahead(self, check: Step, sampled: Tensor, computed: Tensor, followed: FollowUp) -> DraftAhead | None:
+        """Begins the draft after this check; None: it must wait until the host knows what the check has found."""
+        room, graphs, shifted = self._room_now, self._graphs, self._shifted
+        if room is None or not np.array_equal(room.rows, check.rows) or not self._sampler.greedy(check.rows):
+            return None
+        assert graphs is not None and shifted is not None and followed.result.hidden is not None
+        rows, wanted = room.begin(check)
+        longest = int(check.counts.max()) - 1
+        if not wanted.any() or not graphs.chains(rows, longest + room.steps):
+            return None
+        begun = self.ops.moment()
+        right = accepted(check, computed, sampled, self.ops)
+        slots = shifted.slots(rows.positions, room.pages, 1 + longest, wanted)
+        ends, *left = self.ops.to_device(np.concatenate(((np.cumsum(check.counts) - check.counts)[None], slots)))
+        ends = ends + right
+        shifted.leave(followed.result.hidden.index_select(0, ends), torch.stack(left).gather(0, right[None])[0])
+        latest = followed.result.greedy.index_select(0, ends)
+        self._keep(SampledTokens(latest), self.ops.to_device(check.rows))
+        made = graphs.chain(rows, wanted, late=LateStart(right, longest, room.steps))
+        return DraftAhead(room, followed, DraftedTokens([latest, *made], self.ops, begun))
 
     def _launch(self, step: Step) -> LaunchedStep | DeferredStep:
         tokens = self._take_followed(step)

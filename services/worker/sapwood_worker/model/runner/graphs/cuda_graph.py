@@ -83,6 +83,21 @@ class _Captured:
     result: DecodeResult
 
 
+@dataclass(frozen=True, slots=True)
+class LateStart:
+    """Where a chain begins, which only the device knows.
+
+    Attributes:
+        offsets: int64 [B]: how many positions later each request begins than the host says.
+        most: The largest that any of these may be.
+        steps: Steps of the chain.
+    """
+
+    offsets: Tensor
+    most: int
+    steps: int
+
+
 class DecodeGraphs:
     """Captures and replays decode steps.
 
@@ -203,9 +218,13 @@ class DecodeGraphs:
             captured.graph.replay()
         return captured.result if count == size else captured.result.first(count)
 
-    def chains(self, first: DecodeRows, wanted: IntArray) -> bool:
-        """Whether :meth:`chain` can compute these."""
-        count, keys = len(first.slots), int(first.positions.max() + wanted.max())
+    def computed(self, count: int) -> Tensor:
+        """int64 [count]: the tokens of the last step that was run, late ones with their values; valid until the next replay."""
+        return self._inputs[0, :count]
+
+    def chains(self, first: DecodeRows, steps: int) -> bool:
+        """Whether :meth:`chain` can compute so many steps, or as many beginning later."""
+        count, keys = len(first.slots), int(first.positions.max()) + steps
         if count > self.largest or len(self._scratch) > 1:
             return False
         size = self._sizes[bisect_left(self._sizes, count)]
@@ -214,15 +233,21 @@ class DecodeGraphs:
         return advances and size * pages <= self._backend.most_pages
 
     def chain(
-        self, first: DecodeRows, wanted: IntArray, choose: Callable[[int, DecodeResult], Tensor] | None
+        self,
+        first: DecodeRows,
+        wanted: IntArray,
+        choose: Callable[[int, DecodeResult], Tensor] | None = None,
+        late: LateStart | None = None,
     ) -> list[Tensor]:
         """Computes steps one after another, each of the tokens of the one before; asynchronous, and the host waits for none of
         them. :meth:`chains` must have said that it can.
 
         Args:
             first: The decodes of the first step, with pages for all steps; their tokens are the requests' latest.
-            wanted: int64 [B]: for how many steps each goes on.
+            wanted: int64 [B]: for how many steps each goes on; with ``late``, at how many positions from ``first`` on it may be
+                computed.
             choose: Makes tokens, int64 [B], of the result of each step, whose number from 0 it is told; None: the likeliest.
+            late: Where it begins, if the host does not know; None: at ``first``.
 
         Returns:
             int64 [B] of each step: the tokens, -1 where the logits are not finite numbers; of a request that has ended undefined.
@@ -232,22 +257,28 @@ class DecodeGraphs:
         attention = captured.attention
         assert isinstance(attention, KernelAttention)
         size = len(captured.result.greedy)
-        staged = stage_chain(first, wanted, size, self._pool.page_size, self._scratch[0])
-        self._backend.begin_plan()
+        places = int(wanted.max()) if late is None else late.most + late.steps
+        staged = stage_chain(first, wanted, size, self._pool.page_size, self._scratch[0], places)
         inputs = self._ops.to_device(staged.inputs)
         self._plan(attention, staged.lengths, [staged.pages])
-        self._backend.end_plan()
-        attention.advance(1 - len(inputs))
+        if late is None:
+            attention.advance(1 - places)
+        else:
+            offsets = inputs.new_zeros(size)
+            offsets[:count] = late.offsets
+            at = offsets + torch.arange(late.steps, device=inputs.device)[:, None]
+            inputs = inputs.gather(0, at[:, None].expand(-1, inputs.shape[1], -1))
+            attention.advance(offsets + (1 - places))
         slots = inputs[0, 2, :count]
         found = []
-        for at, each in enumerate(inputs.unbind()):
-            if at:
+        for place, each in enumerate(inputs.unbind()):
+            if place:
                 attention.advance(1)
             self._inputs[:, :size].copy_(each)
             with self._ops.padded(count) if self._model.config.sparse and count < size else nullcontext():
                 captured.graph.replay()
             result = captured.result.first(count)
-            tokens = result.greedy.clone() if choose is None else choose(at, result)
+            tokens = result.greedy.clone() if choose is None else choose(place, result)
             self._last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
             found.append(tokens)
         return found

@@ -32,17 +32,20 @@ class StagedChain:
     pages: npt.NDArray[np.int32]
 
 
-def stage_chain(first: DecodeRows, wanted: IntArray, size: int, page_size: int, scratch: int) -> StagedChain:
+def stage_chain(
+    first: DecodeRows, wanted: IntArray, size: int, page_size: int, scratch: int, steps: int
+) -> StagedChain:
     """Prepares a chain. Vectorised, O(steps * size).
 
     Args:
         first: The decodes of the first step, with pages for all steps. A head's leave what they make in the slot after their own.
-        wanted: int64 [B]: for how many steps each goes on, 0 or more; at least one of them for one.
+        wanted: int64 [B]: for how many steps each goes on, 0 or more.
         size: Columns.
         page_size: Tokens in a page.
         scratch: The first slot of the page that nobody has.
+        steps: How many steps; as many as any goes on, or more.
     """
-    count, many = len(first.slots), int(wanted.max())
+    count, many = len(first.slots), steps
     headed = first.left is not None
     places = np.arange(many)[:, None]
     runs, positions = places < wanted, first.positions + places

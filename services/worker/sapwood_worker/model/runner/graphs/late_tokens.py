@@ -23,12 +23,14 @@ class DraftedTokens:
 
     Attributes:
         begun: The argument.
+        share: Which part of their time is told: less than 1 if fewer of them are used than were made.
         tokens: int64 [K * B] on the device, step after step: what the draft says, 0 where nothing could be told.
     """
 
     def __init__(self, steps: Sequence[Tensor], ops: DeviceOps, begun: Moment) -> None:
         self.tokens = torch.cat(list(steps)).clamp(min=0)
         self._ops = ops
+        self.share = 1.0
         self.begun, self._ended = begun, ops.moment()
         self._copies = ops.to_host([self.tokens])
 
@@ -37,7 +39,7 @@ class DraftedTokens:
         return found
 
     def seconds(self) -> float:
-        return self._ended.seconds_since(self.begun)
+        return self._ended.seconds_since(self.begun) * self.share
 
     def rows_of(self, token_ids: IntArray) -> tuple[Tensor, Tensor]:
         """Which of a step's tokens stand for some of these, int64 [N], and these, int64 [N], on the device."""

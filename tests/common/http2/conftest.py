@@ -22,6 +22,7 @@ from sapwood_common.http2.server.limits.lifetime import Timeouts
 from sapwood_common.http2.server.running_call import RunningCall
 from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.http2.server.stream import ServerStream
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.http2.wire import frames
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
@@ -213,7 +214,7 @@ class Running:
         turnstile = self.server._turnstile
 
         def take() -> None:
-            turnstile.enter(take, priority=1)
+            turnstile.enter(take, Rank(1))
 
         take()
 

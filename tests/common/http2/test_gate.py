@@ -14,6 +14,7 @@ from sapwood_common.http2.server.limits.frame_rates import REFUSED, RULES
 from sapwood_common.http2.server.limits.lifetime import Timeouts
 from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.stream import WINDOW
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.http2.wire import frames
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import Tarpit
@@ -42,7 +43,7 @@ class KeyGate:
         return self.tenants.get(key)
 
     def rank(self, headers, tenant):
-        return 0, None if tenant is None else tenant.name
+        return Rank(caller=None if tenant is None else tenant.name, stranger=tenant is None)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import asyncio
 
 from sapwood_common.http2.server.turnstile import LEAST_A_TURN, LONG, MOST_A_TURN, Turnstile
+from sapwood_common.http2.server.waiting_line import Rank
 
 
 def make_turnstile() -> Turnstile:
@@ -52,9 +53,9 @@ async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_c
         turnstile.enter(lambda number=number: begun.append(number))
     assert turnstile.busy
     for number in range(10):
-        turnstile.enter(lambda number=number: begun.append(f"many {number}"), caller="many")
+        turnstile.enter(lambda number=number: begun.append(f"many {number}"), Rank(caller="many"))
     for name, priority in (("few 0", 0), ("few 1", 0), ("last", -1), ("first", 5)):
-        turnstile.enter(lambda name=name: begun.append(name), priority, "few")
+        turnstile.enter(lambda name=name: begun.append(name), Rank(priority, "few"))
     for _ in range(14):
         await asyncio.sleep(0)
     assert len(begun) == MOST_A_TURN + 14
@@ -62,34 +63,63 @@ async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_c
     assert late == ["first", "few 0", "few 1", "last"]
     assert begun.index("few 1") < begun.index("many 3")
     assert begun[-1] == "last"
-    assert not turnstile._waiting  # nobody is remembered who does not wait
+    assert not turnstile._known._waiting  # nobody is remembered who does not wait
 
 
 async def test_a_new_caller_begins_in_the_next_turn_however_many_have_many_calls() -> None:
     turnstile, begun = make_turnstile(), []
     for caller in range(300):
         for _ in range(64):
-            turnstile.enter(lambda caller=caller: begun.append(caller), caller=caller)
+            turnstile.enter(lambda caller=caller: begun.append(caller), Rank(caller=caller))
     await asyncio.sleep(0)
-    turnstile.enter(lambda: begun.append("new"), caller="new")
+    turnstile.enter(lambda: begun.append("new"), Rank(caller="new"))
     await asyncio.sleep(0)
     assert "new" in begun
     while len(begun) < 2 * 300:  # the others' turns go on meanwhile, the oldest's, too
-        turnstile.enter(lambda: begun.append("new"), caller=f"new {len(begun)}")
+        turnstile.enter(lambda: begun.append("new"), Rank(caller=f"new {len(begun)}"))
         await asyncio.sleep(0)
     assert set(range(100)) < set(begun)
     while turnstile.waiting:
         await asyncio.sleep(0)
     assert begun.count("new") + 300 * 64 == len(begun)
-    assert not turnstile._waiting
-    assert not turnstile._new  # nobody is remembered who does not wait
+    assert not turnstile._known._waiting
+    assert not turnstile._known._new  # nobody is remembered who does not wait
+
+
+async def test_a_tenant_with_several_calls_waits_behind_no_crowd_of_strangers() -> None:
+    turnstile, begun = make_turnstile(), []
+    for caller in range(300):
+        for _ in range(64):
+            turnstile.enter(lambda: begun.append("stranger"), Rank(caller=caller, stranger=True))
+    for _ in range(3):
+        turnstile.enter(lambda: begun.append("tenant"), Rank(-1, "tenant"))
+    await asyncio.sleep(0)
+    assert begun.count("tenant") == 3  # though strangers' calls are of a higher priority
+    assert begun.count("stranger") == 2 * MOST_A_TURN - 3
+
+
+async def test_of_strangers_one_with_a_call_goes_before_those_who_keep_bringing_many() -> None:
+    turnstile, begun = make_turnstile(), []
+
+    def bring(caller: str) -> None:
+        for _ in range(64):
+            turnstile.enter(lambda: begun.append("many"), Rank(caller=caller, stranger=True))
+
+    bring("first")
+    turnstile.enter(lambda: begun.append("one"), Rank(caller="one", stranger=True))
+    for number in range(20):
+        bring(f"late {number}")
+    await asyncio.sleep(0)
+    assert "one" in begun[: MOST_A_TURN + 2]
 
 
 async def test_who_leaves_holds_up_nobody_and_is_forgotten_at_once() -> None:
     turnstile, begun = make_turnstile(), []
     for number in range(MOST_A_TURN):
         assert turnstile.enter(lambda number=number: begun.append(number)) is None
-    places = [turnstile.enter(lambda: begun.append("gone"), 1, f"caller {number % 7}") for number in range(10_000)]
+    places = [
+        turnstile.enter(lambda: begun.append("gone"), Rank(1, f"caller {number % 7}")) for number in range(10_000)
+    ]
     turnstile.enter(lambda: begun.append("here"))
     assert turnstile.waiting == 10_001
     for place in places:

@@ -13,6 +13,7 @@ import pytest
 import trustme
 
 from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.server import ServiceServer
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
@@ -95,8 +96,8 @@ class Gate:
             raise UnauthenticatedError(f"{method} is not for you")
         return ALICE
 
-    def rank(self, headers: Any, tenant: Tenant | None) -> tuple[int, None]:
-        return 0, None
+    def rank(self, headers: Any, tenant: Tenant | None) -> Rank:
+        return Rank()
 
 
 Serve = Callable[..., AbstractAsyncContextManager[tuple[str, Service]]]

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common import errors
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.network.channel import open_channel, request_metadata
 from sapwood_common.serving.server import ServiceServer
 from sapwood_common.telemetry import logs as telemetry
@@ -86,8 +87,8 @@ async def test_a_clients_request_may_have_fewer_fields(implementation) -> None:
         def let_in(self, path: str, headers) -> None:
             """Whoever comes."""
 
-        def rank(self, headers, tenant: str | None) -> tuple[int, None]:
-            return 0, None
+        def rank(self, headers, tenant: str | None) -> Rank:
+            return Rank()
 
     server = ServiceServer("127.0.0.1", 0, [NAME], implementation=implementation, gate=Everybody())
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(Echo(), server.grpc)

@@ -6,6 +6,7 @@ import pytest
 
 from sapwood.v1 import router_pb2
 from sapwood_common.errors import UnauthenticatedError, UnimplementedError
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.tenants.api_keys import ApiKeys, hash_key, make_key
 from sapwood_router.edges.guard import Guard
 
@@ -28,25 +29,27 @@ def keys(tmp_path) -> ApiKeys:
 
 def test_without_keys_a_callers_word_counts() -> None:
     rank = Guard(None).rank_request
-    assert rank(of()) == (0, None)
-    assert rank(of(tenant="a", priority="7")) == (7, b"a")
-    assert rank(of(tenant="a", priority="much")) == (0, b"a")
-    assert rank(of(authorization="Bearer b")) == (0, b"Bearer b")
+    assert rank(of()) == Rank()
+    assert rank(of(tenant="a", priority="7")) == Rank(7, b"a")
+    assert rank(of(tenant="a", priority="much")) == Rank(0, b"a")
+    assert rank(of(authorization="Bearer b")) == Rank(0, b"Bearer b")
 
 
 def test_with_keys_the_keys_owner_and_at_most_its_priority_count(keys) -> None:
     rank = Guard(keys).rank_request
     mine = f"Bearer {KEY}"
-    assert rank(of(authorization=mine, tenant="bob")) == (0, "alice")
-    assert rank(of(authorization=mine, priority="100")) == (5, "alice")
-    assert rank(of(authorization=mine, priority="-3")) == (-3, "alice")
-    assert rank(of(**{"api-key": KEY, "priority": "100"})) == (5, "alice")
-    assert rank(of(**{"api-key": KEY, "authorization": "Bearer other"})) != (0, "alice")
-    assert rank(of(priority="100")) == (0, None)
+    assert rank(of(authorization=mine, tenant="bob")) == Rank(0, "alice")
+    assert rank(of(authorization=mine, priority="100")) == Rank(5, "alice")
+    assert rank(of(authorization=mine, priority="-3")) == Rank(-3, "alice")
+    assert rank(of(**{"api-key": KEY, "priority": "100"})) == Rank(5, "alice")
+    assert rank(of(**{"api-key": KEY, "authorization": "Bearer other"})) != Rank(0, "alice")
+    assert rank(of(priority="100")) == Rank(stranger=True)
     # Whoever makes keys up has one turn for all of them, and not that of the probes, which have none.
     strangers = {rank(of(authorization=f"Bearer {number}", priority="100")) for number in range(3)}
     assert len(strangers) == 1
-    assert strangers.pop() not in ((0, None), (0, "alice"))
+    stranger = strangers.pop()
+    assert stranger.stranger
+    assert stranger.caller is not None
 
 
 def test_of_a_call_that_was_let_in_its_tenant_is_known(keys) -> None:
@@ -54,8 +57,8 @@ def test_of_a_call_that_was_let_in_its_tenant_is_known(keys) -> None:
     headers = of(authorization=f"Bearer {KEY}", priority="100")
     tenant = guard.let_in("/sapwood.v1.Router/Generate", headers)
     assert tenant is not None
-    assert guard.rank(headers, tenant) == (5, "alice") == guard.rank_request(headers)
-    assert guard.rank(of(priority="100"), None) == (0, None)  # of one that needs no key
+    assert guard.rank(headers, tenant) == Rank(5, "alice") == guard.rank_request(headers)
+    assert guard.rank(of(priority="100"), None) == Rank(stranger=True)  # of one that needs no key
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ async def test_of_calls_that_come_at_once_the_most_important_begins_first(cluste
 
     def hold() -> None:
         if held:  # every turn, until it is full
-            turnstile.enter(hold, priority=100)
+            turnstile.enter(hold, Rank(100))
 
     hold()
     calls = [

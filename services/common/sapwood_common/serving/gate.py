@@ -7,7 +7,7 @@ import time
 
 from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.turnstile import Rank
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.http2.wire.header_reader import Headers
 from sapwood_common.pacing.rate import Rate
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry

@@ -6,7 +6,7 @@ import contextvars
 from collections.abc import Mapping, Sequence
 
 from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError, UnimplementedError
-from sapwood_common.http2.server.turnstile import Rank
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.settings.flags import service_flag
 from sapwood_common.tenants.api_keys import AUTHORIZATION_KEY, ApiKeys
 from sapwood_common.tenants.tenant import Tenant
@@ -71,10 +71,10 @@ class Guard:
         except InvalidArgumentError:
             priority = 0  # the handler will refuse it with the field's name
         if self._keys is None:
-            return priority, fields.get(TENANT_KEY.encode(), fields.get(_AUTHORIZATION))
+            return Rank(priority, fields.get(TENANT_KEY.encode(), fields.get(_AUTHORIZATION)))
         if tenant is None:
-            return min(priority, 0), None
-        return min(priority, tenant.settings.priority), tenant.name
+            return Rank(min(priority, 0), stranger=True)
+        return Rank(min(priority, tenant.settings.priority), tenant.name)
 
     def rank_request(self, headers: Headers) -> Rank:
         """The rank of an HTTP request whose key was not checked yet. Counts nothing against the key's rates.
@@ -87,7 +87,7 @@ class Guard:
         try:
             tenant = self._keys.find(authorization.decode("latin-1"))
         except UnauthenticatedError:
-            return self.rank(headers, None)[0], UnauthenticatedError
+            return self.rank(headers, None)._replace(caller=UnauthenticatedError)
         return self.rank(headers, tenant)
 
     def _check(self, authorization: str | bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from sapwood_common.http2.server.turnstile import Rank
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.http2.wire.header_reader import Headers
 
 Tenant = Any
@@ -35,5 +35,5 @@ class Gate(Protocol):
         ...
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
-        """The priority and the caller of a call that was let in and has to wait; for a caller of None its connection counts."""
+        """When a call that was let in begins if it has to wait; for a caller of None its connection counts."""
         ...

@@ -12,7 +12,8 @@ import grpc
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.http2.server.call import ServerCall
-from sapwood_common.http2.server.turnstile import Place, Turnstile
+from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.waiting_line import Place
 
 logger = logging.getLogger(__name__)
 

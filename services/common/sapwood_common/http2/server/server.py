@@ -20,7 +20,8 @@ from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.refusal import StatusOf, find_problem, refusal
 from sapwood_common.http2.server.running_call import Handler, RunningCall
 from sapwood_common.http2.server.stream import ServerStream
-from sapwood_common.http2.server.turnstile import Place, Turnstile
+from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.waiting_line import Place, Rank
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.pacing.body_memory import BodyMemory
@@ -243,5 +244,5 @@ class Http2Server:
     def _enter(self, begin: Callable[[], None], call: ServerCall) -> Place | None:
         if not self._turnstile.busy:
             return self._turnstile.enter(begin)
-        priority, caller = (0, None) if self._gate is None else self._gate.rank(call.headers, call.tenant)
-        return self._turnstile.enter(begin, priority, call.peer() if caller is None else caller)
+        rank = Rank() if self._gate is None else self._gate.rank(call.headers, call.tenant)
+        return self._turnstile.enter(begin, rank._replace(caller=call.peer()) if rank.caller is None else rank)

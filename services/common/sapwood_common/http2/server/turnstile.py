@@ -1,7 +1,7 @@
-"""Lets a few calls begin in each turn of the event loop: those of high priority first, then each caller's in turn.
+"""Lets a few calls begin in each turn of the event loop, in the order of :class:`WaitingLine`.
 
-Every second place goes to a caller of whom none has begun since it came: who has one call does not wait until each of a thousand
-callers with many has had a turn. Of very many such callers the newest goes first.
+Callers who have shown a key have a line of their own, and every second place while others wait, too: who has opened hundreds of
+connections without a key counts on each of them, and is worth no more than all callers with keys together.
 
 Where turns take long there are fewer, since what else is done in them is done for others: who comes new waits for several turns.
 
@@ -14,40 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+
+from sapwood_common.http2.server.waiting_line import Place, Rank, WaitingLine
 
 MOST_A_TURN, LEAST_A_TURN = 8, 2
 LONG = 0.004
 """Seconds of a turn after which fewer begin in the next."""
-_FAIR = 8
-"""New callers beyond which the newest begins first."""
-
-Rank = tuple[int, Hashable]
-"""The priority and the caller of a call that has to wait."""
-
-
-class Place:
-    """The place of a call that waits.
-
-    Args:
-        turnstile: Where it waits.
-        begin: Begins the call.
-        priority: Larger goes first.
-        caller: Callers of the same priority take turns.
-    """
-
-    __slots__ = ("_turnstile", "begin", "caller", "priority")
-
-    def __init__(self, turnstile: Turnstile, begin: Callable[[], object], priority: int, caller: Hashable) -> None:
-        self._turnstile = turnstile
-        self.begin = begin
-        self.priority = priority
-        self.caller = caller
-
-    def leave(self) -> None:
-        """Gives up the place of a call that ended before it began. Does nothing for one that has begun."""
-        self._turnstile.drop(self)
+_FIRST = Rank()
 
 
 class Turnstile:
@@ -64,11 +38,8 @@ class Turnstile:
         """When this turn's first began."""
         self._begun = 0
         """Calls that have begun in this turn."""
-        self._waiting: dict[int, OrderedDict[Hashable, OrderedDict[Place, None]]] = {}
-        """Places by priority and caller, in the order of the callers' turns; no dictionary in it is empty."""
-        self._new: dict[int, OrderedDict[Hashable, None]] = {}
-        """By priority the callers that wait for their first turn; they have their place among the others, too."""
-        self._news_turn = False
+        self._known, self._strangers = WaitingLine(), WaitingLine()
+        self._strangers_turn = False
 
     @property
     def busy(self) -> bool:
@@ -78,15 +49,14 @@ class Turnstile:
     @property
     def waiting(self) -> int:
         """Calls that wait."""
-        return sum(len(places) for callers in self._waiting.values() for places in callers.values())
+        return len(self._known) + len(self._strangers)
 
-    def enter(self, begin: Callable[[], object], priority: int = 0, caller: Hashable = None) -> Place | None:
+    def enter(self, begin: Callable[[], object], rank: Rank = _FIRST) -> Place | None:
         """Calls ``begin``, which must not raise: now, or in a later turn.
 
         Args:
             begin: Begins the call.
-            priority: Larger goes first among those that wait.
-            caller: Callers of the same priority take turns, one call each.
+            rank: When it begins if it has to wait.
 
         Returns:
             Its place if it has to wait.
@@ -98,14 +68,7 @@ class Turnstile:
             self._begun += 1
             begin()
             return None
-        place = Place(self, begin, priority, caller)
-        callers = self._waiting.setdefault(priority, OrderedDict())
-        places = callers.get(caller)
-        if places is None:
-            places = callers[caller] = OrderedDict()
-            self._new.setdefault(priority, OrderedDict())[caller] = None
-        places[place] = None
-        return place
+        return (self._strangers if rank.stranger else self._known).add(begin, rank)
 
     async def wait(self) -> None:
         """Waits for a turn, which may come at once."""
@@ -117,44 +80,21 @@ class Turnstile:
             if place is not None:
                 place.leave()
 
-    def drop(self, place: Place) -> None:
-        """Gives up a place; :meth:`Place.leave` calls it."""
-        callers = self._waiting.get(place.priority)
-        places = None if callers is None else callers.get(place.caller)
-        if places is not None and place in places:
-            del places[place]
-            self._tidy(place.priority, place.caller)
-
-    def _tidy(self, priority: int, caller: Hashable, *, had_turn: bool = False) -> None:
-        callers, new = self._waiting[priority], self._new[priority]
-        if not callers[caller]:
-            del callers[caller]
-            had_turn = True  # it comes as new, if it comes again
-        if had_turn:
-            new.pop(caller, None)
-        if not callers:
-            del self._waiting[priority], self._new[priority]
-
-    def _next_caller(self, priority: int) -> Hashable:
-        callers, new = self._waiting[priority], self._new[priority]
-        self._news_turn = not self._news_turn
-        if not self._news_turn or not new:
-            return next(iter(callers))
-        return next(reversed(new)) if len(new) > _FAIR else next(iter(new))
+    def _next(self) -> Place | None:
+        """The call whose turn it is; None if none waits."""
+        if self._known and self._strangers:
+            self._strangers_turn = not self._strangers_turn
+            return (self._strangers if self._strangers_turn else self._known).pop()
+        line = self._known or self._strangers
+        return line.pop() if line else None
 
     def _turn(self) -> None:
         now = self._clock()
         self._most = LEAST_A_TURN if now - self._since > LONG else min(self._most + 1, MOST_A_TURN)
         self._since = now
         self._begun = 0
-        while self._waiting and self._begun < self._most:
+        while self._begun < self._most and (place := self._next()) is not None:
             if self._begun == 0:
                 asyncio.get_running_loop().call_soon(self._turn)
             self._begun += 1
-            priority = max(self._waiting)
-            caller = self._next_caller(priority)
-            callers = self._waiting[priority]
-            place, _ = callers[caller].popitem(last=False)
-            callers.move_to_end(caller)
-            self._tidy(priority, caller, had_turn=True)
             place.begin()

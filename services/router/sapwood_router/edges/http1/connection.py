@@ -13,7 +13,7 @@ from functools import partial
 from typing import cast
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.http2.server.turnstile import Place
+from sapwood_common.http2.server.waiting_line import Place
 from sapwood_common.pacing.timer import Timer
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
@@ -268,7 +268,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         request = self._request = Request(self, head, Body(length, self._host.bodies))
         turnstile = self._host.turnstile
         if turnstile.busy:
-            self._place = turnstile.enter(partial(self._host.begin, request), *self._host.rank(head.headers))
+            self._place = turnstile.enter(partial(self._host.begin, request), self._host.rank(head.headers))
         else:
             turnstile.enter(partial(self._host.begin, request))
         return True

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
-from sapwood_common.http2.server.turnstile import Rank, Turnstile
+from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
 from sapwood_common.pacing.time_share import TimeShare

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from sapwood_common.http2.server.turnstile import Rank, Turnstile
+from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.body_memory import BodyMemory

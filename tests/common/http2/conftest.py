@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -209,14 +210,21 @@ class Running:
         gc.collect()
         return self.count()
 
-    def keep_waiting(self) -> None:
-        """From now on no call begins: all turns are taken."""
-        turnstile = self.server._turnstile
+    def keep_waiting(self) -> Callable[[], None]:
+        """From now on no call begins, as all turns are taken, until what this returns is called."""
+        turnstile, taken = self.server._turnstile, True
 
-        def take() -> None:
-            turnstile.enter(take, Rank(1))
+        def take(stranger: bool) -> None:
+            if taken:
+                turnstile.enter(partial(take, stranger), Rank(1, stranger=stranger))
 
-        take()
+        def let_go() -> None:
+            nonlocal taken
+            taken = False
+
+        for stranger in (False, True):
+            take(stranger)
+        return let_go
 
     def busy_connections(self) -> list[ServerConnection]:
         """This server's, with calls."""

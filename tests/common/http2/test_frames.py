@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import frame
 from sapwood_common.pacing.time_share import TimeShare
 
@@ -271,6 +272,35 @@ async def test_of_many_connections_that_are_lost_at_once_few_streams_end_in_a_tu
         await asyncio.sleep(0)
         assert sum(call.left for call in calls) <= before + 20
     assert sum(call.left for call in calls) == len(calls)
+
+
+class Taken:
+    """Which frames were handed over."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, int]] = []
+
+    def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
+        self.frames.append(("data", stream))
+
+    def take_block(self, stream: int, block: bytes, ends: bool) -> None:
+        self.frames.append(("head", stream))
+
+    def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
+        self.frames.append(("control", stream))
+
+
+def test_when_time_is_over_a_calls_request_is_taken_with_its_head_and_nothing_else() -> None:
+    reader, taken = FrameReader(stranger=True), Taken()
+    calls = b"".join(
+        frames.header_frames(stream, BLOCK, frames.USUAL_FRAME) + frame(frames.DATA, 0, stream, b"a") * 2
+        for stream in (1, 3)
+    )
+    assert reader.feed(calls, taken, lambda: True)
+    assert taken.frames == [("head", 1), ("data", 1)]
+    while reader.feed(b"", taken, lambda: True):
+        pass
+    assert [kind for kind, _ in taken.frames] == ["head", "data", "data"] * 2
 
 
 @pytest.mark.parametrize("stranger", [False, True])

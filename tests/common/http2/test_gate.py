@@ -180,6 +180,29 @@ async def test_each_connection_without_a_key_begins_its_calls_in_turn_with_other
     await first
 
 
+async def test_a_call_without_a_key_waits_for_none_of_those_who_come_after_it_with_many(
+    running, request_block, grpc_message
+) -> None:
+    tell = request_block("Tell")
+    body = frames.frame(frames.DATA, frames.END_STREAM, 0, grpc_message(b"x"))
+
+    def call(stream: int) -> bytes:
+        return frames.header_frames(stream, tell, frames.USUAL_FRAME) + body[:5] + stream.to_bytes(4, "big") + body[9:]
+
+    clients = [await running.connect() for _ in range(40)]
+    other, last = clients[20], clients[-1]
+    let_go = running.keep_waiting()
+    for client in clients:
+        count = 1 if client is other else MOST_UNKNOWN_STREAMS
+        client.send(b"".join(call(2 * number + 1) for number in range(count)))
+        await client.ping()
+    let_go()
+    answers = [asyncio.create_task(client.status(1)) for client in (other, last)]
+    await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+    assert answers[0].done()
+    await asyncio.gather(*answers)
+
+
 async def test_a_stranger_who_breaks_a_rule_is_told_and_waits_for_the_end_of_his_connection(
     serve, request_block
 ) -> None:

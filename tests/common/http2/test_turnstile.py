@@ -102,8 +102,8 @@ async def test_of_strangers_one_with_a_call_goes_before_those_who_keep_bringing_
     turnstile, begun = make_turnstile(), []
 
     def bring(caller: str) -> None:
-        for _ in range(64):
-            turnstile.enter(lambda: begun.append("many"), Rank(caller=caller, stranger=True))
+        for number in range(64):
+            turnstile.enter(lambda: begun.append("many"), Rank(caller=caller, stranger=True, many=number > 1))
 
     bring("first")
     turnstile.enter(lambda: begun.append("one"), Rank(caller="one", stranger=True))

@@ -119,6 +119,11 @@ class ServerConnection(asyncio.Protocol):
         return not self._flow.paused and self._transport is not None and not self._transport.is_closing()
 
     @property
+    def open_calls(self) -> int:
+        """How many streams are open."""
+        return len(self._streams)
+
+    @property
     def idle(self) -> bool:
         """Whether no stream is open."""
         return not self._streams

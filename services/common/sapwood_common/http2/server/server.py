@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -40,6 +41,8 @@ _MESSAGES_HELD = 4
 
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
+_FEW_CALLS = 2
+"""Of a connection without a key, beyond which its calls begin after those of others with fewer."""
 _MOST_UNKNOWN_BYTES = 64 * 1024
 """Bytes of the largest request of a call that needs no key where others do: for health and reflection."""
 
@@ -236,13 +239,15 @@ class Http2Server:
             one_request=not handler.request_streaming,
         )
         stream.follow(call)
-        running = RunningCall(call, handler, self._running, self._enter, self._shared.exits)
+        running = RunningCall(call, handler, self._running, partial(self._enter, connection), self._shared.exits)
         call.follow(None if handler.request_streaming else running.start, running.cancel)
         if handler.request_streaming:
             running.start()
 
-    def _enter(self, begin: Callable[[], None], call: ServerCall) -> Place | None:
+    def _enter(self, connection: ServerConnection, begin: Callable[[], None], call: ServerCall) -> Place | None:
         if not self._turnstile.busy:
             return self._turnstile.enter(begin)
         rank = Rank() if self._gate is None else self._gate.rank(call.headers, call.tenant)
-        return self._turnstile.enter(begin, rank._replace(caller=call.peer()) if rank.caller is None else rank)
+        if rank.caller is None:
+            rank = rank._replace(caller=connection.peer, many=connection.open_calls > _FEW_CALLS)
+        return self._turnstile.enter(begin, rank)

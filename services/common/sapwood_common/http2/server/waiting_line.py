@@ -1,7 +1,7 @@
 """The order in which calls that wait go on: those of high priority first, then each caller's in turn.
 
-Every second place goes to a caller who has one or two and of whom none has gone on since it came: he does not wait until each of
-a thousand callers with many has had a turn. Of very many such callers the newest goes first.
+Every second place goes to a caller of whom none has gone on since it came: who has one call does not wait until each of a
+thousand callers with many has had a turn. Of very many such callers the newest goes first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 _FAIR = 8
 """New callers beyond which the newest begins first."""
-_FEW = 2
-"""Calls of a new caller. One who floods has more at once: hundreds that come while a new one waits would all go before him."""
 
 
 class Rank(NamedTuple):
@@ -23,11 +21,14 @@ class Rank(NamedTuple):
         priority: Larger goes first.
         caller: Callers of the same priority take turns.
         stranger: Whether the caller had to show a key and has not: such callers wait in a line of their own.
+        many: Whether the caller has many calls open, and counts as new no more: hundreds of those who flood may come while one
+            with a single call waits, and would all go before him.
     """
 
     priority: int = 0
     caller: Hashable = None
     stranger: bool = False
+    many: bool = False
 
 
 class Place:
@@ -59,7 +60,7 @@ class WaitingLine:
         self._waiting: dict[int, OrderedDict[Hashable, OrderedDict[Place, None]]] = {}
         """Places by priority and caller, in the order of the callers' turns; no dictionary in it is empty."""
         self._new: dict[int, OrderedDict[Hashable, None]] = {}
-        """By priority the callers with few calls that wait for their first turn; they have their place among the others, too."""
+        """By priority the callers that wait for their first turn; they have their place among the others, too."""
         self._news_turn = False
 
     def __bool__(self) -> bool:
@@ -79,7 +80,7 @@ class WaitingLine:
             places = callers[rank.caller] = OrderedDict()
             self._new.setdefault(rank.priority, OrderedDict())[rank.caller] = None
         places[place] = None
-        if len(places) > _FEW:
+        if rank.many:
             self._new[rank.priority].pop(rank.caller, None)
         return place
 

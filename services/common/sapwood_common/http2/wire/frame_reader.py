@@ -75,7 +75,8 @@ class FrameReader:
         Args:
             data: What has come.
             receiver: Takes them.
-            is_over: Says whether time is over; not asked about the first few frames. None: there is no limit.
+            is_over: Says whether time is over; not asked about the first few frames, and not heeded about DATA that follows a
+                call's head. None: there is no limit.
 
         Returns:
             Whether whole frames may be left because time was over: call it again later, if need be without data.
@@ -86,12 +87,14 @@ class FrameReader:
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
         look = _AGAIN if self.stranger else _UNASKED if length <= _UNASKED else 0
+        kind = -1
         while length - at >= HEADER:
             if at >= look and is_over is not None:
-                if is_over():
+                if not is_over():
+                    look = at + _AGAIN
+                elif kind != HEADERS or inbound[at + 3] != DATA:  # a call's request goes with its head
                     self.pending = inbound[at:]
                     return True
-                look = at + _AGAIN
             size = int.from_bytes(inbound[at : at + 3], "big")
             if size > USUAL_FRAME:
                 raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, f"a frame of more bytes than allowed: {size}")

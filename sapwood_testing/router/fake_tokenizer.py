@@ -16,6 +16,7 @@ from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
 from sapwood_testing.router.fake_server import FakeServer
+from sapwood_tokenizer.serve.starting import StartingService
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -91,6 +92,14 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         await self._server.start(
             lambda grpc_server: tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, grpc_server)
         )
+
+    async def begin_to_start(self) -> None:
+        """Listens as a tokenizer does that still reads its files."""
+        starting: Any = StartingService()
+        await self._server.start(
+            lambda grpc_server: tokenizer_pb2_grpc.add_TokenizerServicer_to_server(starting, grpc_server)
+        )
+        await self._server.set_serving(False)
 
     async def kill(self) -> None:
         """Cuts every connection."""

@@ -236,7 +236,7 @@ class RouterConfig(ServiceConfig):
         60.0,
         ge=0,
         description="Seconds that requests, within their deadlines, wait for a tokenizer that is gone before they fail "
-        "UNAVAILABLE: at least as long as one takes to start.",
+        "UNAVAILABLE: at least as long as one takes until it listens. While one says that it starts they wait on.",
     )
     status_page: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -8,8 +8,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import uvloop
 
@@ -30,6 +32,7 @@ from sapwood_tokenizer.serve.compile_grammar import Grammars, build_grammars
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_tokenizer.serve.process_group import ProcessGroup, reserve_port
 from sapwood_tokenizer.serve.service import DETOKENIZE, SERVICE, Limits, TokenizerService
+from sapwood_tokenizer.serve.starting import StartingService
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 
@@ -89,20 +92,21 @@ class Model:
     grammars: Grammars
 
 
-def load_model(config: TokenizerConfig) -> Model:
-    """Reads the model's files.
+def load_model(config: TokenizerConfig, path: Path) -> Model:
+    """Reads the model's files; slow.
 
     Raises:
         ConfigError: They cannot be used, or a setting would have no effect.
     """
     name = config.served_model_name or tokenizer_name(config.model)
-    path = resolve_tokenizer(config.model, config.revision)
     loaded = load_tokenizer(path, config.chat_template)
     if loaded.only_encodes:
         refuse_idle(config, OF_ENCODERS)
     table = table_of(loaded)
     parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-    return Model(name, loaded, table, parsers, build_grammars(path, loaded, config))
+    model = Model(name, loaded, table, parsers, build_grammars(path, loaded, config))
+    gc.freeze()  # collections then skip what is loaded, and forked processes do not copy it
+    return model
 
 
 def run(config: TokenizerConfig) -> int:
@@ -114,11 +118,16 @@ def run(config: TokenizerConfig) -> int:
     started = time.monotonic()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        model = load_model(config)
-        gc.freeze()  # collections then skip what is loaded, and forked processes do not copy it
+        path = resolve_tokenizer(config.model, config.revision)
         if config.processes == 1:
-            return uvloop.run(serve(config, model, lambda port: announce_model(config.host, port, model, started)))
-        return _run_group(config, model, started)
+
+            async def load() -> Model:
+                return await asyncio.to_thread(load_model, config, path)
+
+            return uvloop.run(
+                serve(config, load, lambda port, model: announce_model(config.host, port, model, started))
+            )
+        return _run_group(config, load_model(config, path), started)
     except ConfigError as error:
         logger.error("%s", error)
         return 1
@@ -129,12 +138,15 @@ def _run_group(config: TokenizerConfig, model: Model, started: float) -> int:
         port = reserved.getsockname()[1]
         metrics = metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
 
+        async def loaded() -> Model:
+            return model
+
         def serve_one(number: int, on_serving: Callable[[], None]) -> int:
             setup_logging(f"tokenizer {number}", config.log_level, config.log_format)
             changes = {"port": port, "metrics_port": metrics + number if metrics else 0}
             try:
                 return uvloop.run(
-                    serve(config.model_copy(update=changes), model, lambda _: on_serving(), reuse_port=True)
+                    serve(config.model_copy(update=changes), loaded, lambda *_: on_serving(), reuse_port=True)
                 )
             except ConfigError as error:
                 logger.error("%s", error)
@@ -158,14 +170,19 @@ def announce_model(host: str, port: int, model: Model, started: float) -> None:
 
 
 async def serve(
-    config: TokenizerConfig, model: Model, on_serving: Callable[[int], None], *, reuse_port: bool = False
+    config: TokenizerConfig,
+    load: Callable[[], Awaitable[Model]],
+    on_serving: Callable[[int, Model], None],
+    *,
+    reuse_port: bool = False,
 ) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code.
+    """Serves until SIGTERM or SIGINT; returns the exit code. Listens at once: while it loads, its health is NOT_SERVING and every
+    call is refused as UNAVAILABLE.
 
     Args:
         config: The configuration.
-        model: The model that is served.
-        on_serving: Called with the port once calls are taken.
+        load: Reads the model's files.
+        on_serving: Called with the port and the model once calls are taken.
         reuse_port: Whether other processes listen on the same port.
 
     Raises:
@@ -185,9 +202,19 @@ async def serve(
         health_address=config.health_address,
         implementation=config.grpc_server,
     )
+    starting = StartingService()
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(
+        cast(tokenizer_pb2_grpc.TokenizerServicer, starting), server.grpc
+    )
+    port = await server.start()
+    try:
+        model = await load()
+        encoder = await asyncio.to_thread(build_encoder, model.loaded, config)
+    except BaseException:
+        await server.stop(0)
+        raise
     limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
-    encoder = build_encoder(model.loaded, config)
-    service = TokenizerService(
+    starting.service = service = TokenizerService(
         model.loaded,
         model.table,
         model.name,
@@ -198,7 +225,6 @@ async def serve(
         model.grammars,
         telemetry,
     )
-    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
     add_metrics(
         metrics,
         lambda: {"exact": encoder.exact_cache, "prefix": encoder.prefix_cache},
@@ -207,9 +233,8 @@ async def serve(
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
-    port = await server.start()
     await server.set_serving(True)
-    on_serving(port)
+    on_serving(port, model)
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
     service.close()

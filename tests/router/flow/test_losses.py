@@ -191,6 +191,23 @@ async def test_a_tokenizer_that_stays_away_fails_running_and_new_requests(make_c
         await cluster.idle_workers()
 
 
+async def test_while_a_tokenizer_says_that_it_starts_requests_wait_for_longer_than_the_grace(make_cluster) -> None:
+    text = "x" * 400
+    async with make_cluster(1, tokenizer_grace=0.5) as cluster:
+        cluster.workers[0].script.delay = 0.01
+        running = aiter(cluster.stub.Generate(router_pb2.RouterGenerateRequest(text=text)))
+        first = (await anext(running)).text
+        await cluster.tokenizer.kill()
+        await cluster.tokenizer.begin_to_start()
+        new = asyncio.ensure_future(cluster.generate("abc"))
+        await asyncio.sleep(1.5)
+        assert not new.done()
+        await cluster.tokenizer.kill()
+        await cluster.tokenizer.start()
+        assert first + "".join([response.text async for response in running]) == text
+        assert text_of(await new) == "abc"
+
+
 async def test_a_request_while_the_tokenizer_restarts_waits_for_it(cluster) -> None:
     await cluster.tokenizer.kill()
     waiting = asyncio.ensure_future(cluster.generate("abc"))

@@ -291,9 +291,9 @@ def test_an_encoders_vocabulary_need_not_decode(
 def test_settings_without_effect_on_an_encoders_tokenizer_are_refused_by_name(word_pieces: Path) -> None:
     for flag, name in (("tool_parser", "--tool-parser"), ("reasoning_parser", "--reasoning-parser")):
         with pytest.raises(ConfigError, match=rf"{name} .*: has no effect with a model that makes embeddings only"):
-            load_model(TokenizerConfig.model_validate({"model": str(word_pieces), flag: "none"}))
+            load_model(TokenizerConfig.model_validate({"model": str(word_pieces), flag: "none"}), word_pieces)
     with pytest.raises(ConfigError, match="--max-open-streams"):
-        load_model(TokenizerConfig(model=str(word_pieces), max_open_streams=5))
+        load_model(TokenizerConfig(model=str(word_pieces), max_open_streams=5), word_pieces)
 
 
 async def test_an_encoders_vocabulary_encodes_but_streams_of_it_are_refused(

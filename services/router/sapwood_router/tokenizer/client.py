@@ -82,7 +82,7 @@ class TokenizerClient:
 
     Args:
         replicas: Gives the replicas there are now, all with the same model.
-        grace: Seconds that a call waits while every replica is gone.
+        grace: Seconds that a call waits while every replica is gone, and none says that it starts.
         absent: Whether there is to be no tokenizer: then every call raises InvalidArgumentError.
     """
 
@@ -301,7 +301,7 @@ class TokenizerClient:
         if self._absent:
             raise InvalidArgumentError(ABSENT)
         loop = asyncio.get_running_loop()
-        give_up = min(loop.time() + self._grace, deadline)
+        began = loop.time()
         tried: set[TokenizerReplica] = set()
         last: UnavailableError | None = None
         while True:
@@ -315,7 +315,8 @@ class TokenizerClient:
                     last = error
                     tried.add(replica)
                     continue
-            if loop.time() + _PAUSE >= give_up:
+            heard = max((replica.heard for replica in self._replicas()), default=began)
+            if loop.time() + _PAUSE >= min(max(began, heard) + self._grace, deadline):
                 raise UnavailableError("the tokenizer is not available", retry_after=1.0) from last
             tried.clear()
             await asyncio.sleep(_PAUSE)

@@ -15,7 +15,7 @@ class DetokenizePool:
     """Opens streams while the sessions of the replicas run.
 
     Args:
-        grace: Seconds that streams wait while every replica is gone before they fail UNAVAILABLE.
+        grace: Seconds that streams wait while every replica is gone, and none says that it starts, before they fail UNAVAILABLE.
         on_lost: Called when a call is lost: the service that answers next may be another.
         absent: Whether there is to be no tokenizer.
     """

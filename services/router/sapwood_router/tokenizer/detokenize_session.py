@@ -41,7 +41,7 @@ class DetokenizeSession(SharedCall):
 
     Args:
         replica: Where the call goes.
-        grace: Seconds that streams wait for a replica that is gone before they fail UNAVAILABLE.
+        grace: Seconds that streams wait for a replica that is gone and does not say that it starts before they fail UNAVAILABLE.
         on_lost: Called with this session when its call is lost, and again, with False, for each attempt to open it anew that
             fails.
     """
@@ -99,7 +99,7 @@ class DetokenizeSession(SharedCall):
             self._lost_since = now
             logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), end)
         self._on_lost(self, first)
-        if now - self._lost_since >= self._grace:
+        if now - max(self._lost_since, self._replica.heard) >= self._grace:
             self._fail_all("the tokenizer is not available")
         self._cancelled.clear()
         for stream in self._streams.values():

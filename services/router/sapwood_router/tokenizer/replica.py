@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -53,6 +54,8 @@ class TokenizerReplica:
         self.encodings = EncodeSession(address, dialer)
         self.problem = problem
         """Why it cannot be used; None while it is well. Written by :meth:`monitor` only."""
+        self.heard = -math.inf
+        """When it last answered a health check, on the event loop's clock: it may have said that it starts or drains."""
         self._health = health_pb2_grpc.HealthStub(channel)
         self._running: set[grpc.aio.Call] = set()
         self._dropped: set[grpc.aio.Call] = set()
@@ -156,6 +159,8 @@ class TokenizerReplica:
                 problem, hangs = "health checks time out", True
             changed = (problem is None) != (self.problem is None)
             answered, self.problem = self.answers, problem
+            if self.answers:
+                self.heard = asyncio.get_running_loop().time()
             if hangs:
                 self.encodings.abandon("health checks time out")
                 self._dropped |= self._running

@@ -107,7 +107,7 @@ class Machine:
             empty = {"TRITON_CACHE_DIR": str(self.cache)}
             yield [Job(self.engine(LARGE, sizes[-1], *wanted, *flags), every, empty)]
         if "profile" in parts and self.device == "cuda":  # where the time goes, by kernel
-            traced = self.engine(LARGE, sizes[-1], "1,64", "1x8192", "--profile", str(self.traces))
+            traced = self.engine(LARGE, sizes[-1], "1,8,64,256", "1x1024,1x8192", "--profile", str(self.traces))
             yield [Job(traced, every, {"TRITON_CACHE_DIR": str(self.cache)})]
 
 

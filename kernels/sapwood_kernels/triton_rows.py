@@ -61,8 +61,6 @@ TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
 """[N, K] of a weight -> tiles, each with the most rows of the input that it is for. Measured on an H200 beside cuBLAS
 (``benchmarks/gpu/bench_few_rows.py``), which computes the others: those of an 8B of Llama's shape, of which cuBLAS is as fast for
 queries, keys and values, and a fourth of a 70B's."""
-ALONE = {(14336, 8192), (8192, 7168), (2560, 8192), (32064, 8192)}
-"""[N, K] of weights whose tiles are quicker for a single row, too, than ``triton_gemv``: 59 beside 82 us for the first."""
 _AHEAD = 512
 """Columns of a tile's weights that come to the L2 cache while the kernel ahead runs, at most."""
 
@@ -131,11 +129,6 @@ def _rows_kernel(
         if ADDS:
             total += tl.load(residual + at_out, mask=there, other=0.0).to(tl.float32)
         tl.store(out + at_out, total.to(out.dtype.element_ty), mask=there)
-
-
-def alone(weight: Tensor) -> bool:
-    """Whether a single row, too, is for the product that :func:`few_rows` gives."""
-    return (weight.shape[0], weight.shape[1]) in ALONE and weight.element_size() == 2
 
 
 def few_rows(weight: Tensor) -> tuple[Callable[..., Tensor], int] | None:

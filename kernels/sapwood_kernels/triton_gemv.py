@@ -102,8 +102,8 @@ TILES = {
     (7168, 8192): (1, 512, 2), (8192, 7168): (4, 1024, 4), (2560, 8192): (1, 1024, 2), (8192, 2048): (4, 512, 1),
     (32064, 8192): (2, 512, 2), (4096, 14336): (2, 2048, 4), (4096, 4096): (4, 1024, 2), (128256, 4096): (1, 2048, 4),
 }  # fmt: skip
-"""Outputs and inputs of a product with 16-bit weights, without a norm -> its tile, the fastest of 20 to 40 on an H200. They are of a
-fourth of a 70B of Llama's shape and of an 8B."""
+"""Outputs and inputs of a product with 16-bit weights, without a norm -> its tile: the fastest of 20 to 40 on an H200
+(``benchmarks/gpu/bench_one_row.py``), for a fourth of a 70B of Llama's shape and for an 8B."""
 
 
 def block_shape(rows: int, width: int, *, plain: bool) -> tuple[int, int, int]:

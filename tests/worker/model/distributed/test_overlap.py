@@ -29,7 +29,10 @@ from sapwood_worker.model.distributed.overlap import (
 )
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
+from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.runner import overlap_trial
+from sapwood_worker.model.runner.kv_calibration import TrialPlan
 from sapwood_worker.model.runner.overlap_trial import overlap_sums
 from sapwood_worker.records.model_info import OVERLAPPED, SumChoices
 
@@ -56,7 +59,7 @@ def test_a_sum_is_begun_before_the_next_product_and_awaited_after_the_last(with_
     overlap = Overlap(lambda x: x.mul_(2), aside)
     residual = torch.full((7, 2), 5.0) if with_residual else None
     x = torch.arange(21.0).view(7, 3)
-    result = overlap.run(product, x, residual, 3)
+    result = overlap.run(product, x.tensor_split(3), residual)
     pieces = [f"product of {rows}" for rows in (3, 2, 2)]
     assert said == [word for piece in pieces for word in (piece, "begun")] + ["awaited"] * 3
     assert torch.equal(result, 2 * product(x) + (5.0 if with_residual else 0.0))
@@ -110,7 +113,7 @@ def test_a_stream_waits_for_the_product_and_is_waited_for(monkeypatch: pytest.Mo
         said.append(f"product on {current[-1].name}")
         return x.clone()
 
-    overlap.run(product, torch.ones(4, 1), None, 2)
+    overlap.run(product, torch.ones(4, 1).tensor_split(2), None)
     piece = ["product on main", "side waits for main", "sum on side", "side records"]
     assert said == piece * 2 + ["main waits for what side recorded"] * 2
 
@@ -153,6 +156,76 @@ def test_logits_are_those_of_whole_products(tiny_model: Any, name: str, sums: in
     for (logits, summed), (expected, none) in zip(run_ranks(2, work(True)), whole, strict=True):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
         assert (summed, none) == (3 * sums * load(path).config.num_layers, 0)
+
+
+class TellingAside(SideThread):
+    """Attributes: said: Which sums were begun and awaited, by their number, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def __call__(self, call: Callable[[], object]) -> Callable[[], object]:
+        number = sum(word.startswith("begun") for word in self.said)
+        self.said.append(f"begun {number}")
+        wait = super().__call__(call)
+
+        def told() -> object:
+            self.said.append(f"awaited {number}")
+            return wait()
+
+        return told
+
+
+def test_a_layer_goes_on_with_rows_whose_sums_have_come(tiny_model: Any) -> None:
+    path = tiny_model("llama", **SHAPE, num_hidden_layers=2).path
+
+    def work(group: ThreadGroup) -> list[str]:
+        aside = TellingAside()
+        group.overlap = Overlap(group.all_reduce, aside)
+        group.overlap.cut([(len(TOKENS), 3)])
+        logits_of(load(path, Parallel(tp=group)), TOKENS, Parallel(tp=group))
+        return aside.said
+
+    def begun(first: int) -> list[str]:
+        return [f"begun {first + piece}" for piece in range(3)]
+
+    def awaited(first: int) -> list[str]:
+        return [f"awaited {first + piece}" for piece in range(3)]
+
+    def in_turn(sums: int, products: int) -> list[str]:
+        return [word for pair in zip(awaited(sums), begun(products), strict=True) for word in pair]
+
+    layers = [*begun(0), *in_turn(0, 3), *awaited(3), *begun(6), *in_turn(6, 9), *awaited(9)]
+    assert run_ranks(2, work) == [layers, layers]
+
+
+def test_who_looks_between_layers_sees_them_complete(tiny_model: Any) -> None:
+    path = tiny_model("llama", **SHAPE, num_hidden_layers=3).path
+
+    def work(cut: bool) -> Callable[[ThreadGroup], tuple[Tensor, Tensor]]:
+        def run(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+            group.overlap = Overlap(group.all_reduce, SideThread())
+            group.overlap.cut([(len(TOKENS), 3)] if cut else [])
+            parallel = Parallel(tp=group)
+            loaded = load(path, parallel)
+            width, slots = loaded.config.hidden_size, 64
+            store = torch.zeros(slots, 2 * width)
+            loaded.model.taps = Taps([1, 2], lambda seen: seen, store)
+            logits_of(loaded, TOKENS, parallel)
+            loaded.model.taps = None
+            layout = attention_layout(loaded.config, "float32", page_size=16).shard(2)
+            with torch.inference_mode():
+                hidden = loaded.model.embed(torch.tensor(TOKENS))
+                plan = TrialPlan(layout, len(TOKENS), torch.float32, torch.device("cpu"))
+                return loaded.model.run_layer(0, hidden, plan).clone(), store
+
+        return run
+
+    for found, expected in zip(run_ranks(2, work(True)), run_ranks(2, work(False)), strict=True):
+        for each, whole in zip(found, expected, strict=True):
+            assert float(whole.abs().max()) > 0
+            torch.testing.assert_close(each, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
 
 
 def test_ranks_choose_alike_by_the_slowest(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
-"""Long products of which ranks have parts, in pieces: while one is summed over the ranks, the next is multiplied."""
+"""Long products of which ranks have parts, in pieces: while one is summed over the ranks, the next is multiplied.
+
+Where a norm reads the sums next, they are left under way, and what comes after the norm is computed piece by piece, too: a sum
+then runs beside the products of the next layer, and only the first of a step's and the last are waited for by nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -56,6 +60,34 @@ class SideStream:
         return lambda: torch.cuda.current_stream().wait_event(event)
 
 
+class Coming:
+    """A residual to which sums are still to be added, piece by piece.
+
+    Args:
+        residual: [T, N].
+        pieces: Of its rows, in their order: what is to be added, once it has been waited for.
+
+    Attributes:
+        residual: The argument; complete once all pieces have been taken.
+    """
+
+    def __init__(self, residual: Tensor, pieces: Sequence[tuple[Tensor, Callable[[], object]]]) -> None:
+        self.residual = residual
+        self._left = list(zip(pieces, residual.split_with_sizes([len(part) for part, _ in pieces]), strict=True))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece and the rows that whoever takes it adds it to."""
+        while self._left:
+            (part, wait), rows = self._left.pop(0)
+            wait()
+            yield part, rows
+
+    def settle(self) -> None:
+        """Adds what nobody has taken."""
+        for part, rows in self:
+            rows += part
+
+
 class Overlap:
     """Cuts products along their rows, and sums pieces while others are computed.
 
@@ -70,6 +102,7 @@ class Overlap:
     def __init__(self, sums: Callable[[Tensor], object], aside: Aside) -> None:
         self._sums, self._aside = sums, aside
         self._table: Sequence[tuple[int, int]] = ()
+        self._coming: Coming | None = None
         self.summed = 0
 
     def cut(self, table: Sequence[tuple[int, int]]) -> None:
@@ -86,26 +119,50 @@ class Overlap:
         """In how many a product of so many rows is cut."""
         return next((count for least, count in reversed(self._table) if rows >= least), 1)
 
-    def run(self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None, count: int) -> Tensor:
-        """The sum of ``product(x)`` over the ranks, added to ``residual`` in place if there is one.
+    def run(
+        self,
+        product: Callable[[Tensor], Tensor],
+        pieces: Iterable[Tensor],
+        residual: Tensor | None,
+        *,
+        left: bool = False,
+    ) -> Tensor:
+        """The sum of ``product`` over the ranks, added to ``residual`` in place if there is one.
 
         Args:
             product: Gives this rank's part, row by row: [T, K] -> [T, N], a new tensor.
-            x: [T, K].
+            pieces: The inputs, [T, K] together; each is taken when the products of those before have been begun.
             residual: [T, N].
-            count: Pieces.
+            left: The last sums are left under way, in :meth:`coming`; there is a residual.
         """
-        parts, waits = [], []
-        for piece in x.tensor_split(count):
+        parts: list[Tensor] = []
+        waits: list[Callable[[], object]] = []
+        for piece in pieces:
             parts.append(product(piece))
             waits.append(self._aside(partial(self._sums, parts[-1])))
-        self.summed += count
-        targets = [None] * count if residual is None else residual.tensor_split(count)
-        for part, wait, target in zip(parts, waits, targets, strict=True):
-            wait()
-            if target is not None:
-                target += part
-        return torch.cat(parts) if residual is None else residual
+        self.summed += len(parts)
+        if residual is None:
+            for wait in waits:
+                wait()
+            return torch.cat(parts)
+        self._coming = Coming(residual, list(zip(parts, waits, strict=True)))
+        if not left:
+            self.settle()
+        return residual
+
+    def coming(self, residual: Tensor) -> Coming | None:
+        """What is still to be added to this residual, which whoever asks does; None: nothing."""
+        found = self._coming
+        if found is None or found.residual is not residual:
+            return None
+        self._coming = None
+        return found
+
+    def settle(self) -> None:
+        """Completes a residual whose sums were left under way."""
+        if self._coming is not None:
+            self._coming.settle()
+            self._coming = None
 
 
 def sizes_tried(most: int) -> list[int]:

@@ -169,7 +169,7 @@ class DecoderModel(Layer):
         self.config, self.exchange = config, context.parallel.expert_exchange
         vocab, width = config.vocab_size, config.hidden_size
         inside, vocabulary = context.inside("model"), context.attending
-        self._stages = context.parallel.pp
+        self._stages, self._overlapping = context.parallel.pp, context.parallel.tp
         self.own = context.parallel.own_layers([config.layer_cost(i) for i in range(config.num_layers)])
         tied = config.tie_word_embeddings and config.labels is None
         self.embedding: VocabParallelEmbedding | None = None
@@ -252,6 +252,7 @@ class DecoderModel(Layer):
         """
         positions = torch.arange(len(hidden), device=hidden.device)
         result: Tensor = self.layers[index](hidden, self.rotary[self._kinds[index]](positions), plan)
+        self._settle()
         return result
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
@@ -290,9 +291,15 @@ class DecoderModel(Layer):
         taps = self.taps
         for layer, index in zip(self.layers, self.own, strict=True):
             if taps is not None:
+                self._settle()
                 taps.see(index, hidden)
             hidden = layer(hidden, angles[self._kinds[index]], plan)
         return hidden
+
+    def _settle(self) -> None:
+        """Completes what a layer gave, for who sees it before the next layer does."""
+        if self._overlapping.overlap is not None:
+            self._overlapping.overlap.settle()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size or labels], float32 or the model's dtype.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -62,6 +62,8 @@ class ColumnLinear(Linear):
 
     def forward(self, x: Tensor, norm: AnyNorm | None, gate: Gate | None = None) -> Tensor:
         """[T, in_features], normed first by ``norm`` -> [T, sum of the parts], half of that with a gated activation ``gate``."""
+        if (pieces := self.pieces(x, norm, gate)) is not None:
+            return torch.cat(list(pieces))
         method = self.method
         fused = method.fuses(x.shape[0])
         taken = norm if fused.norm and isinstance(norm, RMSNorm) and not norm.has(x) else None
@@ -70,6 +72,12 @@ class ColumnLinear(Linear):
         if gate is None or fused.gate_after:
             return method.apply(x, norm=taken, gate_after=gate)
         return self._ops.gated(gate)(method.apply(x, norm=taken))
+
+    def pieces(self, x: Tensor, norm: AnyNorm | None, gate: Gate | None = None) -> Iterator[Tensor] | None:
+        """The same piece by piece, where sums of x are under way (:meth:`RMSNorm.pieces`), each when it is asked for; None: they
+        are not."""
+        rows = norm.pieces(x) if isinstance(norm, RMSNorm) else None
+        return None if rows is None else (self(each, None, gate) for each in rows)
 
 
 class RowLinear(Linear):
@@ -110,15 +118,15 @@ class RowLinear(Linear):
         The output is added to ``residual`` in place, if there is one, and the sum returned.
         """
         method, ranks = self.method, self.ranks
-        fused = method.fuses(x.shape[0])
-        if gate is not None and not fused.gate_before:
-            x, gate = self._ops.gated(gate)(x), None
         if ranks is None:
+            fused = method.fuses(x.shape[0])
+            if gate is not None and not fused.gate_before:
+                x, gate = self._ops.gated(gate)(x), None
             if residual is None or fused.residual:
                 return method.apply(x, gate_before=gate, residual=residual)
             residual += method.apply(x, gate_before=gate)
             return residual
-        product = partial(method.apply, gate_before=gate)
+        product = partial(self._part, gate=gate)
         if not self._late_bias:
             return ranks.of(product, x, residual)
         result = ranks.of(product, x, None)
@@ -129,3 +137,18 @@ class RowLinear(Linear):
             return result
         residual += result
         return residual
+
+    def takes_pieces(self) -> bool:
+        """Whether :meth:`of_pieces` may be called."""
+        return self.ranks is not None and not self._late_bias
+
+    def of_pieces(self, pieces: Iterator[Tensor], gate: Gate | None, residual: Tensor | None) -> Tensor:
+        """As :meth:`forward` for the pieces of x, each of which is asked for when the sum of that before has begun."""
+        assert self.ranks is not None
+        return self.ranks.of_pieces(partial(self._part, gate=gate), pieces, residual)
+
+    def _part(self, x: Tensor, gate: Gate | None) -> Tensor:
+        """This rank's part of the output."""
+        if gate is not None and not self.method.fuses(x.shape[0]).gate_before:
+            x, gate = self._ops.gated(gate)(x), None
+        return self.method.apply(x, gate_before=gate)

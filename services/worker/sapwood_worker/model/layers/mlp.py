@@ -53,6 +53,8 @@ class GatedMLP(Layer):
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
         result: Tensor
         gate_up, gate = self.gate_up, self._activation
+        if self.down.takes_pieces() and (pieces := gate_up.pieces(hidden, norm)) is not None:
+            return self.down.of_pieces(pieces, gate, residual)
         if gate_up.gates(hidden.shape[0]):
             result = self.down(gate_up(hidden, norm, gate), None, residual)
         else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sapwood_worker.model.distributed.overlap import Overlap
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
@@ -32,6 +33,7 @@ class RMSNorm(Layer):
         self._context = context
         self._norm: Callable[[Tensor], Tensor]
         self._kept: tuple[Tensor, Tensor] | None = None
+        self._overlap: Overlap | None = None
 
     def slots(self) -> WeightSlots:
         return {f"{self._context.prefix}.weight": WeightSlot(self.weight, norm=True)}
@@ -47,8 +49,25 @@ class RMSNorm(Layer):
         """Whether x is what :meth:`keep` was last told of."""
         return self._kept is not None and self._kept[0] is x
 
+    def expect(self, overlap: Overlap) -> None:
+        """Tells what adds to the residual that it sees next."""
+        self._overlap = overlap
+
+    def pieces(self, x: Tensor) -> Iterator[Tensor] | None:
+        """The normed rows of x, [T, N] in all, as what is still to be added to them comes; None: all is there. Whoever asks takes
+        all of them."""
+        overlap, self._overlap = self._overlap, None
+        coming = None if overlap is None else overlap.coming(x)
+        return None if coming is None else (self._after(part, rows) for part, rows in coming)
+
+    def _after(self, part: Tensor, rows: Tensor) -> Tensor:
+        normed = self._context.ops.add_normed(part, rows, self)
+        return self._norm(rows) if normed is None else normed
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] -> [..., N]."""
+        if (pieces := self.pieces(x)) is not None:
+            return torch.cat(list(pieces))
         kept, self._kept = self._kept, None
         return self._norm(x) if kept is None or kept[0] is not x else kept[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -21,16 +21,34 @@ class RankSum:
         self._group = group
         self._following: RMSNorm | None = None
 
+    @property
+    def following(self) -> RMSNorm | None:
+        """The norm that alone sees the residual next; None: it is not known, or of another kind."""
+        return self._following
+
     def norm_follows(self, norm: AnyNorm) -> None:
-        """Tells which norm comes next to see the residual that outputs are added to."""
+        """Tells which norm comes next to see the residual that outputs are added to. Whoever sees it before has it settled:
+        ``Overlap.settle``."""
         self._following = norm if isinstance(norm, RMSNorm) else None
 
     def of(self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
         """The same of this rank's part ``product(x)``, row by row a new tensor; of many rows it may be computed in pieces."""
         overlap = self._group.overlap
         if overlap is not None and (count := overlap.pieces(len(x))) > 1:
-            return overlap.run(product, x, residual, count)
+            return self.of_pieces(product, x.tensor_split(count), residual)
         return self(product(x), residual)
+
+    def of_pieces(
+        self, product: Callable[[Tensor], Tensor], pieces: Iterable[Tensor], residual: Tensor | None
+    ) -> Tensor:
+        """The same of ``product`` of these pieces, one after another."""
+        overlap, following = self._group.overlap, self._following
+        assert overlap is not None, "nothing is cut"
+        if residual is None or following is None:
+            return overlap.run(product, pieces, residual)
+        overlap.run(product, pieces, residual, left=True)
+        following.expect(overlap)
+        return residual
 
     def __call__(self, part: Tensor, residual: Tensor | None) -> Tensor:
         """This rank's part [T, N] -> the sum, added to ``residual`` in place if there is one; may overwrite ``part``."""

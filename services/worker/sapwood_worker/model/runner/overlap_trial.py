@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,11 @@ from sapwood_worker.model.distributed.overlap import (
 )
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup
+from sapwood_worker.model.families.decoder import DecoderLayer
+from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.linear import RowLinear
+from sapwood_worker.model.layers.mlp import GatedMLP
+from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.records.model_info import OVERLAPPED
 
 logger = logging.getLogger(__name__)
@@ -39,7 +44,8 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
 
     Args:
         parallel: The groups.
-        model: The model, or this rank's part of one. Its widest layer that ends in a sum is what is measured.
+        model: The model, or this rank's part of one. What is measured is its first layer without attention, where that is two
+            products with a sum each and norms alone see them, else its widest product with a sum.
         ops: The device's operations.
         dtype: Of activations.
         most: Tokens of the largest step.
@@ -52,15 +58,18 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
     if not layers or not sizes:
         return
     layer = max(layers, key=lambda each: each.shape.columns.size)
-    x = torch.full((sizes[-1], layer.shape.columns.size), 0.5, dtype=dtype, device=ops.device)
-    residual = torch.zeros(sizes[-1], layer.shape.rows, dtype=dtype, device=ops.device)
+    run = next((found for each in model.modules() if (found := _after_attention(each)) is not None), layer)
+    first = run.output if isinstance(run, _AfterAttention) else layer
+    x = torch.full((sizes[-1], first.shape.columns.size), 0.5, dtype=dtype, device=ops.device)
+    residual = torch.zeros(sizes[-1], first.shape.rows, dtype=dtype, device=ops.device)
     overlap = Overlap(group.all_reduce, SideThread() if ops.device.type == "cpu" else SideStream(ops.device))
     group.overlap = overlap
     tried = [(rows, count) for rows in sizes for count in counts_tried(rows)]
     own = []
     for rows, count in tried:
         overlap.cut([(0, count)])
-        own.append(min(_seconds(layer, x[:rows], residual[:rows], ops) for _ in range(_TRIES)))  # the first is slower
+        call = partial(run, x[:rows], None, residual[:rows])
+        own.append(min(_seconds(call, overlap, ops) for _ in range(_TRIES)))  # the first is slower
     # All ranks go by the slowest one's seconds, so that they cut alike.
     slowest = list(map(max, *group.exchange(own)))
     table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)])
@@ -77,6 +86,32 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
         f"{rows} in {count}: {1e6 * each:.0f} us" for (rows, count), each in zip(tried, slowest, strict=True)
     )
     logger.info("products of so many tokens, in so many pieces: %s", took)
+
+
+class _AfterAttention:
+    """What of a layer comes after its attention, as it is in a step.
+
+    Args:
+        output: Attention's output.
+        norm: Sees the residual after it.
+        mlp: Sees that.
+    """
+
+    def __init__(self, output: RowLinear, norm: RMSNorm, mlp: GatedMLP) -> None:
+        self.output, self._norm, self._mlp = output, norm, mlp
+
+    def __call__(self, x: Tensor, gate: None, residual: Tensor) -> None:
+        self.output(x, gate, residual)
+        self._mlp(residual, self._norm, residual)
+
+
+def _after_attention(module: nn.Module) -> _AfterAttention | None:
+    if not isinstance(module, DecoderLayer) or not isinstance(module.attention, Attention):
+        return None
+    output, mlp = module.attention.output, module.mlp
+    if output.ranks is None or output.ranks.following is None or not isinstance(mlp, GatedMLP) or mlp.ranks is None:
+        return None
+    return _AfterAttention(output, output.ranks.following, mlp)
 
 
 class _Pieces:
@@ -109,6 +144,8 @@ class _Pieces:
     def run(self) -> None:
         self._residual.copy_(self._before)
         self._layer(self._input, None, self._residual)
+        if self._group.overlap is not None:
+            self._group.overlap.settle()
 
     def wrong(self, every: Tensor) -> str:
         found = self._residual.clone()
@@ -131,14 +168,15 @@ def _captured(call: Callable[[], None]) -> Callable[[], None]:
     return captured(call)
 
 
-def _seconds(layer: RowLinear, x: Tensor, residual: Tensor, ops: DeviceOps) -> float:
+def _seconds(call: Callable[[], object], overlap: Overlap, ops: DeviceOps) -> float:
     fence = ops.fence()
     fence.set()
     fence.wait()
     calls = _QUEUED if ops.asynchronous else 1
     began = time.perf_counter()
     for _ in range(calls):
-        layer(x, None, residual)
+        call()
+        overlap.settle()
     fence.set()
     fence.wait()
     return (time.perf_counter() - began) / calls

@@ -97,3 +97,16 @@ def test_penalties_and_counts_are_alike():
         ops.apply_penalties(logits, counts, seen, rows, slots, *(settings[:, i : i + 1] for i in range(3)))
         results.append((logits, counts, seen))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
+def test_what_is_read_aside_does_not_wait_for_what_is_queued():
+    count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert FAST.aside(lambda: int(count)) == 0  # its stream is there
+    queued = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    count += 1
+    queued.record()
+    assert FAST.aside(lambda: int(count)) == 0
+    assert not queued.query()
+    assert int(count) == 1

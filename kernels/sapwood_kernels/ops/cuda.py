@@ -35,7 +35,7 @@ from sapwood_kernels.ops.contracts import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.device import DeviceOps, ResultT
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -91,6 +91,7 @@ class CudaOps(DeviceOps):
         self._tables: dict[str, TileTable] = {}
         self._live: dict[int, Tensor] = {}
         self._hopper = False
+        self._aside: torch.cuda.Stream | None = None
         self._tried: dict[tuple[object, ...], bool] = {}
         if torch.cuda.is_available():  # else Triton's interpreter stands in
             properties = torch.cuda.get_device_properties(device)
@@ -111,6 +112,11 @@ class CudaOps(DeviceOps):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return HostCopies(copies, event.synchronize, event.query)
+
+    def aside(self, read: Callable[[], ResultT]) -> ResultT:
+        self._aside = self._aside or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._aside):
+            return read()
 
     def fence(self) -> Fence:
         return _CudaFence()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import cpu_sampling, token_bitmask
+
+ResultT = TypeVar("ResultT")
 
 
 class DeviceOps:
@@ -85,6 +87,10 @@ class DeviceOps:
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         """Begins to copy tensors; later work on the device's current stream may change them."""
         return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors])
+
+    def aside(self, read: Callable[[], ResultT]) -> ResultT:
+        """What ``read`` finds in the device's memory by now: it does not wait for what is queued."""
+        return read()
 
     def fence(self) -> Fence:
         """A mark in the device's work."""

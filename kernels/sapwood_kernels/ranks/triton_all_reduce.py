@@ -293,7 +293,7 @@ class PeerSums:
         return out
 
     def calls(self, *, two_shot: bool, normed: bool = False) -> int:
-        """How often the device has summed in this way; waits for it."""
+        """How often the device has summed in this way; waits for the current stream."""
         return int(self._done[2 * normed + two_shot])
 
     def broken(self) -> bool:

@@ -146,7 +146,7 @@ class RowExchange:
         )  # fmt: skip
 
     def calls(self) -> int:
-        """How often the device has summed rows; waits for it."""
+        """How often the device has summed rows; waits for the current stream."""
         return int(self._done)
 
     def broken(self) -> bool:

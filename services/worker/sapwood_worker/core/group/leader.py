@@ -42,9 +42,9 @@ class GroupRunner:
 
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
         self._followers = group = Followers(followers, waits, asynchronous=runner.asynchronous)
-        experts, sums = runner.experts, runner.sums
+        experts = runner.experts
         self.experts = None if experts is None else lambda: group.shown(experts())
-        self.sums = None if sums is None else group.shown(sums)
+        self.sums = runner.sums
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.exchanged_bytes = runner.exchanged_bytes

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 _EVERY = 1.0
-"""Seconds between two looks while there is work; a GPU is waited for."""
+"""Seconds between two looks while there is work."""
 
 
 class SumWatch:
     """Reports the counts when there are new ones.
 
     Args:
-        read: Gives how often each method was used.
+        read: Gives how often each method was used, of what is computed by now.
         clock: Gives seconds.
     """
 

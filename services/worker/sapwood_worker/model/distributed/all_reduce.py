@@ -33,7 +33,7 @@ class _Method(Protocol):
     def most_bytes(self) -> float: ...
 
     def replayed(self) -> int | None:
-        """How often the device has run it, in CUDA graphs too; waits for it. None: nobody but the caller counts."""
+        """How often the device has run it, in CUDA graphs too; waits for the stream. None: nobody but the caller counts."""
         ...
 
 

@@ -100,7 +100,9 @@ class ModelRunner:
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
         self.experts = None if isinstance(model, Head) or model.config.sparse is None else self._ask_experts
-        self.sums = None if parallel.tp.sums is None else parallel.tp.counts
+        self.sums: Callable[[], dict[str, int]] | None = None
+        if parallel.tp.sums is not None:
+            self.sums = partial(ops.aside, parallel.tp.counts)
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self.ops = ops

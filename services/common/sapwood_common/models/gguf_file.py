@@ -16,6 +16,7 @@ from typing import Any
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
+_SIZE = struct.Struct("<Q")
 # Value type -> (struct code, size in bytes).
 _SCALARS = {
     0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4),
@@ -129,12 +130,31 @@ class _Parser:
         self._at = end
         return text
 
+    def _strings(self, count: int) -> list[str]:
+        """As many times :meth:`_string`, in a third of the time: vocabularies have hundreds of thousands."""
+        raw, at, size_at = self._raw, self._at, _SIZE.unpack_from
+        strings: list[str] = []
+        add = strings.append
+        for _ in range(count):
+            (size,) = size_at(raw, at)
+            at += _SIZE.size
+            end = at + size
+            text = raw[at:end]
+            if len(text) < size:
+                raise IndexError("string beyond the end of the file")
+            add(text.decode("utf-8", "surrogateescape"))
+            at = end
+        self._at = at
+        return strings
+
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
             inner, count = self._scalar("I", 4), self._scalar("Q", 8)
-            if inner in (_STRING, _ARRAY):
+            if inner == _STRING:
+                return self._strings(count)
+            if inner == _ARRAY:
                 return [self._value(inner) for _ in range(count)]
             code, size = _SCALARS[inner]
             end = self._at + size * count

@@ -5,8 +5,9 @@ succeeds. Each try has a connection of its own: an old one that is stuck in TCP'
 after it is back.
 
 When a worker's scheduler process stands still, the worker goes on sending heartbeats, which say so. It is down after the same
-time as if it had fallen silent itself. Its streams stay a while longer, because moving them costs more than sending a new request
-elsewhere. Then its session ends, and in the next one the router waits until the heartbeats say that the process lives.
+time as if it had fallen silent itself on a machine that is not busy. Its streams stay a while longer, because moving them costs
+more than sending a new request elsewhere. Then its session ends, and in the next one the router waits until the heartbeats say
+that the process lives.
 """
 
 from __future__ import annotations
@@ -119,9 +120,11 @@ class WorkerConnection:
         worker.step_seconds = response.step_ms / 1000
         frozen = response.frozen_ms / 1000
         problem = _DRAINING if response.draining else None
-        if frozen and frozen >= (limit := self._limit_now()):
+        if (
+            frozen >= self._limit.base
+        ):  # whatever the lags: the worker does not count how long its process waits for a CPU
             problem = _FROZEN
-            if self._was_up and frozen >= limit + self._limit.base:
+            if self._was_up and frozen >= 2 * self._limit.base:
                 session.abandon(f"{_FROZEN} for {frozen:.1f} s")
         session.planned = problem == _DRAINING
         if problem is None:

@@ -57,6 +57,20 @@ class ChildProcess:
         fields = self._stat()
         return fields[0].decode() if fields else "R"
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it; False where the kernel does not tell."""
+        return self.state() in ("T", "t")
+
+    @property
+    def wants_cpu(self) -> bool:
+        """Whether one of its threads runs or waits for a CPU; False where the kernel does not tell."""
+        try:
+            threads = [each.name for each in Path(f"/proc/{self._process.pid}/task").iterdir()]
+        except OSError:
+            return False
+        return any(_stat_of(f"{self._process.pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
+
     def resident_bytes(self) -> int:
         """The memory that it has in use, what it shares with others included; 0 where the kernel does not tell."""
         fields = self._stat()
@@ -71,13 +85,18 @@ class ChildProcess:
         self._process.kill()
 
     def _stat(self) -> list[bytes]:
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
-        except OSError:
-            return []
-        return stat.rpartition(b")")[2].split()  # the name before may hold anything
+        return _stat_of(str(self._process.pid))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(self._ended.set_result, code)
+
+
+def _stat_of(task: str) -> list[bytes]:
+    """What the kernel tells of a process or thread, from its state on; empty if it tells nothing, or there is none."""
+    try:
+        stat = Path(f"/proc/{task}/stat").read_bytes()
+    except OSError:
+        return []
+    return stat.rpartition(b")")[2].split()  # the name before may hold anything

@@ -110,6 +110,9 @@ class Rank:
 class RankSilence:
     """Seconds since a rank last gave a sign of life.
 
+    One whose threads wait for a CPU is not silent, but on a busy machine. Of one that is stopped the time counts, too, in which
+    this process could not look.
+
     Args:
         rank: The rank.
         interval: Seconds between calls of :meth:`check`.
@@ -124,11 +127,16 @@ class RankSilence:
         self.seconds = 0.0
         self._silence = Silence(interval, time.monotonic)
         self._signs = rank.signs_of_life()
+        self._heard = time.monotonic()
 
     def check(self) -> float:
         """Seconds without a sign of life."""
         before, self._signs = self._signs, self.rank.signs_of_life()
-        if self._signs != before:
+        process = self.rank.process
+        if self._signs != before or process.wants_cpu:
             self._silence.heard()
+            self._heard = time.monotonic()
         self.seconds = self._silence.check()
+        if process.is_stopped:
+            self.seconds = time.monotonic() - self._heard
         return self.seconds

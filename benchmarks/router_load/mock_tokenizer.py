@@ -70,6 +70,13 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
         return apply_chat_template(request)
 
+    async def CompileGrammar(  # noqa: N802
+        self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        kind = request.grammar.WhichOneof("grammar")
+        source = "" if kind is None else getattr(request.grammar, kind)
+        return tokenizer_pb2.CompileGrammarResponse(compiled=source.encode())  # about as long as what a real one makes
+
     async def Encode(  # noqa: N802
         self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:

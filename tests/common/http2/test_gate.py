@@ -13,6 +13,7 @@ from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_ST
 from sapwood_common.http2.server.limits.frame_rates import REFUSED, RULES
 from sapwood_common.http2.server.limits.lifetime import Timeouts
 from sapwood_common.http2.server.limits.shared import SharedLimits
+from sapwood_common.http2.server.limits.stream_total import MOST_UNKNOWN
 from sapwood_common.http2.server.stream import WINDOW
 from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.http2.wire import frames
@@ -244,6 +245,35 @@ async def test_what_a_stranger_has_too_much_of_shares_the_strangers_time(make_wi
     held = WINDOW if not key else (1 << 29)
     assert wire.connection._messages.most == held
     wire.connection.connection_lost(None)
+
+
+async def test_strangers_calls_of_all_connections_have_a_bound_of_their_own_until_they_show_a_key(
+    running, request_block
+) -> None:
+    shared = running.server._shared
+    clients = [await running.connect() for _ in range(MOST_UNKNOWN // MOST_UNKNOWN_STREAMS + 1)]
+    tell, keyed = request_block("Tell"), request_block("Tell", ("authorization", "key"))
+    for client in clients:
+        client.send(
+            b"".join(
+                frames.header_frames(2 * number + 1, tell, frames.USUAL_FRAME) for number in range(MOST_UNKNOWN_STREAMS)
+            )
+        )
+        await client.ping()
+    late = await running.connect()
+    late.send(b"".join(frames.header_frames(stream, tell, frames.USUAL_FRAME) for stream in (1, 3)))
+    await late.ping()  # it has its part
+    assert shared.strangers_calls.open < MOST_UNKNOWN + MOST_UNKNOWN_STREAMS
+    assert shared.calls.open == 0
+    before = shared.strangers_calls.open
+    late.send(frames.header_frames(5, keyed, frames.USUAL_FRAME))
+    await late.ping()
+    assert (shared.strangers_calls.open, shared.calls.open) == (before - 2, 3)
+    for client in (*clients, late):
+        client.writer.transport.abort()
+    async with asyncio.timeout(10):
+        while shared.strangers_calls.open or shared.calls.open:
+            await asyncio.sleep(0.01)
 
 
 async def test_of_a_stranger_a_window_of_messages_is_held_and_no_more(make_wire) -> None:

@@ -269,11 +269,8 @@ async def test_a_unary_call_has_one_request(serve, request_block, grpc_message) 
         assert (await client.until(frames.DATA))[3] == grpc_message(b"first")
 
 
-async def test_calls_of_all_connections_have_a_bound_of_which_each_has_a_part(
-    make_wire, request_block, monkeypatch
-) -> None:
-    monkeypatch.setattr(stream_total, "MOST", 40)
-    total = StreamTotal()
+async def test_calls_of_all_connections_have_a_bound_of_which_each_has_a_part(make_wire, request_block) -> None:
+    total = StreamTotal(40)
     total.connections = 4
     wires = [make_wire(total=total) for _ in range(4)]
     for stream in range(1, 81, 2):

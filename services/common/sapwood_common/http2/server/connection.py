@@ -86,7 +86,7 @@ class ServerConnection(asyncio.Protocol):
         self._share = shared.strangers if stranger else shared.time
         self._breaths = shared.breaths
         self._writes = shared.writes
-        self._total = shared.calls
+        self._total = shared.strangers_calls if stranger else shared.calls
         self._most_held = max(shared.memory.most // 2, most_bytes + WINDOW)
         self._transport: asyncio.Transport | None = None
         self._greeting: Greeting | None = Greeting()
@@ -368,6 +368,9 @@ class ServerConnection(asyncio.Protocol):
             self._stranger = False
             self._most_streams = MOST_STREAMS
             self._share = self._shared.time
+            self._total.open -= len(self._streams)
+            self._total = self._shared.calls
+            self._total.open += len(self._streams)
             self._messages.most = self._most_held
             self._rates.know()
             self._reader.stranger = False

@@ -162,7 +162,7 @@ class Http2Server:
 
     def connection_made(self, connection: ServerConnection) -> None:
         self._connections[connection] = None
-        self._shared.calls.connections = len(self._connections)
+        self._shared.count_connections(len(self._connections))
         if self._stopping:  # it was on its way when the others were told
             connection.close_gently()
         elif len(self._connections) > _MOST_CONNECTIONS:
@@ -172,7 +172,7 @@ class Http2Server:
     def connection_lost(self, connection: ServerConnection) -> None:
         self._connections.pop(connection, None)
         self._shared.memory.lost_connection()
-        self._shared.calls.connections = len(self._connections)
+        self._shared.count_connections(len(self._connections))
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sapwood_common.http2.server.limits.stream_total import StreamTotal
+from sapwood_common.http2.server.limits.stream_total import MOST_UNKNOWN, StreamTotal
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.pacing.body_memory import BodyMemory
@@ -32,6 +32,7 @@ class SharedLimits:
         breaths: Lets a few of the connections and calls that read much go on in each turn of the loop.
         exits: Lets a few cancelled calls end in each turn.
         calls: Bounds the calls of all connections.
+        strangers_calls: The same of those that have to show a key and have not yet, which count there alone.
         tarpit: Where connections end whose clients broke a rule.
         heavy: Spaces out the parsing of large messages.
         unfoldings: Unfolds them before that, in a time of its own.
@@ -44,6 +45,11 @@ class SharedLimits:
     breaths: Turnstile = field(default_factory=Turnstile)
     exits: Turnstile = field(default_factory=Turnstile)
     calls: StreamTotal = field(default_factory=StreamTotal)
+    strangers_calls: StreamTotal = field(default_factory=lambda: StreamTotal(MOST_UNKNOWN))
     tarpit: Tarpit = field(default_factory=Tarpit)
     heavy: HeavyWork = field(default_factory=HeavyWork)
     unfoldings: Unfoldings = field(default_factory=lambda: Unfoldings(TimeShare(rest=_UNFOLDING_REST)))
+
+    def count_connections(self, count: int) -> None:
+        """Notes how many connections are open."""
+        self.calls.connections = self.strangers_calls.connections = count

@@ -73,7 +73,7 @@ async def test_a_frozen_worker_gets_nothing_new_loses_its_streams_in_the_end_and
 async def test_a_busy_machine_makes_no_longer_time_of_a_process_that_stands_still(make_cluster, wait_until) -> None:
     async with make_cluster(2, worker_silence=SILENCE) as cluster:
         frozen, _ = cluster.workers
-        frozen.vitals = worker_pb2.SessionResponse(frozen_ms=40_000, loop_lag_ms=10_000)
+        frozen.vitals = worker_pb2.SessionResponse(frozen_ms=16_000, loop_lag_ms=10_000)
         await wait_until(lambda: not known_as(cluster, frozen).available)
 
 

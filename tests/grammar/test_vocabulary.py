@@ -8,9 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.packed_tokens import PackedTokens
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_gguf, vocabulary_of_json
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_worker.model.grammar.forced import Spellings, forced_by
 
 TEXTS = ["The capital of France", "naïve café ☕ 東京 👩‍💻", "def f(x):\n\treturn {'a': [1]}\r\n", "\x00\x7f  \u00a0"]
 
@@ -72,6 +74,25 @@ def test_the_demo_models_tokens_are_those_the_tokenizer_service_decodes(demo_voc
     assert size == 262_144
     differing = [i for i in range(size) if demo_vocabulary.tokens[i] != table.of(i)]
     assert not differing
+
+
+def test_packed_tokens_are_those_that_were_packed():
+    tokens = [b"a", b"", b"\xe2\x96\x81bc", b"", b"a"]
+    packed = PackedTokens(tokens)
+    assert list(packed) == [packed[i] for i in range(5)] == packed[:9] == tokens
+    assert packed[-1] == b"a" and packed[1:4:2] == [b"", b""] and len(packed) == 5
+    assert list(PackedTokens(())) == []
+    for outside in (5, -6):
+        with pytest.raises(IndexError):
+            packed[outside]
+
+
+def test_spellings_are_found_up_to_the_length_that_is_looked_for():
+    tokens = [b"ab", b"abc", b"", b"ab", b"sixteen bytes ok"]
+    spellings = Spellings([*tokens, b"seventeen bytes !"])
+    assert all(token in spellings for token in tokens)
+    assert not any(text in spellings for text in (b"a", b"abcd", b"sixteen bytes oK", b"seventeen bytes !"))
+    assert forced_by(b"abx", spellings) and not forced_by(b"abc", spellings) and not forced_by(b"", spellings)
 
 
 def test_a_fingerprint_tells_vocabularies_apart():

@@ -11,7 +11,7 @@ Why llguidance compiles and is a worker's default (``--grammar-backend`` takes x
 measure                         llguidance                     xgrammar
 ==============================  =============================  ====================================
 imports without torch           yes, no dependencies, 8 MB     no: torch, transformers, tvm-ffi
-vocabulary index, once          1.3 s CPU                      0.5 s
+vocabulary index, once          0.9 s CPU                      0.5 s
 compile, mean / p99 / max       1.7 / 2.9 / 5.5 ms             673 / 5 827 / 6 582 ms
 artefact, mean / max            384 B / 1.2 kB                 6.6 MB / 32.7 MB
 mask, batch 1: p50 / p99        51 us / 1.3 ms                 97 us / 4.5 ms

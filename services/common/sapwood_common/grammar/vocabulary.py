@@ -11,11 +11,12 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.packed_tokens import PackedTokens
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -28,25 +29,31 @@ _GGUF_SPECIAL = frozenset({2, 3, 5})
 class TokenVocabulary:
     """The tokens of a model.
 
+    Args:
+        spelled: The bytes of each id; empty for an id that no token has. A special token's bytes are its name.
+
     Attributes:
-        tokens: The bytes of each id; empty for an id that no token has. A special token's bytes are its name.
         special_ids: Tokens that stand for no text.
+        tokens: ``spelled``, packed.
         fingerprint: 16 bytes that are equal for equal vocabularies.
     """
 
-    tokens: tuple[bytes, ...]
+    spelled: InitVar[Sequence[bytes]]
     special_ids: frozenset[int]
+    tokens: PackedTokens = field(init=False, repr=False, compare=False)
     fingerprint: bytes = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, spelled: Sequence[bytes]) -> None:
         digest = hashlib.blake2b(digest_size=16)
+        tokens = PackedTokens(spelled)
         for part in (
-            array("Q", map(len, self.tokens)).tobytes(),
+            array("Q", map(len, spelled)).tobytes(),
             array("Q", sorted(self.special_ids)).tobytes(),
-            b"".join(self.tokens),
+            tokens.joined,
         ):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
+        object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "fingerprint", digest.digest())
 
     @property
@@ -109,11 +116,11 @@ def vocabulary_of_json(content: dict[str, Any]) -> TokenVocabulary:
     )
 
 
-def _decode_all(tokens: list[str], added: dict[int, str], decode: Any) -> tuple[bytes, ...]:
+def _decode_all(tokens: list[str], added: dict[int, str], decode: Any) -> list[bytes]:
     decoded = [decode(token) for token in tokens]
     for index, text in added.items():  # added tokens are written as plain text
         decoded[index] = text.encode("utf-8", "replace")
-    return tuple(decoded)
+    return decoded
 
 
 def sentencepiece_bytes(token: str) -> bytes:

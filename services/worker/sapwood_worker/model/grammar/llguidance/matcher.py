@@ -9,14 +9,14 @@ computed: the request ends as soon as nothing may follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.grammar.compile import engine_message
-from sapwood_worker.model.grammar.forced import forced_by, only_token
+from sapwood_worker.model.grammar.forced import Spellings, forced_by, only_token
 
 
 class GrammarMatcher:
@@ -25,7 +25,7 @@ class GrammarMatcher:
     Args:
         engine: A matcher of this request's own, at the start of the grammar.
         released: Called once with ``engine`` when the request has ended.
-        spellings: The bytes of every token.
+        spellings: What the tokens are spelled as.
         words: int32 words of a mask.
     """
 
@@ -33,7 +33,7 @@ class GrammarMatcher:
         self,
         engine: llguidance.LLMatcher,
         released: Callable[[llguidance.LLMatcher], None],
-        spellings: Set[bytes],
+        spellings: Spellings,
         words: int,
     ) -> None:
         self._engine = engine

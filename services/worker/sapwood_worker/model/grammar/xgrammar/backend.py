@@ -17,6 +17,7 @@ from sapwood_common.errors import ConfigError, DeadlineExceededError, InvalidArg
 from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_worker.model.grammar.backend import GrammarNeeds, go_on, read_artefact
 from sapwood_worker.model.grammar.bounded_process import BoundedProcesses, ProcessDiedError, TimeUpError
+from sapwood_worker.model.grammar.forced import Spellings
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.grammar.xgrammar.compiling import start, tokenizer_info
 from sapwood_worker.model.grammar.xgrammar.matcher import XgrammarState, mask_of
@@ -48,7 +49,7 @@ class XgrammarBackend:
             self._ends = (len(tokens),)
             tokens.append(b"")
         self.columns = len(tokens)
-        self._spellings = frozenset(tokens)
+        self._spellings = Spellings(tokens)
         usable = [*(index for index, token in enumerate(tokens) if token), *self._ends]
         self._usable = mask_of(usable, -(-len(tokens) // 32))
         self._info = tokenizer_info(tokens, self._ends)

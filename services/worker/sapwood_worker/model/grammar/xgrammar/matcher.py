@@ -7,13 +7,13 @@ the last of its request, which ends with an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.model.grammar.forced import forced_by, only_token
+from sapwood_worker.model.grammar.forced import Spellings, forced_by, only_token
 
 SLOW_SECONDS = 1.0
 
@@ -24,12 +24,12 @@ class XgrammarState:
     Args:
         matcher: The library's, of this request's own, at the start of the grammar.
         end_token_ids: Those that may follow a complete text.
-        spellings: The bytes of every token.
+        spellings: What the tokens are spelled as.
         usable: A mask of the tokens that may ever come: the library also sets bits beyond the last.
     """
 
     def __init__(
-        self, matcher: Any, end_token_ids: Sequence[int], spellings: Set[bytes], usable: npt.NDArray[np.int32]
+        self, matcher: Any, end_token_ids: Sequence[int], spellings: Spellings, usable: npt.NDArray[np.int32]
     ) -> None:
         self._matcher = matcher
         self._ends = frozenset(end_token_ids)

@@ -294,12 +294,15 @@ class DeviceOps:
 
     def int8_product(
         self, x: Tensor, weight: Tensor, scales: Tensor, *, norm: tuple[Tensor, float] | None = None, gate: Gate | None = None,
-        add_to: Tensor | None = None,
+        gate_after: Gate | None = None, add_to: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """``int8.product`` of the normed or gated ``x``, or ``add_to`` once that was added: int8 [N, K], float32 [N, 1]."""
+        """``int8.product`` of the normed or gated ``x``, gated after it, or ``add_to`` once that was added: int8 [N, K],
+        float32 [N, 1]."""
         if norm is not None:
             x = self.rms_norm(*norm, x.dtype)(x)
         result = int8.product(x if gate is None else self.gated(gate)(x), weight, scales)
+        if gate_after is not None:
+            result = self.gated(gate_after)(result)
         return result if add_to is None else add_to.add_(result)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:

@@ -15,6 +15,12 @@ from sapwood_kernels.quantised.triton_row import Gate
 
 _LARGEST = tl.constexpr(127.0)
 _TINY = tl.constexpr(1e-12)
+_GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
+
+
+@triton.jit
+def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
+    return sum_a + sum_b, tl.maximum(largest_a, largest_b)
 
 
 @triton.jit
@@ -25,9 +31,11 @@ def _quantise_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < N
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
-        values *= factor * tl.load(weight + at, mask=inside, other=0.0)
+    if HAS_NORM:  # both are known at once: programs wait for each other's warps once less
+        weighted = values * tl.load(weight + at, mask=inside, other=0.0)
+        squares, largest = tl.reduce((values * values, tl.abs(weighted)), 0, _sum_and_largest)
+        factor = tl.rsqrt(squares / N + eps)
+        values, largest = weighted * factor, largest * factor
     if GATE != 0:
         up = tl.load(x + row * x_stride + N + at, mask=inside, other=0.0).to(tl.float32)
         inner = values
@@ -36,7 +44,9 @@ def _quantise_kernel(
                 values + 0.044715 * values * values * values
             )  # 0.5 (1 + tanh z) = sigmoid(2 z)
         values = values * tl.sigmoid(inner) * up
-    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / _LARGEST, _TINY)
+    if not HAS_NORM:
+        largest = tl.max(tl.abs(values), axis=0)
+    scale = tl.maximum(largest / _LARGEST, _TINY)
     tl.store(scales + row, scale)
     values = values / scale
     rounded = tl.floor(tl.abs(values) + 0.5)
@@ -45,17 +55,21 @@ def _quantise_kernel(
 
 @triton.jit
 def _product_kernel(
-    x, x_scales, weight, scales, out, M, N, K: tl.constexpr, EVEN: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
+    x, x_scales, weight, scales, out, M, N, K: tl.constexpr, EVEN: tl.constexpr, ADDS: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    # TOGETHER rows of tiles at a time, so that what a wave of programs reads stays in the L2 cache.
-    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # N outputs, of which a tile has BLOCK_N; with a gate as many rows of the weight again, so that it has half of its columns of
+    # either. TOGETHER rows of tiles at a time, so that what a wave of programs reads stays in the L2 cache.
+    wide: tl.constexpr = BLOCK_N // 2 if GATE != 0 else BLOCK_N
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, wide)
     band = tl.program_id(0) // (TOGETHER * across)
     high = min(down - band * TOGETHER, TOGETHER)
     within = tl.program_id(0) % (TOGETHER * across)
     at_m = (band * TOGETHER + within % high) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at_n = within // high * BLOCK_N + tl.arange(0, BLOCK_N)
-    read_m, read_n = (at_m % M).to(tl.int64), (at_n % N).to(tl.int64)  # rows beyond the last are read, not written
+    each = tl.arange(0, BLOCK_N)
+    # Rows beyond the last are read, not written.
+    read_m = (at_m % M).to(tl.int64)
+    read_n = ((within // high * wide + each % wide) % N + each // wide * N).to(tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -67,8 +81,14 @@ def _product_kernel(
             other = tl.load(weight + read_n[None, :] * K + column[:, None], mask=(column < K)[:, None], other=0)
         total = tl.dot(one, other, total, out_dtype=tl.int32)
     own = tl.load(x_scales + at_m, mask=at_m < M, other=0.0)
-    theirs = tl.load(scales + at_n, mask=at_n < N, other=0.0)
-    result = total.to(tl.float32) * own[:, None] * theirs[None, :]
+    result = total.to(tl.float32) * own[:, None] * tl.load(scales + read_n)[None, :]
+    if GATE != 0:
+        result, up = tl.split(tl.permute(tl.reshape(result, (BLOCK_M, 2, wide)), (0, 2, 1)))
+        inner = result
+        if GATE == 2:
+            inner = 1.5957691216057308 * (result + 0.044715 * result * result * result)  # 0.5 (1 + tanh z) = sigmoid(2 z)
+        result = result * tl.sigmoid(inner) * up
+    at_n = within // high * wide + tl.arange(0, wide)
     inside = (at_m < M)[:, None] & (at_n < N)[None, :]
     target = out + at_m.to(tl.int64)[:, None] * N + at_n[None, :]
     if ADDS:
@@ -92,7 +112,7 @@ def quantise_rows(
     block = triton.next_power_of_2(width)
     _quantise_kernel[(rows,)](
         x, x if norm is None else norm[0], out, scales, 0.0 if norm is None else norm[1], x.stride(0), N=width,
-        HAS_NORM=norm is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], BLOCK=block,
+        HAS_NORM=norm is not None, GATE=_GATES[gate], BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out, scales
@@ -116,9 +136,12 @@ def product(
     *,
     norm: tuple[Tensor, float] | None = None,
     gate: Gate | None = None,
+    gate_after: Gate | None = None,
     add_to: Tensor | None = None,
 ) -> Tensor:
     """Computes ``int8.product`` of the normed or gated input: weight int8 [N, K], scales float32 [N, 1] -> [T, N].
+
+    What MLPs compute ahead of their second product is half as wide gated here, and is written and read once less.
 
     Args:
         x, norm, gate: As of :func:`quantise_rows`.
@@ -126,14 +149,17 @@ def product(
         scales: Contiguous.
         processors: The device's: programs that run at once.
         blocks: The tile, as :func:`block_shape` gives it.
+        gate_after: A gated activation of the result, whose first half is the gate: [T, N / 2].
         add_to: [T, N], contiguous; becomes the sum, which is returned.
     """
     codes, own = quantise_rows(x, norm=norm, gate=gate)
     (count, width), rows = codes.shape, len(weight)
-    out = torch.empty(count, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    halves = 1 if gate_after is None else 2
+    out = torch.empty(count, rows // halves, dtype=x.dtype, device=x.device) if add_to is None else add_to
     block_m, block_n, block_k, warps, stages = blocks or block_shape(count, rows, processors)
     _product_kernel[(triton.cdiv(count, block_m) * triton.cdiv(rows, block_n),)](
-        codes, own, weight, scales, out, count, rows, width, EVEN=width % block_k == 0, ADDS=add_to is not None,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps, num_stages=stages,
+        codes, own, weight, scales, out, count, rows // halves, width, EVEN=width % block_k == 0, ADDS=add_to is not None,
+        GATE=_GATES[gate_after], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     return out

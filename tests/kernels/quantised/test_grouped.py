@@ -187,3 +187,18 @@ def test_an_int8_product_takes_norm_gate_and_sum_along(gate):
     near(got.cpu(), wanted, 1e-3)  # halves may be rounded to the other side
     assert DeviceOps(torch.device("cpu")).int8_product(x, weight, scales, norm=norm, gate=gate, add_to=total) is total
     torch.testing.assert_close(total, wanted)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("outputs", [16, 12])  # whole tiles of both halves, and a tile that ends beyond the last output
+def test_a_gate_after_an_int8_product_reads_both_halves_of_the_weight(gate, outputs):
+    torch.manual_seed(6)
+    x, norm = torch.randn(20, 128), (torch.rand(128) + 0.5, 1e-5)
+    weight, scales = torch.randint(-127, 128, (2 * outputs, 128)).to(torch.int8), torch.rand(2 * outputs, 1) / 500
+    wanted = GATES[gate](int8.product(reference.rms_norm(x, *norm), weight, scales))
+    around = {"norm": (norm[0].to(DEVICE), norm[1]), "gate_after": gate}
+    got = triton_int8.product(x.to(DEVICE), weight.to(DEVICE), scales.to(DEVICE), 1, (16, 16, 64, 4, 2), **around)
+    assert got.shape == (20, outputs)
+    near(got.cpu(), wanted, 1e-3)
+    own = DeviceOps(torch.device("cpu")).int8_product(x, weight, scales, norm=norm, gate_after=gate)
+    torch.testing.assert_close(own, wanted)

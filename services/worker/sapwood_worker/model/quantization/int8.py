@@ -50,7 +50,8 @@ class Int8Method(LinearMethod):
     def fuses(self, rows: int) -> Fuses:
         if rows == 1 and self._one_row is not None:
             return ONE_ROW
-        return Fuses(norm=True, gate_before=True, residual=self.bias is None)
+        alone = self.bias is None
+        return Fuses(norm=True, gate_before=True, gate_after=alone, residual=alone)
 
     def apply(
         self,
@@ -64,7 +65,8 @@ class Int8Method(LinearMethod):
         before = None if norm is None else (norm.weight, norm.eps)
         if self._one_row is not None and x.shape[0] == 1:  # bound by reading the weight: activations stay as they are
             return self._one_row(x, norm=before, gate=gate_after, add_to=residual)
-        result = self._ops.int8_product(x, self.weight, self.scales, norm=before, gate=gate_before, add_to=residual)
+        around = {"norm": before, "gate": gate_before, "gate_after": gate_after, "add_to": residual}
+        result = self._ops.int8_product(x, self.weight, self.scales, **around)
         return result if self.bias is None else result.add_(self.bias)
 
     def _ready(self, weight: Tensor, scales: Tensor) -> None:

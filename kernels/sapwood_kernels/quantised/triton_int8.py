@@ -86,7 +86,9 @@ def _product_kernel(
         result, up = tl.split(tl.permute(tl.reshape(result, (BLOCK_M, 2, wide)), (0, 2, 1)))
         inner = result
         if GATE == 2:
-            inner = 1.5957691216057308 * (result + 0.044715 * result * result * result)  # 0.5 (1 + tanh z) = sigmoid(2 z)
+            inner = 1.5957691216057308 * (
+                result + 0.044715 * result * result * result
+            )  # 0.5 (1 + tanh z) = sigmoid(2 z)
         result = result * tl.sigmoid(inner) * up
     at_n = within // high * wide + tl.arange(0, wide)
     inside = (at_m < M)[:, None] & (at_n < N)[None, :]
@@ -153,13 +155,35 @@ def product(
         add_to: [T, N], contiguous; becomes the sum, which is returned.
     """
     codes, own = quantise_rows(x, norm=norm, gate=gate)
-    (count, width), rows = codes.shape, len(weight)
-    halves = 1 if gate_after is None else 2
-    out = torch.empty(count, rows // halves, dtype=x.dtype, device=x.device) if add_to is None else add_to
-    block_m, block_n, block_k, warps, stages = blocks or block_shape(count, rows, processors)
-    _product_kernel[(triton.cdiv(count, block_m) * triton.cdiv(rows, block_n),)](
-        codes, own, weight, scales, out, count, rows // halves, width, EVEN=width % block_k == 0, ADDS=add_to is not None,
-        GATE=_GATES[gate_after], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps,
-        num_stages=stages,
+    tile = blocks or block_shape(len(codes), len(weight), processors)
+    return multiply(codes, own, weight, scales, x.dtype, tile, gate=gate_after, add_to=add_to)
+
+
+def multiply(
+    codes: Tensor,
+    own: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    tile: tuple[int, int, int, int, int],
+    *,
+    gate: Gate | None = None,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """The product of what :func:`quantise_rows` gave, int8 [T, K] and float32 [T, 1].
+
+    Args:
+        codes, own: Contiguous.
+        weight, scales, add_to: As of :func:`product`.
+        dtype: The result's.
+        tile: As :func:`block_shape` gives it.
+        gate: ``gate_after`` of :func:`product`.
+    """
+    (count, width), rows = codes.shape, len(weight) // (1 if gate is None else 2)
+    out = torch.empty(count, rows, dtype=dtype, device=codes.device) if add_to is None else add_to
+    block_m, block_n, block_k, warps, stages = tile
+    _product_kernel[(triton.cdiv(count, block_m) * triton.cdiv(len(weight), block_n),)](
+        codes, own, weight, scales, out, count, rows, width, EVEN=width % block_k == 0, ADDS=add_to is not None,
+        GATE=_GATES[gate], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

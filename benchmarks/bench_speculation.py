@@ -279,9 +279,12 @@ def main() -> None:
         runner = build_drafted_runner(options, dataclasses.replace(options, model_path=arguments.draft))
     beside = build_runner(options) if arguments.duel else None
     if runner.asynchronous:
-        draft = {} if runner.draft is None else graph_times(runner.draft)
-        print(json.dumps({"graphs_ms": graph_times(runner), "draft_graphs_ms": draft}), flush=True)
+        of_draft = {} if runner.draft is None else graph_times(runner.draft)
+        print(json.dumps({"graphs_ms": graph_times(runner), "draft_graphs_ms": of_draft}), flush=True)
+    draft = runner.draft
     for workload, own in cases:
+        # What does not draft computes nothing behind checks, as in a worker that was not given it.
+        runner.draft = draft if workload.split()[0] in ("draft", "itself") else None
         for batch in own:
             measure(runner, beside, workload, batch, arguments, None if arguments.model else model)
 

@@ -161,22 +161,20 @@ class ModelRunner:
             return LaunchedStep(step, None, None, {}, self._copied, self.ops, seen=self._seen(step))
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
-        at = Positions.of(step)
         if self._graphs is not None and not explained and self._graphed(step):
             # A graph waits for all layers' loaded pages, other steps layer by layer.
             loads = step.copies is not None and step.copies.load is not None
             rows = self._rows(self._graphs, step, prompts=not loads)
             if rows is not None:
-                tokens = self._replay(self._graphs, step, rows, at)
+                at, tokens = self._replay(self._graphs, step, rows)
                 spared = self._backend.take_spared()
                 seen = self._seen(step)
                 launched = LaunchedStep(step, at, tokens, {}, self._copied, self.ops, spared_tokens=spared, seen=seen)
                 if self.draft is not None and tokens is not None and at.drafts is not None and rows.last is None:
                     self.draft.follow(step, rows, tokens.tokens, self._graphs.computed(len(rows.token_ids)))
                 return launched
-        if step.late is not None:
-            step.settle()
-            at = Positions.of(step)
+        step.settle()
+        at = Positions.of(step)
         hidden = self._forward(step)
         finish = partial(self._finish, step, at, hidden, explained, self._backend.take_spared())
         if not self._defers:
@@ -340,18 +338,20 @@ class ModelRunner:
             self._shifted.leave(hidden, self.ops.to_device(self._shifted.left(step)))
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
+    def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows) -> tuple[Positions, SampledTokens | None]:
+        """The positions that a step samples, and their tokens, if there are any."""
         self._pool.await_all()
         late = step.late.rows_of(step.token_ids) if isinstance(step.late, DraftedTokens) else None
         result = graphs.run(rows, step.rank_tokens.tolist(), late=late)
+        at = Positions.of(step)  # the device computes meanwhile
         if not len(at.rows):
-            return None
+            return at, None
         if rows.last is not None:
             result = result.select(self.ops.to_device(rows.last))
         tokens = self._sampler.sample(result.logits, step, at, result.greedy)
         if at.drafts is None:
             self._keep(tokens, result.slots)
-        return tokens
+        return at, tokens
 
     def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
         """Keeps each request's latest token on the device for the next step; 0 where none was sampled, as that request ends.

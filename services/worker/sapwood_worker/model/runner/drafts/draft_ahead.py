@@ -14,7 +14,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.runner.drafts.follow_up import FollowUp
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.records.step import IntArray, Step
@@ -52,20 +51,24 @@ class DraftAhead:
 
     Attributes:
         room: Where.
-        followed: What the head had made of the check's tokens.
+        starts, counts: int64 [P]: the check's.
         tokens: The draft, each request's first token and those of ``room.steps`` decodes.
     """
 
     room: DraftRoom
-    followed: FollowUp
+    starts: IntArray
+    counts: IntArray
     tokens: DraftedTokens
 
     def decodes(self, first: Step, wanted: IntArray) -> int | None:
         """How many decodes of a chain (:meth:`DraftingRunner.launch_chain`) it holds; None: it is another one, or ended early."""
-        room = self.room
-        if not np.array_equal(first.rows, room.rows) or self.followed.ends(first) is None:
+        room, ends = self.room, first.starts + first.counts
+        if first.entries or not np.array_equal(first.rows, room.rows):
             return None
-        there = np.minimum(room.steps, room.reach - first.starts - first.counts)
+        # What was computed are the tokens after ``starts``, as many as ``counts`` at most.
+        if (first.starts <= self.starts).any() or (ends > self.starts + 1 + self.counts).any():
+            return None
+        there = np.minimum(room.steps, room.reach - ends)
         if (wanted <= there).all():
             return int(wanted.max())
         return room.steps if (there == room.steps).all() else None

@@ -139,7 +139,7 @@ class DraftingRunner(ModelRunner):
         latest = followed.result.greedy.index_select(0, ends)
         self._keep(SampledTokens(latest), self.ops.to_device(check.rows))
         made = graphs.chain(rows, wanted, late=LateStart(right, longest, room.steps))
-        return DraftAhead(room, followed, DraftedTokens([latest, *made], self.ops, begun))
+        return DraftAhead(room, check.starts, check.counts, DraftedTokens([latest, *made], self.ops, begun))
 
     def _launch(self, step: Step) -> LaunchedStep | DeferredStep:
         tokens = self._take_followed(step)

@@ -38,7 +38,10 @@ class DraftPages:
 
     def fill(self, slot: int, start: int, end: int) -> None:
         """Notes that the draft model has computed the tokens of a row up to ``end``, all from ``start`` on just now."""
-        pages = self.table.pages(slot)[start // self.page_size : end // self.page_size]
+        first, last = start // self.page_size, end // self.page_size
+        if first == last:  # as for most drafts
+            return
+        pages = self.table.pages(slot)[first:last]
         self._filled[pages] = self._ledger.handle(pages).epochs
 
     def mark(self, slot: int, position: int) -> tuple[int, int]:

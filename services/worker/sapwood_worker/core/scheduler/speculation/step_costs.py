@@ -79,7 +79,10 @@ class StepCosts:
 
     def known(self, rows: int, positions: int) -> float | None:
         """Of a step of so many requests that samples so many positions; None: not measured, or too long ago."""
-        mean = self._drafted.get((_row_bucket(rows), _rung(positions)))
+        return self._fresh(_row_bucket(rows), _rung(positions))
+
+    def _fresh(self, bucket: int, rung: int) -> float | None:
+        mean = self._drafted.get((bucket, rung))
         fresh = mean is not None and mean.count >= _TWICE and self._steps - mean.step < _KEPT
         return mean.seconds if mean is not None and fresh else None
 
@@ -101,11 +104,12 @@ class StepCosts:
             For each rung, ascending: its positions, what such a step takes, or at least takes as more positions take no less
             time and other numbers of requests took about as much longer, and whether that is known.
         """
-        seconds = plain = self._plain[_row_bucket(rows)].seconds
+        bucket = _row_bucket(rows)
+        seconds = plain = self._plain[bucket].seconds
         found = []
         for rung in LADDER:
             if rung > rows:
-                known = self.known(rows, rung)
+                known = self._fresh(bucket, rung)
                 if known is None:
                     seconds = max(seconds, plain + _LIKELY * self._longer(rows, rung - rows))
                 else:

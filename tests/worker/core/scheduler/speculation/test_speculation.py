@@ -179,6 +179,21 @@ def test_a_first_step_with_drafts_says_nothing_of_what_the_others_take() -> None
     assert costs.known(4, 8) == pytest.approx(1.9)
 
 
+def test_what_as_many_positions_take_is_known_if_it_is_of_about_as_many_requests() -> None:
+    """A batch that shrinks would else try every size anew."""
+    costs = StepCosts()
+    for rows, seconds in ((16, 1.0), (13, 0.9), (9, 0.8)):
+        for _ in range(4):
+            costs.note(rows, rows, seconds)
+    for _ in range(3):
+        costs.note(16, 32, 1.4)
+    assert costs.curve(13, 32)[-1] == (32, pytest.approx(1.3), True)
+    assert not any(known for _, _, known in [*costs.curve(13, 24), *costs.curve(9, 32)])
+    for _ in range(2):
+        costs.note(13, 32, 1.2)
+    assert costs.curve(13, 32)[-1] == (32, pytest.approx(1.2), True), "its own, once there is any"
+
+
 def test_what_drafts_cost_other_numbers_of_requests_is_expected_before_it_is_tried() -> None:
     costs = measured(64, 0.01)
     for _ in range(4):

@@ -17,6 +17,8 @@ _ENOUGH, _TWICE = 3, 2
 _LIKELY = 0.75
 """How much of what a step with drafts of other requests took longer is taken for granted: less than all, so that what may pay is
 tried."""
+_NEAR = 4
+"""Part of the requests by which others may be more or fewer, for their steps to tell what steps of as many positions take."""
 _WEIGHT = 0.2
 _KEPT = 4096
 """Steps after which a measurement is forgotten, and is made anew: what is too dear now may not be later."""
@@ -102,7 +104,8 @@ class StepCosts:
 
         Returns:
             For each rung, ascending: its positions, what such a step takes, or at least takes as more positions take no less
-            time and other numbers of requests took about as much longer, and whether that is known.
+            time and other numbers of requests took about as much longer, and whether that is known, for so many requests or about
+            as many.
         """
         bucket = _row_bucket(rows)
         seconds = plain = self._plain[bucket].seconds
@@ -111,6 +114,8 @@ class StepCosts:
             if rung > rows:
                 known = self._fresh(bucket, rung)
                 if known is None:
+                    known = self._beside(rows, rung, plain)
+                if known is None:
                     seconds = max(seconds, plain + _LIKELY * self._longer(rows, rung - rows))
                 else:
                     seconds = max(seconds, known)
@@ -118,6 +123,16 @@ class StepCosts:
                 if rung >= most:
                     break
         return found
+
+    def _beside(self, rows: int, rung: int, plain: float) -> float | None:
+        """What a step of so many positions takes, by what it takes with the nearest number of requests; None: that is far."""
+        for apart in range(1, max(1, rows // _NEAR) + 1):
+            for others in (rows + apart, rows - apart):
+                usual = self.plain(others) if 0 < others < rung else None
+                known = self._fresh(_row_bucket(others), rung)
+                if known is not None and usual is not None:
+                    return max(plain, known + plain - usual)
+        return None
 
     def _longer(self, rows: int, drafted: int) -> float:
         """How many seconds longer than without drafts a step of the number of requests nearest to these took that drafted no more

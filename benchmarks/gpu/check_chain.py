@@ -8,9 +8,11 @@ Prints a JSON object; exit code 1 if a token of thirty is another, or if nothing
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.model.runner.builder import build_headed_runner
+from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 
@@ -82,14 +85,23 @@ def main() -> int:
         attention_backend=arguments.attention_backend, context_length=4096, max_running=32,
         max_step_tokens=2048, kv_cache_bytes=2**30 if arguments.device == "cuda" else 2**26,
     )  # fmt: skip
+    times = [time.perf_counter()]
     runner = build_headed_runner(options, eagle_head(model))
+    times.append(time.perf_counter())
     single, _ = drafts(runner, chains=False)
+    times.append(time.perf_counter())
     together, chained = drafts(runner, chains=True)
+    times.append(time.perf_counter())
     pairs = [pair for one, other in zip(single, together, strict=False) for pair in zip(one, other, strict=False)]
     same = sum(one == other for one, other in pairs)
     fault = same < len(pairs) * 29 / 30 or (arguments.device == "cuda" and not chained)
     row = {"what": "chained drafts", "chained_steps": chained, "tokens": len(pairs), "same": same, "fault": fault}
-    print(json.dumps(row))
+    assert isinstance(runner.draft, DraftingRunner)
+    row |= {"begun_behind_checks": runner.draft.ahead}
+    row["seconds"] = dict(
+        zip(("build", "single", "chained"), (b - a for a, b in itertools.pairwise(times)), strict=True)
+    )
+    print(json.dumps(row), flush=True)
     return int(fault)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import queue
 import random
@@ -160,6 +161,13 @@ class Stages:
     def between(self, began: float, ended: float) -> None:
         """There was a hand-over then, on the monotonic clock."""
         self._begun.append((began, ended))
+
+    def gaps(self, role: str, name: str, began: float) -> list[float]:
+        """Seconds between the times when a worker has come to a stage since then."""
+        time.sleep(0.2)
+        found = [float(at) for stage, at in _STAGE.findall(self._logs[role].read_text()) if stage == name]
+        times = sorted(at for at in found if at >= began)
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def take(self) -> dict[str, float]:
         """For each stage the median of the milliseconds from the request on, of those since the last call; of one that comes more

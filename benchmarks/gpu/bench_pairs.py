@@ -168,12 +168,17 @@ def decode(pair: Pair, say: Say) -> None:
             while loaded and at < options.seconds:
                 prompts.append(Planned(pair.prompt(options.long), 4, at))
                 at += draw.expovariate(options.rate)
+            began = time.monotonic()
             found = front.ask([*streams, *prompts])
         generating = [each for each in found if each.tokens == options.outputs]
         gaps = [b - a for each in generating for a, b in zip(each.arrivals, each.arrivals[1:], strict=False)]
         first = [each.arrivals[0] - each.began for each in found if each.tokens != options.outputs]
         p99 = percentile(gaps, 0.99)
         alone = alone or p99
+        inside = {}
+        for stage in ("tokens sent", "tokens at front") if options.stages else ():
+            steps = pair.stages.gaps("decode", stage, began)
+            inside[f"{stage}_p99_ms"] = 1000 * percentile(steps, 0.99)
         say(
             what=what,
             gap_p50_ms=1000 * percentile(gaps, 0.5),
@@ -181,6 +186,7 @@ def decode(pair: Pair, say: Say) -> None:
             ratio=p99 / alone,
             long_prompts=len(prompts),
             long_first_p50_ms=1000 * percentile(first, 0.5),
+            **inside,
         )
 
 

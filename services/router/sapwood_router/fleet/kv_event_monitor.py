@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grpc
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _RETRY_INTERVAL = 0.5
 _CHECK_INTERVAL = 1.0
+_A_TURN = 128
+"""Pages of an event that are taken in a turn of the event loop."""
 _TIERS: dict[int, Tier] = {
     worker_pb2.KV_MEDIUM_GPU: Tier.GPU,
     worker_pb2.KV_MEDIUM_CPU_TIER1: Tier.HOST,
@@ -54,7 +56,12 @@ class KvEventFollower:
         self._seq = 0
 
     def apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> None:
-        """Takes the next message.
+        """Takes the next message. Raises as :meth:`in_turns`."""
+        for _ in self.in_turns(message):
+            pass
+
+    def in_turns(self, message: worker_pb2.SubscribeKvEventsResponse) -> Iterator[None]:
+        """Takes the next message, some pages at a time: what a long prompt leaves would keep others' tokens waiting.
 
         Raises:
             DriftError: It does not follow on the last one, or leads to something else than the worker holds.
@@ -63,9 +70,9 @@ class KvEventFollower:
             self._whole = not message.more
         elif (message.epoch, message.seq) != (self._epoch, self._seq + 1) and not self._begins_anew(message):
             raise DriftError(f"change {message.seq} came after {self._seq}")
-        self._epoch, self._seq = message.epoch, message.seq
         for event in message.events:
-            self._take(event)
+            yield from self._take(event)
+        self._epoch, self._seq = message.epoch, message.seq
         if self._whole and self._digest != message.digest:
             raise DriftError(f"after change {message.seq} the worker holds something else")
 
@@ -83,16 +90,18 @@ class KvEventFollower:
             message.epoch != self._epoch and bool(message.events) and message.events[0].HasField("all_blocks_cleared")
         )
 
-    def _take(self, event: worker_pb2.KvEvent) -> None:
+    def _take(self, event: worker_pb2.KvEvent) -> Iterator[None]:
         kind = event.WhichOneof("event")
         if kind == "block_stored":
             stored = event.block_stored
-            tier = self._digested(stored.block_hashes, stored.medium)
-            self._index.store(self._address, tier, stored.block_hashes)
+            for hashes in _parts(stored.block_hashes):
+                self._index.store(self._address, self._digested(hashes, stored.medium), hashes)
+                yield
         elif kind == "block_removed":
             removed = event.block_removed
-            tier = self._digested(removed.block_hashes, removed.medium)
-            self._index.drop(self._address, tier, removed.block_hashes)
+            for hashes in _parts(removed.block_hashes):
+                self._index.drop(self._address, self._digested(hashes, removed.medium), hashes)
+                yield
         elif kind == "all_blocks_cleared":
             self._index.reset(self._address)
             self._digest = 0
@@ -105,6 +114,12 @@ class KvEventFollower:
         for page in hashes:
             self._digest ^= digest_term(page, tier)
         return tier
+
+
+def _parts(hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """So many of them at a time as are taken in a turn."""
+    for start in range(0, len(hashes), _A_TURN):
+        yield hashes[start : start + _A_TURN]
 
 
 class KvEventMonitor:
@@ -166,7 +181,8 @@ class KvEventMonitor:
 
             async def listen() -> None:
                 async for message in messages:
-                    follower.apply(message)
+                    for _ in follower.in_turns(message):
+                        await asyncio.sleep(0)
 
             tasks = {asyncio.create_task(listen()), asyncio.create_task(self._check(follower))}
             try:

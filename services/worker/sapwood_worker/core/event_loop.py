@@ -358,6 +358,8 @@ class EventLoop:
         if outputs or events or experts is not None or sums is not None or load != self._reported:
             self._reported = load
             self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts, sums))
+            if outputs:
+                reached("tokens sent")
             if any(output.ticket is not None for output in outputs):
                 reached(
                     "ticket sent" if any(output.finish_reason == "handoff" for output in outputs) else "pages told of"

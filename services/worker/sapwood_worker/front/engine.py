@@ -277,6 +277,8 @@ class Engine:
             case Step(outputs, load, kv_events, times, experts, sums):
                 self.experts = experts or self.experts
                 self.sums = sums or self.sums
+                if outputs:
+                    reached("tokens at front")
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:

@@ -96,10 +96,11 @@ class BlockIndex:
     def store(self, worker: str, tier: Tier, hashes: Iterable[bytes]) -> None:
         """The worker, which is known, holds these pages in a tier."""
         held, holders, bit = self._held[worker][tier], self._holders[tier], self._bits[worker]
+        left = self._budget - self.bytes_used - ENTRY_BYTES - HOLDING_BYTES
         for page in hashes:
             if page in held:
                 continue
-            if self.bytes_used + ENTRY_BYTES + HOLDING_BYTES > self._budget:
+            if left < 0:
                 self.refused += 1
                 continue
             held.add(page)
@@ -107,6 +108,7 @@ class BlockIndex:
             # The bit of the 1000th worker takes 160 bytes: one object serves all pages that this worker alone holds.
             holders[page] = bit if others is None else others | bit
             self._holdings += 1
+            left -= HOLDING_BYTES + (ENTRY_BYTES if others is None else 0)
 
     def drop(self, worker: str, tier: Tier, hashes: Iterable[bytes]) -> None:
         """The worker holds these pages in that tier no more; pages it did not hold are passed over."""

@@ -13,6 +13,7 @@ from sapwood_worker.core.cache.handoff.landing import DeviceMover
 from sapwood_worker.core.cache.handoff.leases import Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.handoff.movers.cuda_ipc import ExportedPages
+from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.storage.record import header_of
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
@@ -60,7 +61,7 @@ class LossyMover:
         source, chance, faults = self._source(), self._world.chance, self._world.faults
         if chance.random() < faults / 3:
             raise MoverError("the way is cut")
-        lease = self._ready(ticket, index)
+        lease = self._ready(ticket, index, on_device=True)
         if lease is None:
             return False if self._source() is source else None
         device = ExportedPages(b"", source.tiers.device_epoch)
@@ -85,21 +86,23 @@ class LossyMover:
         self._world.counts["landed"] += 1
         return proof == lease.keys[index].proof
 
-    def _ready(self, ticket: HandoffTicket, index: int) -> Lease | None:
+    def _ready(self, ticket: HandoffTicket, index: int, *, on_device: bool = False) -> Lease | None:
         """The lease of a page that is there, perhaps after a while."""
         source, chance = self._source(), self._world.chance
         leases = source.leases
         assert leases is not None
+        pages = PageSource(leases, source.pool, FINGERPRINT.hex())
         lease = leases.find(ticket.transfer_id, ticket.epoch)
         if lease is None or not leases.readable(lease, index):
             self._world.counts["given to another"] += lease is not None
             return None
         for _ in range(chance.randint(0, 3)):
-            if not lease.entries[index].ready:  # it is coming
+            if pages.is_coming(lease, index, on_device=on_device):
                 self._world.counts["waited for"] += 1
                 self._meanwhile(ticket)
-        if self._source() is not source or not leases.readable(lease, index) or not lease.entries[index].ready:
+        if self._source() is not source or not pages.has(lease, index, on_device=on_device):
             return None
+        self._world.counts["before the host has it"] += not lease.entries[index].ready
         return lease
 
     def _read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:

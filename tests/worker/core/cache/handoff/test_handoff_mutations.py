@@ -88,6 +88,10 @@ MUTATIONS = [
     Mutation(
         "core/cache/handoff/movers/cuda_ipc.py", "if self.epoch_of(page) == epoch else -1", "if page >= 0 else -1"
     ),
+    # Of a page that is read from there it does not have to be known that the host has it, but that it was computed.
+    Mutation(
+        "core/cache/handoff/source.py", "entry.ready or (on_device and entry.computed)", "entry.ready or on_device"
+    ),
     # What comes through the host's memory is checked.
     Mutation(LANDING, "if there and verify(record, entries[place].key, namespace)", "if there"),
     # Pages that came are shared in their order.

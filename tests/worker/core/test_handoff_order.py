@@ -1,0 +1,82 @@
+"""In which order the scheduler process does what a handed-off prompt needs: the device first, then its client, then others."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any, cast
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.fake_runner import FakeRunner
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.event_loop import EventLoop
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.ipc.messages import FromScheduler, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import Step as PlannedStep
+
+PAGE, PAGES = 4, 32
+INFO = ModelInfo(
+    architecture="fake",
+    dtype="none",
+    context_length=64,
+    vocab_size=50,
+    eos_token_ids=(),
+    page_size=PAGE,
+    num_pages=PAGES,
+)
+
+
+class Diary:
+    """A mailbox with one request, and a runner, that note what is done.
+
+    Args:
+        in_parts: As :class:`HandoffLeases` takes it.
+    """
+
+    def __init__(self, in_parts: int) -> None:
+        self.lines: list[str] = []
+        pool, host = HostPool(PAGES, PAGE * 8), HostPages(PAGES)
+        self._runner = FakeRunner(INFO, host_pool=pool)
+        self.asynchronous = True
+        leases = HandoffLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, time.monotonic, in_parts=in_parts)
+        settings = SchedulerConfig(
+            page_size=PAGE, num_pages=PAGES, context_length=64, max_running=2, max_step_tokens=64
+        )
+        self._scheduler = Scheduler(settings, HierarchicalCache(host, PAGES, PAGE, leases=leases))
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        self._due: list[ToScheduler] = [Submit(1, "r1", array("I", range(21)).tobytes(), sampling, hands_off=True)]
+
+    def run(self) -> list[str]:
+        """What was done, in order."""
+        EventLoop(self._scheduler, cast(Any, self), self).run()
+        return self.lines
+
+    def launch(self, step: PlannedStep) -> Any:
+        if len(step.rows):
+            self.lines.append("a step is launched")
+        return self._runner.launch(step)
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        due, self._due = self._due, []
+        return due or ([Shutdown()] if wait else [])
+
+    def send(self, message: FromScheduler) -> None:
+        assert isinstance(message, Step)
+        for output in message.outputs:
+            if output.token_ids:
+                self.lines.append("a token is sent")
+            if output.ticket is not None:
+                self.lines.append("the ticket is sent" if output.finish_reason else "pages are announced")
+
+
+def test_pages_are_announced_once_their_step_is_launched_and_the_token_goes_before_the_ticket() -> None:
+    assert Diary(2).run() == ["a step is launched", "pages are announced", "a token is sent", "the ticket is sent"]
+
+
+def test_no_token_is_computed_after_the_one_that_a_handed_off_prompt_ends_with() -> None:
+    assert Diary(0).run() == ["a step is launched", "a token is sent", "the ticket is sent"]

@@ -45,6 +45,7 @@ from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
 _COMPARED = 64
+_LEASES_END_SECONDS = 2.0
 _REST_SECONDS = 0.1
 """Between requests: copies of pages that go on after an answer are not measured with the next."""
 REAL_WORKER = "sapwood_worker"
@@ -125,23 +126,28 @@ class Pair:
 
 def same_pages(prefill: Any, decode: Any, prompt: Sequence[int], page_bytes: int) -> str:
     """How many of some pages of a prompt are the same, byte by byte, in the host memory of the worker that has computed them and
-    in that of the one that has pulled them, where they come from its GPU."""
-    contents: list[list[bytes]] = []
+    in that of the one that has pulled them, where they come from its GPU; of how many that both still have."""
+    time.sleep(_LEASES_END_SECONDS)
     decode.SetRole(worker_pb2.SetRoleRequest(role=worker_pb2.WORKER_ROLE_PREFILL), timeout=60)
+    tickets = []
     for stub in (prefill, decode):
         said = ask(stub, prompt, hand_off=True).ticket
         assert said is not None
         places = list(zip(said.places, said.place_epochs, strict=True))
         known = said.transfer_id, "127.0.0.1" + said.source, said.epoch, said.fingerprint
-        ticket = HandoffTicket(*known, list(said.page_hashes), places, said.lease_ms)
-        indices = range(0, len(places), max(1, len(places) // _COMPARED))
+        tickets.append(HandoffTicket(*known, list(said.page_hashes), places, said.lease_ms))
+    count = min(len(ticket.places) for ticket in tickets)
+    indices = range(0, count, max(1, count // _COMPARED))
+    contents: list[list[bytes]] = []
+    for ticket in tickets:
         buffers = [memoryview(bytearray(HEADER_BYTES + page_bytes)) for _ in indices]
         had = TcpMover().read(ticket, indices, buffers)
         contents.append(
             [bytes(buffer[HEADER_BYTES:]) if there else b"" for there, buffer in zip(had, buffers, strict=True)]
         )
     decode.SetRole(worker_pb2.SetRoleRequest(role=worker_pb2.WORKER_ROLE_DECODE), timeout=60)
-    return f"{sum(one == two != b'' for one, two in zip(*contents, strict=True))} of {len(contents[0])}"
+    same = sum(one == two != b"" for one, two in zip(*contents, strict=True))
+    return f"{same} of {len(indices)}, of {count} pages"
 
 
 _STAGE = re.compile(r"handoff stage (.+) at ([0-9.]+)$", re.MULTILINE)
@@ -249,6 +255,7 @@ def measure(
             alone: list[Answer] = []
             beside: list[Answer] = []
             pairs: list[tuple[Answer, Answer]] = []
+            cached: list[float] = []
             prompts = prompts_of(length, options.repeats)
             for prompt in prompts:
                 for stub, answers in ((one, alone), (other, beside)):
@@ -256,11 +263,9 @@ def measure(
                     time.sleep(_REST_SECONDS)
                 pairs.append(both.ask(prompt))
                 time.sleep(_REST_SECONDS)
+                cached.append(ask(other, [*prompt, *pairs[-1][0].tokens], output_tokens=1).first)
+                time.sleep(_REST_SECONDS)
             pulled, told = counters.since(), stages.take()
-            cached = [
-                ask(other, [*prompt, *first.tokens], output_tokens=1).first
-                for prompt, (first, _) in zip(prompts, pairs, strict=True)
-            ]
             again = [ask(one, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
             answers = [[*first.tokens, *rest.tokens] for first, rest in pairs]
             between = median(each.second - each.first for each in beside)
@@ -295,7 +300,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="Prompts of each length.")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kv-gb", type=float, default=12.0, help="KV cache of each worker in GiB.")
-    parser.add_argument("--host-gb", type=float, default=6.0, help="Its second tier in GiB.")
+    parser.add_argument("--host-gb", type=float, default=12.0, help="Its second tier in GiB.")
     parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
     parser.add_argument("--logs", type=Path, help="A folder for the workers' logs.")
     parser.add_argument(

@@ -59,9 +59,8 @@ _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str]
     "nixl": NixlSource,
     "mooncake": MooncakeSource,
 }
-_LEAST_PARTS = 128
-"""Pages of a chunk from which on they are handed off layer by layer: what a shorter one computes is read in a moment anyway, and
-the device computes it hardly faster than the host launches it, which would have all of this to do beside."""
+_LEAST_PARTS = 32
+"""Pages of a chunk from which on they are announced while it is computed: a shorter one is over sooner than that is heard of."""
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 

@@ -208,7 +208,9 @@ def host_targets(contents: Sequence[memoryview]) -> Targets:
 
 
 def joined(targets: Addresses, sources: Addresses, size: int) -> tuple[Addresses, Addresses, Addresses]:
-    """Copies of ``size`` bytes each, where some follow each other on both sides as one; returns their sizes, too."""
+    """Copies of ``size`` bytes each, in any order; those that follow each other on both sides are one. Returns their sizes."""
+    order = np.argsort(sources)
+    targets, sources = targets[order], sources[order]
     apart = (np.diff(targets) != np.uint64(size)) | (np.diff(sources) != np.uint64(size))
     first = np.concatenate(([True], apart))[: len(targets)]
     starts = np.flatnonzero(first)

@@ -28,6 +28,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``sapwood_kernels.reference.store_pages`` or ``load_pages``."""
 _GROUPS = 8
 """Of layers, whose pages go together while a step computes the next ones."""
+_FEW_PAGES = 128
+"""Fewer are copied when all layers are computed: to launch the groups' copies takes milliseconds, and a step that computes so few
+pages is over hardly later than it is launched."""
 
 
 def make_transfer(device: DevicePool, host: HostPool, ops: DeviceOps) -> Transfer:
@@ -237,15 +240,19 @@ class CudaTransfer:
         parts = self._host.parts.begin(copy.host.tolist())
         for _, event in computed:
             self._computed.tell(event.synchronize, parts.computed)
+        pieces = [(layers, event, 1) for layers, event in computed]
+        if len(copy.host) < _FEW_PAGES:
+            pieces = [(list(self._device.pages), computed[-1][1], len(computed))]
         with torch.cuda.stream(self._stores):
             store_layers = self._storer.layer_storer(copy)
             begin = None
-            for layers, event in computed:
+            for layers, event, groups_of in pieces:
                 self._stores.wait_event(event)
                 begin = begin or self._mark(self._stores)
                 store_layers(layers)
                 end = self._mark(self._stores)
-                self._copied.tell(end.synchronize, parts.copied)
+                for _ in range(groups_of):
+                    self._copied.tell(end.synchronize, parts.copied)
         assert begin is not None
         self._running.append((copy.number, begin, end))
         self._filling[copy.number] = copy, parts

@@ -163,7 +163,10 @@ def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):
 
 def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver, tmp_path):
     tiny = tiny_model("another")
-    with pytest.raises(ConfigError, match="HeliumForCausalLM is not supported"):
+    with pytest.raises(
+        ConfigError,
+        match=r"HeliumForCausalLM is not supported; \d+ are, such as \w+ForCausalLM, .*: docs/models.md lists them",
+    ):
         make_runner(tiny.path)
     plugin(
         "sapwood.model_families",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ def read_hf_config(directory: Path) -> tuple[ModelFamily, ModelConfig]:
     known = {name: family for family in families() for name in (*family.architectures, *family.classifiers)}
     family = known.get(names[0])
     if family is None:
-        raise ConfigError(f"{path}: architecture {names[0]} is not supported (supported: {', '.join(known)})")
+        alike = get_close_matches(names[0], known, 3)
+        shown = f", such as {', '.join(alike)}" if alike else ""
+        raise ConfigError(
+            f"{path}: architecture {names[0]} is not supported; {len(known)} are{shown}: docs/models.md lists them"
+        )
     nested = raw.get("text_config")
     given = {**raw, **nested} if isinstance(nested, dict) else raw
     values = {**family.defaults, **{key: value for key, value in given.items() if value is not None}}

@@ -132,6 +132,8 @@ def test_a_prompt_tells_whether_the_output_begins_inside_reasoning(prompt, conti
     ("template", "family"),
     [
         ("<|im_start|>assistant {{ '<think>\n' }}", "qwen3"),
+        ("{{- '[|assistant|]\n' }}{% if enable_thinking %}{{- '<think>\n' }}", "qwen3"),
+        ("{{- '<|endofturn|>\n<|assistant|>\n<think>\n' }}", "qwen3"),
         ("{{- ']~b]ai' ~ '\n' ~ '<think>' ~ '\n' }}", "minimax_m2"),
         ("{% if thinking %}<｜Assistant｜><think>{% else %}</think>", "deepseek_v3"),
         ("{{ content.split('</think>')[-1] }}<｜Assistant｜>", "deepseek_r1"),

@@ -27,6 +27,6 @@ FAMILIES: tuple[ReasoningFamily, ...] = (
     ReasoningFamily("deepseek_v3", "<think>", "</think>", signs=("<think>", "</think>", "<｜Assistant｜>", "thinking")),
     # DeepSeek R1 and its distillations: the template has usually written the opening tag.
     ReasoningFamily("deepseek_r1", "<think>", "</think>", starts_open=True, signs=("</think>", "<｜Assistant｜>")),
-    # Qwen3 and QwQ: the model writes the tags, or the template opens them for those that always think.
-    ReasoningFamily("qwen3", "<think>", "</think>", signs=("<think>", "<|im_start|>")),
+    # Qwen3, QwQ and all others with these tags, such as EXAONE 4 and OLMo 3: the model writes them, or the template opens them.
+    ReasoningFamily("qwen3", "<think>", "</think>", signs=("<think>",)),
 )

@@ -114,6 +114,7 @@ class Engine:
             windows=info.windows,
             page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
             max_running=max_running, max_step_tokens=max_step_tokens,
+            lanes=info.lanes, lanes_from=info.lanes_from, chained=info.chained and overlap,
         )  # fmt: skip
         schedulers = [Scheduler(config) for _ in range(info.attention_ranks)]
         self.scheduler = schedulers[0] if len(schedulers) == 1 else RankPlanner(config, schedulers)
@@ -152,7 +153,8 @@ class Engine:
             if planned:
                 launched.append(self.runner.launch(planned))
             outputs: list[RequestOutput] = []
-            while len(launched) > (1 if planned and self.overlap else 0):
+            most = max(int(self.overlap), self.scheduler.depth - 1) if planned else max(0, len(launched) - 1)
+            while len(launched) > most:
                 outputs += self.scheduler.update(launched.popleft().result())
             yield outputs
 
@@ -173,12 +175,23 @@ class Engine:
     ) -> Iterator[Callable[[], None]]:
         """Lets a batch of 1024-token prompts decode; gives what does a step of it."""
         self.add(prompts_of(batch, 1024, seed=5), [length] * batch, sampling)
-        decoding = (None for outputs in self.steps() if len(outputs) == batch)
+        decoding = self._rounds(batch)
         for _ in range(20):
             next(decoding)
         yield lambda: next(decoding)
         for _ in decoding:
             pass
+
+    def _rounds(self, batch: int) -> Iterator[None]:
+        """Steps until all is done, as :meth:`steps`; yields when they have brought each of a batch's requests a token."""
+        shares = self.scheduler.lanes if batch >= self.runner.info.lanes_from else 1
+        recent, since = deque[int](maxlen=shares), 0
+        for outputs in self.steps():
+            recent.append(len(outputs))
+            since += 1
+            if sum(recent) == batch and since >= shares:
+                since = 0
+                yield
 
     def expert_balance(self) -> float | None:
         """How even the load of experts was since the last call, as ``sapwood worker experts`` tells it; None: there are none, or
@@ -324,12 +337,15 @@ def main() -> None:
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
         split=split, device=arguments.device, turn=arguments.turn, kernels_wait=not arguments.as_a_worker,
+        lanes=arguments.lanes,
     )  # fmt: skip
     variant = variant_of(arguments)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     bench = Bench(engine, variant, {"device": device, "commit": commit}, arguments.profile)
     info = engine.runner.info
     bench.report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
+    if info.pipeline_parallel > 1:
+        bench.report("lanes", info.lanes, f"steps at once, from {info.lanes_from} requests on")
     engine.generate(prompts_of(1, 16, seed=1), [1])
     if arguments.turn is None:  # else it has waited
         bench.report("start-up", engine.start_seconds, "s")

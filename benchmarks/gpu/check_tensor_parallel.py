@@ -5,6 +5,7 @@ float32: the greedy tokens are equal. bfloat16 (CUDA graphs, NCCL in them): log 
 as one GPU's are, and tokens are those of one GPU up to where two were about as likely. Ways: every layer split (tp); of
 DeepSeek-V3's layers, whole experts on each rank (ep), which may have requests of its own as well (dp), whose rows may go to the
 ranks of their experts only (direct; in float8: direct-float8, of which only prompts are compared, as nothing else rounds so).
+Stages of a pipeline (sizes such as 1x2 and 2x2) compute as many steps at once, of other requests each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -29,13 +31,16 @@ from check_correctness import SHAPE, models
 from ranks import Options, Split, group_runners, leave
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.step import LaunchedStep
 
 REQUESTS, TOKENS = 12, 48
 SPARSE = "deepseek-v3"
@@ -83,11 +88,11 @@ class Answer:
 
 
 def answers(runner: LoadedRunner) -> list[Answer]:
-    """Greedy answers, with all requests in one batch."""
+    """Greedy answers, with all requests in one batch, or in as many as there are stages."""
     info = runner.info
     config = SchedulerConfig(
         windows=info.windows, page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
-        max_running=REQUESTS, max_step_tokens=256,
+        max_running=REQUESTS, max_step_tokens=256, lanes=info.lanes, lanes_from=info.lanes_from, chained=info.chained,
     )  # fmt: skip
     schedulers = [Scheduler(config) for _ in range(info.attention_ranks)]
     scheduler = schedulers[0] if len(schedulers) == 1 else RankPlanner(config, schedulers)
@@ -99,8 +104,14 @@ def answers(runner: LoadedRunner) -> list[Answer]:
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, **wanted)
         scheduler.add(Request(serial, str(serial), prompt, sampling))
     found = [Answer([], [], []) for _ in range(REQUESTS)]
+    launched: deque[LaunchedStep] = deque()
     while scheduler.has_work:
-        for output in scheduler.update(runner.launch(scheduler.schedule()).result()):
+        planned = scheduler.schedule()
+        if planned:
+            launched.append(runner.launch(planned))
+        if len(launched) < scheduler.depth and planned:
+            continue
+        for output in scheduler.update(launched.popleft().result()):
             answer = found[output.serial]
             answer.tokens += output.token_ids
             answer.gaps += [each.top_logprobs[0] - each.top_logprobs[1] for each in output.logprobs]
@@ -113,6 +124,14 @@ def exchanged(runner: LoadedRunner) -> float:
     assert runner.experts is not None
     tokens = sum(map(sum, runner.experts()()))
     return runner.exchanged_bytes(tokens) / (tokens * runner.info.expert_exchange)
+
+
+def under_way(runner: LoadedRunner) -> int:
+    """Steps whose layers the first stage has launched before what followed the last stage of an earlier one."""
+    assert isinstance(runner, GroupRunner)
+    own = runner._runner
+    assert isinstance(own, ModelRunner) and own.deferred is not None
+    return own.deferred.overtaken
 
 
 def distance(found: list[Answer], other: list[Answer]) -> float:
@@ -212,6 +231,10 @@ def compare(
             named = f"{' '.join(case)} on {split_in} GPUs, {way}"
             say(began, f"{named}: built; sums: {runner.info.all_reduce.words}")
             fine, said = verdict(case, way, answers(runner), alone)
+            if count > 1:
+                beside = under_way(runner)
+                said += f"; {runner.info.lanes} steps at once, {beside} launched while an earlier one was under way"
+                fine = fine and runner.info.lanes == count and beside > TOKENS
             if "direct" in way and not (fewer := exchanged(runner)) < 1:
                 fine, said = False, f"rows went to all ranks: {fewer:.2f} of their bytes"
             wrong += not fine
@@ -259,7 +282,7 @@ def main() -> int:
             (sparse_model() if name == SPARSE else models()[name]).save_pretrained(path)
             for dtype in ("float32", "bfloat16"):
                 sizes = {"num_pages": 512, "max_running": REQUESTS, "max_step_tokens": 256}
-                given[name, dtype] = {"model_path": path, "dtype": dtype, **sizes}
+                given[name, dtype] = {"model_path": path, "dtype": dtype, "lanes": "always", **sizes}
                 if arguments.device == "cuda" and dtype == "bfloat16":
                     given[name, dtype]["attention_backend"] = arguments.attention_backend
         say(began, f"{len(given)} models are made")

@@ -20,6 +20,7 @@ def variant_of(given: argparse.Namespace) -> str:
         "dp-attention": given.data_parallel_attention,
         given.expert_dispatch: given.expert_dispatch != "gather",
         f"pp{given.pipeline_parallel}": given.pipeline_parallel > 1,
+        f"lanes-{given.lanes}": given.lanes != "auto",
     }
     return "+".join((given.model.name, *(name for name, unusual in named.items() if unusual)))
 
@@ -83,6 +84,12 @@ def parse_arguments(description: str) -> argparse.Namespace:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (default: cuda)."
     )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
+    parser.add_argument(
+        "--lanes",
+        choices=("auto", "always", "off"),
+        default="auto",
+        help="Whether stages compute several steps at once (default: where a trial says that it pays).",
+    )
     parser.add_argument(
         "--graph-sizes",
         type=lambda text: tuple(map(int, text.split(","))),

@@ -54,32 +54,44 @@ class GatheredAttention:
 
 
 class _Replay:
-    def __init__(self, compute: Callable[[], DecodeResult], result: DecodeResult) -> None:
+    """Computes what a graph would replay, into the same tensors each time."""
+
+    def __init__(self, compute: Callable[[], Any], result: Any) -> None:
         self._compute = compute
         self._result = result
 
     def replay(self) -> None:
-        found = self._compute()
-        self._result.logits.copy_(found.logits)
-        self._result.greedy.copy_(found.greedy)
-        if self._result.hidden is not None and found.hidden is not None:
-            self._result.hidden.copy_(found.hidden)
+        for mine, found in zip(_tensors(self._result), _tensors(self._compute()), strict=True):
+            mine.copy_(found)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [result.logits, result.greedy, *(() if result.hidden is None else (result.hidden,))]
 
 
 class EagerGraphs(DecodeGraphs):
     """Implements ``DecodeGraphs`` where nothing can be captured."""
 
+    def _capture(self, size: int, attention: StepAttention) -> _Captured:
+        plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
+        config = self._model.config
+        hidden = torch.zeros(size, config.hidden_size)
+        result = DecodeResult(
+            torch.zeros(size, config.vocab_size),
+            torch.zeros(size, dtype=torch.int64),
+            self._inputs[2, :size],
+            None if self._shifted is None else hidden,
+        )
+        graph: Any = _Replay
+        if (stage := self._stage) is None:
+            return _Captured(graph(lambda: self._step(size, plan), result), attention, result)
+        self._tails[size] = graph(lambda: self._tail(stage, size), result), result
+        return _Captured(graph(lambda: self._layers(stage, size, plan), hidden), attention, result, hidden)
+
     def _capture_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
-        found = {}
-        for size in sizes:
-            attention = make(size)
-            plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
-            logits = torch.zeros(size, self._model.config.vocab_size)
-            hidden = None if self._shifted is None else torch.zeros(size, self._model.config.hidden_size)
-            result = DecodeResult(logits, torch.zeros(size, dtype=torch.int64), self._inputs[2, :size], hidden)
-            graph: Any = _Replay(lambda size=size, plan=plan: self._step(size, plan), result)  # type: ignore[misc]
-            found[size] = _Captured(graph, attention, result)
-        return found
+        return {size: self._capture(size, make(size)) for size in sizes}
 
 
 def with_graphs(runner: ModelRunner, sizes: Sequence[int], *, capture: bool = True) -> EagerGraphs:

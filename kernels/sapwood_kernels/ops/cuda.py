@@ -37,6 +37,7 @@ from sapwood_kernels.ops.contracts import (
 )
 from sapwood_kernels.ops.device import DeviceOps, ResultT
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
+from sapwood_kernels.ops.side_queue import CudaSideQueue, SideQueue
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
@@ -120,6 +121,9 @@ class CudaOps(DeviceOps):
 
     def fence(self) -> Fence:
         return _CudaFence()
+
+    def side_queue(self) -> SideQueue:
+        return CudaSideQueue(self.device)
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return partial(triton_norm.rms_norm, weight=weight, eps=eps)

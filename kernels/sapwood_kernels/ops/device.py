@@ -35,6 +35,7 @@ from sapwood_kernels.ops.contracts import (
     StoreLatent,
 )
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
+from sapwood_kernels.ops.side_queue import SideQueue
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -95,6 +96,10 @@ class DeviceOps:
     def fence(self) -> Fence:
         """A mark in the device's work."""
         return Fence()
+
+    def side_queue(self) -> SideQueue:
+        """Another queue of the device's."""
+        return SideQueue()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """``reference.rms_norm`` of inputs of ``dtype`` by a float32 weight."""

@@ -58,7 +58,10 @@ def run_group(
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))
         prepare(runner)
         if rank:
-            follow(runner, pipes[rank - 1][1])
+            try:
+                follow(runner, pipes[rank - 1][1])
+            finally:  # as where a process ends
+                pipes[rank - 1][1].close()
             return []
         try:
             leader = SplitRequestsRunner if own_requests else GroupRunner

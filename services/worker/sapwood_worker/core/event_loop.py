@@ -86,8 +86,8 @@ class EventLoop:
     - Overlapped: the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
       that ends or is aborted in N is still part of N + 1; what N + 1 computes of it is thrown away. Requests with a grammar go
       step by step, because a grammar must see each token before the next. So do steps after a draft.
-    - With lanes: as many steps as there are lanes are launched before the loop waits for the oldest. So all stages of a pipeline
-      compute at the same time, each for other requests.
+    - With lanes: as many steps as there are lanes are launched before the loop waits for the oldest, and one more if the runner
+      computes by itself. So all stages of a pipeline compute at the same time, each for other requests.
 
     If the runner fails a step, the requests in it end with an error. An error of the scheduler itself ends the process.
 
@@ -131,7 +131,7 @@ class EventLoop:
         self._experts = experts
         self._sums = sums
         self._clock = StepClock()
-        self._ahead = scheduler.lanes - 1 or int(overlap and runner.asynchronous)
+        self._ahead = scheduler.depth - 1 or int(overlap and runner.asynchronous)
         self._launched: deque[LaunchedStep] = deque()
         self._failures = 0
         self._reported: Load | None = None

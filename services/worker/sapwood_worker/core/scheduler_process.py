@@ -106,6 +106,8 @@ def build_scheduler(
         speculate=_speculate(config) if info.generates else "off",
         windows=info.windows,
         lanes=info.lanes,
+        lanes_from=info.lanes_from,
+        chained=info.chained and config.overlap,
     )
     ranks = info.attention_ranks
     schedulers = [

@@ -234,6 +234,11 @@ class DeferredStep:
         self._compute = compute
         self._launched: LaunchedStep | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has been computed."""
+        return self._launched is not None
+
     def finish(self) -> LaunchedStep:
         """Computes it, unless that was done. Raises what it fails with."""
         if self._launched is None:

@@ -12,69 +12,17 @@ import numpy as np
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB, Answer, build_grammar
+from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB
+from sapwood_testing.worker.ranks.asked_at_once import answers, scheduler_of
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import Tiering
-from sapwood_worker.model.distributed.micro_batches import MicroBatches
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches
 from sapwood_worker.model.runner import builder
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Step
-
-
-def scheduler_of(runner: Any, tiers: Any = None, **settings: Any) -> Scheduler:
-    info = runner.info
-    config = SchedulerConfig(
-        windows=info.windows,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=info.context_length,
-        lanes=info.lanes,
-        **settings,
-    )
-    return Scheduler(config, tiers, masks=TokenMasks(VOCAB))
-
-
-def answers(runner: Any) -> list[Answer]:
-    """Everything that can be asked at once, with a retraction of all in the middle; as many steps at once as there are stages."""
-    scheduler = scheduler_of(runner, max_running=9, max_step_tokens=64)
-    chance = random.Random(5)
-    for serial, each in enumerate(ASKED):
-        asked = dict(each)
-        grammar = build_grammar(asked.pop("grammar")) if "grammar" in asked else None
-        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randrange(2, 40))]
-        params = SamplingParams(**{"seed": serial, "max_tokens": 16, **asked})
-        scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params, grammar=grammar))
-    for serial, pooling in enumerate(("mean", "last"), len(ASKED)):
-        prompt = [chance.randrange(3, VOCAB) for _ in range(70)]
-        scheduler.add(Request(serial, f"r{serial}", array("I", prompt), SamplingParams(), pooling=pooling))
-    found = [Answer() for _ in range(len(ASKED) + 2)]
-    launched: deque[LaunchedStep] = deque()
-    steps = most = 0
-
-    def take(keep: int) -> None:
-        while len(launched) > keep:
-            for output in scheduler.update(launched.popleft().result()):
-                found[output.serial].take(output)
-
-    while scheduler.has_work:
-        planned = scheduler.schedule()
-        if planned:
-            launched.append(runner.launch(planned))
-            most = max(most, len(launched))
-        take(scheduler.lanes - 1 if planned else max(0, len(launched) - 1))
-        steps += 1
-        if steps == 9:
-            take(0)
-            scheduler.pause(retract=True)
-            scheduler.resume()
-    assert most == scheduler.lanes == runner.info.pipeline_parallel
-    return found
 
 
 @pytest.mark.parametrize(
@@ -214,7 +162,7 @@ def wrong() -> Step:
 
 
 def test_a_step_that_fails_on_all_ranks_alike_ends_only_that_step(tiny_model: Any) -> None:
-    def work(runner: Any) -> list[Answer]:
+    def work(runner: Any) -> list[Any]:
         with pytest.raises(IndexError):
             runner.execute(wrong())
         return answers(runner)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
@@ -34,3 +36,39 @@ def test_what_requests_are_expected_to_generate_sinks_with_their_tokens_however_
     alone, side_by_side = run(1, 100), run(lanes, 100)
     assert side_by_side._ratio.ratio == pytest.approx(alone._ratio.ratio, rel=0.03)
     assert side_by_side._steps > 1.5 * alone._steps
+
+
+def decodes(requests: int, count: int, fewest: int = 1) -> list[tuple[list[int], list[int]]]:
+    """Rows and tokens of so many steps of decodes, planned as soon as may be where two lanes are chained."""
+    config = SchedulerConfig(
+        page_size=4, num_pages=400, context_length=256, lanes=2, lanes_from=fewest, chained=True, jump_forward=False
+    )
+    scheduler = Scheduler(config)
+    for serial in range(requests):
+        params = SamplingParams(max_tokens=99, ignore_eos=True)
+        scheduler.add(Request(serial, f"r{serial}", [1, 2, 3], params))
+    flying: list[Step] = []
+    planned: list[Step] = []
+    while len(planned) < count:
+        while scheduler.plans_ahead and (step := scheduler.schedule()):
+            flying.append(step)
+            if step.counts.max() == 1:
+                planned.append(step)
+        first = flying.pop(0)
+        scheduler.update(ModelOutput(first.number, [[7] if samples else [] for samples in first.samples]))
+    return [(step.rows.tolist(), step.token_ids.tolist()) for step in planned[:count]]
+
+
+def test_where_devices_keep_their_tokens_each_step_has_the_requests_of_the_oldest_in_flight() -> None:
+    steps = decodes(requests=5, count=12)[4:]
+    assert [sorted(a + b) for (a, _), (b, _) in pairwise(steps)] == [[0, 1, 2, 3, 4]] * 7
+    assert [rows for rows, _ in steps[2:]] == [rows for rows, _ in steps[:-2]]
+    assert {token for _, tokens in steps for token in tokens} == {-1}, "the host knows no token when it plans"
+
+
+@pytest.mark.parametrize(("requests", "fewest"), [(1, 1), (5, 6)])
+def test_too_few_requests_to_share_are_all_in_each_step_which_do_not_wait_for_the_host_either(
+    requests: int, fewest: int
+) -> None:
+    steps = decodes(requests, 8, fewest)[2:]
+    assert steps == [(list(range(requests)), [-1] * requests)] * 6

@@ -79,6 +79,9 @@ class Simulation:
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
             windows=random_windows(random.Random(seed), page_size, num_pages) if seed % 3 else (),
             speculate=random.Random(seed + 1).choice(["off", "off", "prefix", "auto"]),
+            lanes=random.Random(seed + 5).choice([1, 2, 3]) if seed % 4 < 2 else 1,
+            lanes_from=random.Random(seed + 6).choice([1, 4]),
+            chained=random.Random(seed + 7).random() < 0.7,
         )
         self.limit = min(self.config.context_length, num_pages * page_size)
         self.longest_wait = 0
@@ -143,6 +146,7 @@ class Simulation:
                 "pinned",
                 "paused",
                 "overlapped",
+                "side by side",
                 "embedded",
                 "drafted",
             ),
@@ -248,7 +252,7 @@ class Simulation:
             )
             steps += turns * (self.config.starved_after + self.config.max_running * (self.limit + 2))
         if self.overlap:  # what is in flight may be in the way of each step
-            steps *= 2
+            steps *= max(2, self.scheduler.depth)
         if self.config.policy == "priority":
             # An older one that starves later may push it out, and its work is done again.
             steps *= 2
@@ -300,9 +304,11 @@ class Simulation:
             assert len(planned.rows) <= self.config.max_running
             self.launched.append(self.runner.launch(planned))
             self.counts["overlapped"] += ahead
+            self.counts["side by side"] += len(self.launched) > 2
             if chance.random() < self.abort_rate and self.clients:
                 self.abort()
-        self.take_results(1 if len(planned.rows) and self.overlap and chance.random() < 0.9 else 0)
+        more = len(planned.rows) and self.overlap and chance.random() < 0.9
+        self.take_results(max(1, self.scheduler.depth - 1) if more else 0)
         self.scheduler.check()
         self.step_number += 1
         self.now += 1.0

@@ -36,6 +36,8 @@ class SchedulerConfig:
         speculate: Whether to draft tokens: not at all (off), where the measured time of steps says that it pays (auto), or
             wherever text goes on as it did before (prefix).
         lanes: Steps that may be in flight at once, of other requests each; 1: as many as :meth:`Scheduler.plans_ahead` says.
+        lanes_from: Running requests from which on these share them, if ``chained``.
+        chained: Whether, with lanes, a step may compute a token that the device alone knows.
         conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """
 
@@ -57,3 +59,5 @@ class SchedulerConfig:
     speculate: SpeculateName = "off"
     windows: tuple[WindowGroup, ...] = ()
     lanes: int = 1
+    lanes_from: int = 1
+    chained: bool = False

@@ -54,7 +54,8 @@ class Request:
         over: Whether it has ended for its client while steps in flight still compute it: it keeps its row until they are done.
         planned: ``computed`` and the tokens that steps in flight compute.
         in_flight: Steps in flight that compute it.
-        unknown: Tokens that steps in flight sample for it; 0 or 1 when a step is planned.
+        unknown: Tokens that steps in flight sample for it; 0 or 1 when a step with it is planned.
+        sampled_in: The number of the last step that samples a token for it.
         shared: Whether its pages may stay in the prefix cache when it ends.
         held: Whether it waits for pages that are being fetched; it is not admitted meanwhile.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
@@ -103,6 +104,7 @@ class Request:
         "reach",
         "request_id",
         "retractions",
+        "sampled_in",
         "sampling",
         "serial",
         "shared",
@@ -161,6 +163,7 @@ class Request:
         self.planned = 0
         self.in_flight = 0
         self.unknown = 0
+        self.sampled_in = -1
         self.shared = True
         self.held = False
         self.output_start = len(prompt) - output_tokens

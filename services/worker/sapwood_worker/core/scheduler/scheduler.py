@@ -30,6 +30,7 @@ from sapwood_worker.core.scheduler.consistency import check_requests
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
 from sapwood_worker.core.scheduler.load_meter import Demand, measure_demand, measure_load
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.running.lanes import Lanes
 from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
 from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
@@ -64,7 +65,7 @@ class Scheduler:
         drafter: Drafts tokens, or a model that does, if ``config`` asks for drafts; None: ``make_speculation`` chooses.
 
     Attributes:
-        lanes: How many steps may be in flight, each with other requests. 1: one step, or two with the same requests.
+        lanes, depth: ``count`` and ``depth`` of :class:`Lanes`.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class Scheduler:
         self._paused = self._retract_all = False
         # The pages of a draft and the check of it belong to one step, so with drafts there is one lane.
         self.lanes = config.lanes if self._speculation is None else 1
+        self._lanes = Lanes(self.lanes, config.lanes_from, chained=config.chained)
+        self.depth = self._lanes.depth
 
     @property
     def num_retractions(self) -> int:
@@ -235,7 +238,7 @@ class Scheduler:
         if self._in_flight and self._speculation is not None and self._speculation.waits:
             return False
         if self.lanes > 1:
-            return len(self._in_flight) < self.lanes
+            return len(self._in_flight) < self.depth
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     @property
@@ -261,11 +264,8 @@ class Scheduler:
         """Plans the next step. The step is false if there is nothing to do, or nothing before the next :meth:`update`.
 
         While a step is in flight (``plans_ahead`` must then be true), the next one continues where that one will end, as if it
-        sampled no end tokens. Tokens computed in vain are thrown away, and no request is retracted meanwhile. With lanes, the
-        step computes no request of which a step in flight samples a token.
-
-        Args:
-            most_tokens: The step's token budget; None: what the configuration says.
+        sampled no end tokens, or with lanes has other requests. Tokens computed in vain are thrown away, and no request is
+        retracted meanwhile. ``most_tokens`` is the step's token budget; None: what the configuration says.
         """
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
@@ -277,7 +277,7 @@ class Scheduler:
         if self._admission.preempt(self._steps, in_flight=in_flight):
             return Step(self._steps)
         retractions = self.num_retractions
-        plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight, lanes=self.lanes)
+        plan = plan_running(self._running, self._retraction, self._steps, self._lanes, in_flight=in_flight)
         if plan is None:
             return Step(self._steps)
         budget = max(1, (most_tokens or self._config.max_step_tokens) - len(plan.decodes) - len(plan.last_tokens))
@@ -285,7 +285,7 @@ class Scheduler:
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running(plan.unfinished)
         if self.num_retractions == retractions:
-            self._ratio.step(self.lanes)
+            self._ratio.step(self._lanes.shares(len(self._running)))
             self._admission.admit(adder, self._steps)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []

@@ -184,7 +184,7 @@ class TorchGroup(Group):
 
     def send(self, x: Tensor, target: int) -> None:
         self._count(x)
-        if not x.is_cpu:  # in the order of the stream, and in its graphs
+        if not x.is_cpu:  # in the order of the stream; two ranks have an NCCL communicator of their own for it
             dist.send(x, self.ranks[target], group=self._group)
             return
         if len(self._sent) == _MOST_SENT:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.distributed.pipeline.stage_link import StageLink
 from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -159,6 +160,7 @@ class DecoderModel(Layer):
 
     Attributes:
         config: The argument.
+        link: The ways to the other stages.
         own: The layers that this rank's stage has.
         exchange: Takes rows to the ranks of their experts; None: they go to all ranks, or there is one.
         taps: Keep hidden states for a head that drafts; None: there is none.
@@ -169,11 +171,12 @@ class DecoderModel(Layer):
         self.config, self.exchange = config, context.parallel.expert_exchange
         vocab, width = config.vocab_size, config.hidden_size
         inside, vocabulary = context.inside("model"), context.attending
-        self._stages, self._overlapping = context.parallel.pp, context.parallel.tp
+        self.link = StageLink(context.parallel.pp, width, context.dtype, context.ops)
+        self._overlapping = context.parallel.tp
         self.own = context.parallel.own_layers([config.layer_cost(i) for i in range(config.num_layers)])
         tied = config.tie_word_embeddings and config.labels is None
         self.embedding: VocabParallelEmbedding | None = None
-        if self._stages.rank == 0 or tied:
+        if self.link.first or tied:
             named = vocabulary.inside("model").inside("embed_tokens")
             self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, named)
         layers = [layer_class(config, i, inside.inside(f"layers.{i}")) for i in self.own]
@@ -198,7 +201,6 @@ class DecoderModel(Layer):
         )
         # The index of each layer's rotary embedding.
         self._kinds = [ropes.index(rope) for rope in config.ropes]
-        self._dtype = context.dtype
         self.taps: Taps | None = None
         # A layer whose tokens all stay in the cache: its slots tell where each token is.
         self._lasting = AttentionLayer(
@@ -268,18 +270,21 @@ class DecoderModel(Layer):
         Returns:
             [T, hidden_size], before the final norm: that of this stage's layers, good for :meth:`logits` and :meth:`normed`.
         """
-        stages = self._stages
-        if stages.rank == 0:
-            hidden = self.embed(token_ids)
-        else:
-            shape = len(token_ids), self.config.hidden_size
-            hidden = stages.receive(torch.empty(shape, dtype=self._dtype, device=token_ids.device), stages.rank - 1)
+        hidden = self.compute(self.begin(token_ids), positions, plan)
+        if not self.link.last:
+            self.link.send(hidden)
+        return hidden
+
+    def begin(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden_size]: what this stage's layers get, which the stage before has sent if there is one."""
+        return self.embed(token_ids) if self.link.first else self.link.receive(len(token_ids))
+
+    def compute(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """What this stage's layers give of what :meth:`begin` returns, which they may overwrite; asks no other stage."""
         hidden = self.through(hidden, self.angles(positions), plan)
         if (taps := self.taps) is not None:
             taps.see(self.config.num_layers, hidden)
             taps.keep(plan.destination(self._lasting).slots)
-        if stages.rank < stages.size - 1:
-            stages.send(hidden, stages.rank + 1)
         return hidden
 
     def angles(self, positions: Tensor) -> list[Angles]:
@@ -306,7 +311,11 @@ class DecoderModel(Layer):
 
         May overwrite ``hidden``; called by all ranks.
         """
-        result: Tensor = self.head(self._last(hidden), self.norm)
+        return self.head_of(self._last(hidden))
+
+    def head_of(self, last: Tensor) -> Tensor:
+        """:meth:`logits` of what the last layer gives, [R, hidden_size]; called by all ranks of a stage."""
+        result: Tensor = self.head(last, self.norm)
         return result
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -316,4 +325,4 @@ class DecoderModel(Layer):
 
     def _last(self, hidden: Tensor) -> Tensor:
         """What the last stage has of it."""
-        return hidden if self._stages.size == 1 else self._stages.broadcast(hidden, self._stages.size - 1)
+        return hidden if self.link.alone else self.link.spread(hidden)

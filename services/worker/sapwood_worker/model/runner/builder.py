@@ -18,8 +18,8 @@ from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.distributed.micro_batches import MicroBatches, measured
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches, measured
 from sapwood_worker.model.heads.eagle import load_eagle
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
@@ -35,6 +35,7 @@ from sapwood_worker.model.runner.graphs.recorded_steps import record_steps
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
+from sapwood_worker.model.runner.lanes.lanes_trial import try_lanes
 from sapwood_worker.model.runner.memory.chosen_sizes import chosen_sizes
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
 from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
@@ -205,12 +206,9 @@ class _Builder:
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._model.taps = Taps(head.taken, head.mix, head.store)
         backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=True)
-        if self._ops.asynchronous:
-            # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
+        if self._ops.asynchronous:  # what libraries compile when it is first used, in minutes, is there for requests
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
-        pieces = self._build_pieces(backend, pool, whole_ladder=True)
-        cuts = self._micro_batches(pool, backend)
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
         runner = (DraftingRunner if drafts else ModelRunner)(
             info=self._info(config, pool, length),
@@ -219,19 +217,21 @@ class _Builder:
             pool=pool,
             backend=backend,
             graphs=graphs,
-            pieces=pieces,
+            pieces=self._build_pieces(backend, pool, whole_ladder=True),
             sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
             transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
             identity=self._identity,
-            cuts=cuts,
+            cuts=self._micro_batches(pool, backend),
             parallel=self._parallel,
             recorded=record_steps(options, self._model, self._ops, self._dtype),
         )
-        if self._ops.asynchronous and config.labels is None and cuts is None and self._parallel.rows is None:
-            try_checks(runner)
+        if self._ops.asynchronous and config.labels is None and self._parallel.rows is None:
+            if self._parallel.pp.size == 1:
+                try_checks(runner)
+            try_lanes(runner, pool, self._parallel, always=options.lanes == "always")
         self._model.forget_expert_tokens()
         if self._ahead is not None:
             self._ahead.remember()
@@ -310,7 +310,8 @@ class _Builder:
             attention_ranks=1 if self._parallel.rows is None else self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
             all_reduce=self._tp.report,
-            lanes=1 if self._ops.asynchronous else self._parallel.pp.size,
+            lanes=1 if self._options.lanes == "off" else self._parallel.pp.size,
+            chained=self._ops.asynchronous,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
             max_running=self._sizes.max_running,
             max_step_tokens=self._sizes.max_step_tokens,
@@ -390,13 +391,12 @@ class _Builder:
     @torch.inference_mode()
     def _micro_batches(self, pool: DevicePool, backend: PagedAttention) -> MicroBatches | None:
         """How steps are cut for the stages of a pipeline, by what steps of few tokens and of many take; None: there is one."""
-        stages = self._parallel.pp
-        if stages.size == 1:
+        if self._parallel.pp.size == 1:
             return None
         room = (min(pool.counts) - _SCRATCH_PAGES) * pool.page_size
         most = min(_TRIED_TOKENS, self._sizes.max_step_tokens, self._config.max_position, room)
         cuts = measured(self._parallel, lambda n: compute_trial([n], self._model, pool, backend, self._ops).cpu(), most)
         own, step = self._model.own, self._sizes.max_step_tokens
-        logger.info("pipeline: layers %d to %d of %d are here", own.start, own.stop - 1, self._config.num_layers)
-        logger.info("pipeline: %s: a step of %d tokens is cut in %d", cuts.reason, step, cuts.count(step))
+        said = f"layers {own.start} to {own.stop - 1} of {self._config.num_layers} are here; {cuts.reason}"
+        logger.info("pipeline: %s: a step of %d tokens is cut in %d", said, step, cuts.count(step))
         return cuts

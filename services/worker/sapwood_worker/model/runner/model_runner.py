@@ -14,8 +14,8 @@ from torch import Tensor
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
-from sapwood_worker.model.distributed.micro_batches import MicroBatches
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
@@ -24,6 +24,7 @@ from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.peer_pages import CudaMemory, OwnPool
 from sapwood_worker.model.pools.torch_transfer import marked
 from sapwood_worker.model.pools.transfer import Transfer
+from sapwood_worker.model.runner.deferred_steps import DeferredSteps
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, decode_rows
 from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -39,7 +40,7 @@ from sapwood_worker.records.page_copies import NOTHING, CopyReport
 from sapwood_worker.records.step import DeferredStep, Entry, ModelOutput, RankLostError, Step
 
 if TYPE_CHECKING:
-    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, DecodeResult
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
     from sapwood_worker.model.runner.graphs.recorded_steps import RecordedSteps
 
@@ -70,7 +71,8 @@ class ModelRunner:
         recorded: Runs decodes from what was recorded of them; None: nothing is.
 
     Attributes:
-        ops, recorded: The arguments.
+        info, ops, recorded: The arguments.
+        deferred: Steps that wait for the last stage; None: this is the last one, or all.
         sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
         draft: Runs a model that drafts for this one, over as many pages; None: there is none.
     """
@@ -117,11 +119,13 @@ class ModelRunner:
         self._identity = identity
         self._cuts = cuts
         self._own_rows = parallel.rows
-        self._layers = len(pool.layout.layers)
+        self._link = None if isinstance(model, Head) else model.link
+        # Stages have unequally many layers, and are to compute a step in one way.
+        stages = parallel.pp.size
+        self._layers = len(pool.layout.layers) if stages == 1 else -(-model.config.num_layers // stages)
         self._shifted = shifted
         self.recorded = recorded
-        self._defers = info.lanes > 1 and parallel.pp.rank < parallel.pp.size - 1
-        self._deferred: list[DeferredStep] = []
+        self.deferred = None if self._link is None or self._link.last else DeferredSteps(stages - 1 - parallel.pp.rank)
         self._entries: dict[int, Entry] = {}
         # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
         self._plain_from = np.zeros(len(last_tokens), np.int64)
@@ -159,6 +163,8 @@ class ModelRunner:
             if len(step.rank_tokens):
                 self._keep_pace(step)
             return LaunchedStep(step, None, None, {}, self._copied, self.ops, seen=self._seen(step))
+        if self.deferred is not None:
+            self.deferred.make_way(step)
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
         if self._graphs is not None and not explained and self._graphed(step):
@@ -166,28 +172,21 @@ class ModelRunner:
             loads = step.copies is not None and step.copies.load is not None
             rows = self._rows(self._graphs, step, prompts=not loads)
             if rows is not None:
-                at, tokens = self._replay(self._graphs, step, rows)
-                spared = self._backend.take_spared()
-                seen = self._seen(step)
-                launched = LaunchedStep(step, at, tokens, {}, self._copied, self.ops, spared_tokens=spared, seen=seen)
-                if self.draft is not None and tokens is not None and at.drafts is not None and rows.last is None:
-                    self.draft.follow(step, rows, tokens.tokens, self._graphs.computed(len(rows.token_ids)))
-                return launched
+                return self._finished(step, self._replay(self._graphs, step, rows))
         step.settle()
         at = Positions.of(step)
         hidden = self._forward(step)
         finish = partial(self._finish, step, at, hidden, explained, self._backend.take_spared())
-        if not self._defers:
-            return finish()
-        # What the last stage sends is taken in the order of the steps.
-        if explained:
-            for earlier in self._deferred:
-                earlier.finish()
-            self._deferred.clear()
-            return finish()
-        deferred = DeferredStep(finish)
-        self._deferred = [*self._deferred[1 - self.info.lanes :], deferred]
-        return deferred
+        if not explained:
+            return self._finished(step, finish)
+        if self.deferred is not None:
+            self.deferred.finish()  # what the last stage sends is taken in the order of the steps
+        return finish()
+
+    def _finished(self, step: Step, finish: Callable[[], LaunchedStep]) -> LaunchedStep | DeferredStep:
+        """The rest of a step whose layers have been launched: at once, or when the last stage may have come to it."""
+        defers = self.deferred is not None and self.info.lanes > 1
+        return self.deferred.add(step, finish) if defers and self.deferred is not None else finish()
 
     def follow(self, step: Step, rows: DecodeRows, tokens: Tensor, computed: Tensor) -> None:
         """Computes what a head makes of the tokens that a check has sampled, at all of its positions, and may begin the next
@@ -209,7 +208,10 @@ class ModelRunner:
         tokens = None
         if len(at.rows):
             places, rows = self.ops.to_device(np.stack((step.sampled(), at.rows)))
-            last = hidden if len(rows) == len(hidden) else hidden.index_select(0, places)
+            if self._link is not None and not self._link.last:
+                last = self._link.empty(len(rows))
+            else:
+                last = hidden if len(rows) == len(hidden) else hidden.index_select(0, places)
             tokens = self._sampler.sample(self._model.logits(last), step, at)
             if at.drafts is None:
                 self._keep(tokens, rows)
@@ -338,20 +340,31 @@ class ModelRunner:
             self._shifted.leave(hidden, self.ops.to_device(self._shifted.left(step)))
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows) -> tuple[Positions, SampledTokens | None]:
-        """The positions that a step samples, and their tokens, if there are any."""
+    def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows) -> Callable[[], LaunchedStep]:
+        """Replays a step's layers; returns what does the rest."""
         self._pool.await_all()
         late = step.late.rows_of(step.token_ids) if isinstance(step.late, DraftedTokens) else None
-        result = graphs.run(rows, step.rank_tokens.tolist(), late=late)
+        find = graphs.begin(rows, step.rank_tokens.tolist(), late=late)
         at = Positions.of(step)  # the device computes meanwhile
-        if not len(at.rows):
-            return at, None
-        if rows.last is not None:
-            result = result.select(self.ops.to_device(rows.last))
-        tokens = self._sampler.sample(result.logits, step, at, result.greedy)
-        if at.drafts is None:
-            self._keep(tokens, result.slots)
-        return at, tokens
+        return partial(self._finish_replay, step, at, rows, find, self._backend.take_spared())
+
+    @torch.inference_mode()
+    def _finish_replay(
+        self, step: Step, at: Positions, rows: DecodeRows, find: Callable[[], DecodeResult], spared: int
+    ) -> LaunchedStep:
+        result, tokens = find(), None
+        if len(at.rows):
+            if rows.last is not None:
+                result = result.select(self.ops.to_device(rows.last))
+            tokens = self._sampler.sample(result.logits, step, at, result.greedy)
+            if at.drafts is None:
+                self._keep(tokens, result.slots)
+        seen = self._seen(step)
+        launched = LaunchedStep(step, at, tokens, {}, self._copied, self.ops, spared_tokens=spared, seen=seen)
+        if self.draft is not None and tokens is not None and at.drafts is not None and rows.last is None:
+            assert self._graphs is not None
+            self.draft.follow(step, rows, tokens.tokens, self._graphs.computed(len(rows.token_ids)))
+        return launched
 
     def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
         """Keeps each request's latest token on the device for the next step; 0 where none was sampled, as that request ends.

@@ -39,10 +39,10 @@ class RankPlanner:
         schedulers: One for each rank.
 
     Attributes:
-        lanes: Always 1.
+        lanes, depth: Always 1.
     """
 
-    lanes = 1
+    lanes = depth = 1
 
     def __init__(self, config: SchedulerConfig, schedulers: Sequence[Scheduler]) -> None:
         self._config = config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.running.lanes import Lanes
 from sapwood_worker.core.scheduler.running.retraction import Retraction
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 
@@ -20,7 +21,7 @@ class RunningPlan(NamedTuple):
 
 
 def plan_running(
-    running: RunningBatch, retraction: Retraction, step: int, *, in_flight: bool, lanes: int = 1
+    running: RunningBatch, retraction: Retraction, step: int, lanes: Lanes, *, in_flight: bool
 ) -> RunningPlan | None:
     """Gives each running request pages for its known tokens, retracting the last in rank if need be.
 
@@ -28,8 +29,8 @@ def plan_running(
         running: The batch. Mutated.
         retraction: Makes room; it takes requests of lower rank than all that are in the step so far.
         step: The number of the step being planned.
+        lanes: How steps in flight share the requests.
         in_flight: Whether another step is in flight.
-        lanes: Steps that are to be in flight at once: each decodes its share of the requests, none of which is in two.
 
     Returns:
         None if a request would have to be retracted that the step in flight may compute.
@@ -37,14 +38,15 @@ def plan_running(
     decodes: list[Request] = []
     last_tokens: list[Request] = []
     unfinished: list[Request] = []
-    most = -(-len(running.requests) // lanes)
+    shares = lanes.shares(len(running.requests))
+    most = -(-len(running.requests) // shares)
     for request in tuple(running.requests):
         known = len(request.token_ids) + request.unknown
         left = known - request.planned
         if left <= 0 or request.over or request.slot < 0:
             continue
         decoding = left == 1 and request.planned >= request.prompt_length
-        if lanes > 1 and (request.unknown or (decoding and len(decodes) == most)):
+        if lanes.holds_back(request, step, shares) or (decoding and len(decodes) == most):
             continue
         if request.unknown and (request.hands_off or known >= request.max_length):
             continue  # the token that is in flight is the request's last

@@ -70,6 +70,7 @@ class StepInFlight:
             request.planned = start + 1
             request.in_flight += 1
             request.unknown += 1
+            request.sampled_in = number
             if request.grammar is not None:
                 masked.append(len(rows) - 1)
                 grammars.append(request.grammar)
@@ -90,7 +91,9 @@ class StepInFlight:
                 known_tokens.append(_tokens(request, start, count))
                 request.planned = start + count
                 request.in_flight += 1
-                request.unknown += samples
+                if samples:
+                    request.unknown += 1
+                    request.sampled_in = number
                 processed = processed or (samples and request.processed)
                 if samples and request.grammar is not None:
                     masked.append(sampling)

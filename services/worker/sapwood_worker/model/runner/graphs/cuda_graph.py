@@ -3,6 +3,9 @@
 A decode step of a small model is hundreds of kernels of a few microseconds; if they were launched one by one, the host would be
 the bottleneck. A batch runs on the next larger size of the ladder; padding rows write to a scratch page. All graphs share one
 memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
+
+A stage of a pipeline has two graphs for each size: its layers, and what follows the last stage. What stages exchange is launched
+between them, as the next step's layers may be.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +32,10 @@ from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.graphs.decode_chain import stage_chain
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
+from sapwood_worker.model.runner.graphs.stage_buffers import StageBuffers
 from sapwood_worker.records.step import IntArray
+
+ResultT = TypeVar("ResultT")
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
 """The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""
@@ -81,6 +88,8 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     attention: StepAttention
     result: DecodeResult
+    # Of a stage: what its layers give, which is all that the graph computes. The result is that of the graph that follows.
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,8 @@ class DecodeGraphs:
         self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._slots = self._inputs[3 : 3 + tables].unbind()
+        self._stage = StageBuffers.of(model, sizes[-1])
+        self._tails: dict[int, tuple[torch.cuda.CUDAGraph, DecodeResult]] = {}
         self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
         every = self._capture_all if capture else self._compute_all
         self._shared = {} if make_shared is None else every(sparse_ladder(self._sizes), make_shared)
@@ -179,6 +190,18 @@ class DecodeGraphs:
             idle: Whether the rows are no tokens: this rank only keeps pace.
             late: int64 [N] and int64 [N]: rows whose token the device knows alone, and that token; None: there are none.
         """
+        return self.begin(step, of_ranks, idle=idle, late=late)()
+
+    def begin(
+        self,
+        step: DecodeRows,
+        of_ranks: Sequence[int] = (),
+        *,
+        idle: bool = False,
+        late: tuple[Tensor, Tensor] | None = None,
+    ) -> Callable[[], DecodeResult]:
+        """Computes the layers of :meth:`run`, which takes the same; what it returns computes the rest, and is called once, by all
+        stages in the order of the steps. Of a model that is in no stages all is computed."""
         self._backend.begin_plan()
         count = len(step.token_ids)
         positions, lengths = step.positions, step.positions + 1
@@ -214,9 +237,23 @@ class DecodeGraphs:
         self._backend.end_plan()
         tokens = 0 if idle else count
         fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size
+        if self._stage is not None:
+            self._stage.receive(count)
         with self._ops.padded(tokens, of_ranks) if fewer else nullcontext():
             captured.graph.replay()
-        return captured.result if count == size else captured.result.first(count)
+        result = captured.result if count == size else captured.result.first(count)
+        if self._stage is None or captured.hidden is None:
+            return lambda: result
+        hidden = captured.hidden[:count]
+        self._stage.send(hidden)
+        # The next step overwrites the inputs.
+        return partial(self._finish, self._stage, size, hidden, replace(result, slots=result.slots.clone()))
+
+    def _finish(self, stage: StageBuffers, size: int, hidden: Tensor, result: DecodeResult) -> DecodeResult:
+        """Computes what follows the last stage, whose layers have computed nothing after ``hidden``."""
+        stage.spread(hidden)
+        self._tails[size][0].replay()
+        return result
 
     def computed(self, count: int) -> Tensor:
         """int64 [count]: the tokens of the last step that was run, late ones with their values; valid until the next replay."""
@@ -225,7 +262,7 @@ class DecodeGraphs:
     def chains(self, first: DecodeRows, steps: int) -> bool:
         """Whether :meth:`chain` can compute so many steps, or as many beginning later."""
         count, keys = len(first.slots), int(first.positions.max()) + steps
-        if count > self.largest or len(self._scratch) > 1:
+        if count > self.largest or len(self._scratch) > 1 or self._stage is not None:
             return False
         size = self._sizes[bisect_left(self._sizes, count)]
         attention, pages = self._captured[size].attention, -(-keys // self._pool.page_size)
@@ -300,12 +337,16 @@ class DecodeGraphs:
         captured = {}
         for size in reversed(sizes):
             captured[size] = self._capture(size, make(size))
-            self._memory = captured[size].graph.pool()
         return dict(reversed(captured.items()))
 
     def _compute_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
         for size in reversed(sizes):
-            self._step(size, self._padding(size, make(size)))
+            plan = self._padding(size, make(size))
+            if self._stage is None:
+                self._step(size, plan)
+            else:
+                self._layers(self._stage, size, plan)
+                self._tail(self._stage, size)
         return {}
 
     def _padding(self, size: int, attention: StepAttention) -> PagedPlan:
@@ -321,23 +362,49 @@ class DecodeGraphs:
 
     def _capture(self, size: int, attention: StepAttention) -> _Captured:
         plan = self._padding(size, attention)
+        if (stage := self._stage) is None:
+            graph, result = self._record(lambda: self._step(size, plan))
+            return _Captured(graph, attention, result)
+        graph, hidden = self._record(lambda: self._layers(stage, size, plan))
+        if size not in self._tails:
+            self._tails[size] = self._record(lambda: self._tail(stage, size))
+        return _Captured(graph, attention, self._tails[size][1], hidden)
+
+    def _record(self, compute: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
+        """A graph of what is computed, and its result, which each replay overwrites."""
         stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(size, plan)  # compiles kernels and settles cuBLAS before the capture
+            compute()  # compiles kernels and settles cuBLAS before the capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # NCCL's own threads may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = self._step(size, plan)
-        return _Captured(graph, attention, result)
+            result = compute()
+        self._memory = graph.pool()
+        return graph, result
 
     def _step(self, size: int, plan: PagedPlan) -> DecodeResult:
-        token_ids = self._inputs[0, :size]
-        token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[2, :size]), token_ids)
-        hidden = self._model(token_ids, self._inputs[1, :size], plan)
+        hidden = self._model(self._tokens(size), self._inputs[1, :size], plan)
         if self._shifted is not None:
             self._shifted.leave(hidden, self._inputs[-1, :size])
-        logits = self._model.logits(hidden)
+        return self._result(size, self._model.logits(hidden), None if self._shifted is None else hidden)
+
+    def _layers(self, stage: StageBuffers, size: int, plan: PagedPlan) -> Tensor:
+        """What this stage's layers give."""
+        assert not isinstance(self._model, Head)
+        begun = self._model.begin(self._tokens(size)) if stage.first else stage.received[:size]
+        return self._model.compute(begun, self._inputs[1, :size], plan)
+
+    def _tail(self, stage: StageBuffers, size: int) -> DecodeResult:
+        """What follows the last stage."""
+        assert not isinstance(self._model, Head)
+        return self._result(size, self._model.head_of(stage.last[:size]), None)
+
+    def _tokens(self, size: int) -> Tensor:
+        token_ids = self._inputs[0, :size]
+        return torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[2, :size]), token_ids)
+
+    def _result(self, size: int, logits: Tensor, hidden: Tensor | None) -> DecodeResult:
         _, greedy = self._ops.row_max(logits)
-        return DecodeResult(logits, greedy, self._inputs[2, :size], None if self._shifted is None else hidden)
+        return DecodeResult(logits, greedy, self._inputs[2, :size], hidden)

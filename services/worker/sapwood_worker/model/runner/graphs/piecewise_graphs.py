@@ -5,6 +5,8 @@ waits for the host. All between two layers' attention depends on the number of t
 numbers and replayed as one launch. Attention, whose shape differs from step to step, is launched by itself. Rows that pad a step
 to the ladder's next number write to a scratch page.
 
+What stages of a pipeline send each other is in no piece.
+
 The captures share one memory pool: they are replayed in the order of their capture, one number of tokens at a time.
 """
 
@@ -25,6 +27,7 @@ from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
+from sapwood_worker.model.runner.graphs.stage_buffers import StageBuffers
 
 _LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3 / 28, 20e-3 / 28
 """Seconds that the host takes to launch the kernels of a layer one by one, about."""
@@ -126,6 +129,7 @@ class PiecewiseGraphs:
         self._query, self._context = (
             torch.zeros(most, shape.num_heads, dim, dtype=shape.dtype, device=pool.device) for dim in dims
         )
+        self._stage = StageBuffers.of(model, most)
         self._captured: dict[int, tuple[_Cut, Tensor]] = {}
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
@@ -158,6 +162,8 @@ class PiecewiseGraphs:
         if count < size:
             self._inputs[2:, count:size].copy_(self._scratch)
         cut, hidden = self._captured[size]
+        if self._stage is not None:
+            self._stage.receive(count)
         query, context = self._query[:count], self._context[:count]
         tokens = 0 if idle else count
         fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size
@@ -166,12 +172,17 @@ class PiecewiseGraphs:
                 graph.replay()
                 plan.attend_into(layer, query, context)
             cut.graphs[-1].replay()
+        if self._stage is not None:
+            self._stage.send(hidden[:count])
         return hidden[:count]
 
     def _step(self, size: int, memory: Any) -> tuple[_Cut, Tensor]:
         token_ids, positions, *slots = self._inputs[:, :size]
         cut = _Cut(self._pool, slots, self._query[:size], self._context[:size], memory)
         cut.begin()
-        hidden = self._model(token_ids, positions, cut)
+        begun = (
+            self._model.begin(token_ids) if self._stage is None or self._stage.first else self._stage.received[:size]
+        )
+        hidden = self._model.compute(begun, positions, cut)
         cut.end()
         return cut, hidden

@@ -44,7 +44,8 @@ def try_lanes(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, alwa
     for pages in pool.pages.values():
         pages.view(torch.uint8).zero_()
     first = DecodeTrial(runner, min(2 * stages, info.max_running))
-    wrong = max(parallel.exchange(int(first.tokens(stages) != first.tokens(stages, apart=True))))
+    apart = first.tokens(stages, apart=True)  # connects the stages, for which NCCL may wait until a device is at rest
+    wrong = max(parallel.exchange(int(first.tokens(stages) != apart)))
     if wrong:
         logger.warning("pipeline: one step at a time: several at once gave other tokens on a rank")
         runner.info = msgspec.structs.replace(info, lanes=1)

@@ -72,10 +72,11 @@ def sparse_model() -> transformers.PreTrainedModel:
 
 @dataclass(frozen=True)
 class Flags:
-    """device, all_reduce: As on the command line."""
+    """device, all_reduce, as_on_gpus: As on the command line."""
 
     device: str
     all_reduce: str
+    as_on_gpus: bool
 
 
 @dataclass
@@ -223,7 +224,7 @@ def compare(
     """
     tensor, _, stages = split_in.partition("x")
     count, wrong = int(stages or 1), 0
-    split = replace(WAYS[way], all_reduce=flags.all_reduce)
+    split = replace(WAYS[way], all_reduce=flags.all_reduce, as_on_gpus=flags.as_on_gpus)
     alone: dict[Case, list[Answer]] = answered.recv()
     with group_runners(int(tensor) * count, list(given.values()), flags.device, count, split) as runners:
         say(began, f"{split_in} ranks have met, {way}")
@@ -266,12 +267,17 @@ def main() -> int:
         help="For bfloat16 on GPUs (default: triton, which compiles in seconds; flashinfer takes minutes, auto takes it).",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself.")
+    parser.add_argument(
+        "--as-on-gpus",
+        action="store_true",
+        help="CPUs decode by what stands for graphs, and as many steps are launched as on GPUs.",
+    )
     arguments = parser.parse_args()
     ways, names = arguments.ways.split(","), arguments.models.split(",")
     wrong = 0
     if unknown := set(ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}")
-    flags = Flags(arguments.device, arguments.all_reduce)
+    flags = Flags(arguments.device, arguments.all_reduce, arguments.as_on_gpus)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         given: dict[Case, Options] = {}

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
@@ -59,6 +60,7 @@ class Split:
         skew: Standard deviation of the logarithms of how likely a layer's experts are then, but for a factor; 0: all alike.
         graph_sizes: Batches of decodes that have graphs, and no others have, for a quicker start; none: as a worker has them.
         diverging_rank: The rank that gets other numbers of all ranks than the others, to try whether that is found; -1: none.
+        as_on_gpus: Whether CPUs decode by what stands for graphs, and are taken to compute by themselves, as GPUs are.
     """
 
     whole_experts: bool = False
@@ -70,6 +72,7 @@ class Split:
     skew: float = 0.0
     graph_sizes: tuple[int, ...] = ()
     diverging_rank: int = -1
+    as_on_gpus: bool = False
 
 
 @contextmanager
@@ -201,7 +204,17 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
     choose_sums(parallel, split.all_reduce, torch.device(device), place.size, _EXCHANGE_SECONDS)
     if split.diverging_rank == place.rank:
         _diverge(parallel.tp)
-    return lambda model: build_runner(RunnerOptions(device=device, parallel=parallel, **model))
+    build = _build_as_on_gpus if split.as_on_gpus else build_runner
+    return lambda model: build(RunnerOptions(device=device, parallel=parallel, **model))
+
+
+def _build_as_on_gpus(options: RunnerOptions) -> ModelRunner:
+    from sapwood_testing.worker.eager_graphs import with_graphs
+
+    CpuOps.asynchronous = True
+    runner = build_runner(options)
+    with_graphs(runner, cuda_graph.ladder(runner.info.max_running))
+    return runner
 
 
 def _diverge(group: Group) -> None:

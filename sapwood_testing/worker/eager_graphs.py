@@ -87,6 +87,7 @@ class EagerGraphs(DecodeGraphs):
         graph: Any = _Replay
         if (stage := self._stage) is None:
             return _Captured(graph(lambda: self._step(size, plan), result), attention, result)
+        hidden = torch.zeros_like(stage.last[:size])
         self._tails[size] = graph(lambda: self._tail(stage, size), result), result
         return _Captured(graph(lambda: self._layers(stage, size, plan), hidden), attention, result, hidden)
 

@@ -18,6 +18,7 @@ from sapwood_worker.settings.names import (
     DispatchName,
     GrammarBackendName,
     HandoffMover,
+    LanesName,
     QuantizationName,
     Role,
     SpeculateChoice,
@@ -102,6 +103,11 @@ class WorkerConfig(ServiceConfig):
         ge=1,
         description="Stages that the layers are spread over, each of --tensor-parallel ranks. A step goes through one stage "
         "after the other, a long step in pieces, so that all stages compute.",
+    )
+    pipeline_lanes: LanesName = Field(
+        "auto",
+        description="Whether stages compute several steps at once, of other requests each: auto does on CPUs, on GPUs from as "
+        "many requests on as a trial at the start says; always; off.",
     )
     nnodes: int = Field(
         1,

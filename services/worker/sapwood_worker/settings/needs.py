@@ -50,6 +50,7 @@ NEEDS = (
         "without {prefix_cache}: it goes by what is cached",
     ),
     Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
+    Needs(("pipeline_lanes",), lambda config: config.pipeline_parallel > 1, "with a {pipeline_parallel} of 1"),
     Needs(("all_reduce",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
     Needs(("data_parallel_attention",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
     Needs(("data_parallel_attention",), lambda config: config.pipeline_parallel == 1, "with {pipeline_parallel}"),

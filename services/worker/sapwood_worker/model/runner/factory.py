@@ -204,6 +204,7 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
         host_cache_ratio=config.tier_ratio if config.prefix_cache else 0.0,
         share_host_cache=config.shares_host_cache,
+        lanes=config.pipeline_lanes,
     )
 
 

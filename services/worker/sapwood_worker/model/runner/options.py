@@ -10,6 +10,7 @@ import torch
 
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import LoadFormat, StoredWeights
+from sapwood_worker.settings.names import LanesName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,5 +89,5 @@ class RunnerOptions:
     parallel: Parallel = field(default_factory=Parallel)
     nodes: int = 1
     meeting_host: str = ""
-    lanes: Literal["auto", "always", "off"] = "auto"
+    lanes: LanesName = "auto"
     headed: bool = False

@@ -65,8 +65,9 @@ class Int8Method(LinearMethod):
         before = None if norm is None else (norm.weight, norm.eps)
         if self._one_row is not None and x.shape[0] == 1:  # bound by reading the weight: activations stay as they are
             return self._one_row(x, norm=before, gate=gate_after, add_to=residual)
-        around = {"norm": before, "gate": gate_before, "gate_after": gate_after, "add_to": residual}
-        result = self._ops.int8_product(x, self.weight, self.scales, **around)
+        result = self._ops.int8_product(
+            x, self.weight, self.scales, norm=before, gate=gate_before, gate_after=gate_after, add_to=residual
+        )
         return result if self.bias is None else result.add_(self.bias)
 
     def _ready(self, weight: Tensor, scales: Tensor) -> None:

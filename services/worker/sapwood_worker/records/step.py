@@ -271,7 +271,7 @@ class Runner(Protocol):
     asynchronous: bool
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Begins a step, which is computed after those launched before. At most one other may be unfinished, or one less than the
+        """Begins a step, which is computed after those launched before. At most one other may be unfinished, or as many as the
         model has lanes.
 
         A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is

@@ -238,7 +238,7 @@ class DecodeGraphs:
         tokens = 0 if idle else count
         fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size
         if self._stage is not None:
-            self._stage.receive(count)
+            self._stage.receive(count, size)
         with self._ops.padded(tokens, of_ranks) if fewer else nullcontext():
             captured.graph.replay()
         result = captured.result if count == size else captured.result.first(count)

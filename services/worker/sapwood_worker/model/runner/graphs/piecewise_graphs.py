@@ -163,7 +163,7 @@ class PiecewiseGraphs:
             self._inputs[2:, count:size].copy_(self._scratch)
         cut, hidden = self._captured[size]
         if self._stage is not None:
-            self._stage.receive(count)
+            self._stage.receive(count, size)
         query, context = self._query[:count], self._context[:count]
         tokens = 0 if idle else count
         fewer = self._model.config.sparse and min((tokens, *of_ranks)) < size

@@ -31,10 +31,17 @@ class StageBuffers:
         """The buffers for a model; None: it is in no stages."""
         return None if isinstance(model, Head) or model.link.alone else cls(model, rows)
 
-    def receive(self, tokens: int) -> None:
-        """Before the layers: fills ``received`` with what the stage before sends, if there is one."""
+    def receive(self, tokens: int, rows: int) -> None:
+        """Before the layers: fills ``received`` with what the stage before sends, if there is one.
+
+        Args:
+            tokens: How many.
+            rows: Of the graph; those that pad it are zero, as layers would add to what they left there each time.
+        """
         if not self.first:
             self.received[:tokens].copy_(self._link.receive(tokens))
+            if tokens < rows:
+                self.received[tokens:rows].zero_()
 
     def send(self, hidden: Tensor) -> None:
         """After the layers: sends what they have given on to the next stage, if there is one."""

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.drafts.answers import (
     VOCAB,
@@ -26,7 +25,8 @@ from sapwood_testing.drafts.answers import (
     tokens_of,
 )
 from sapwood_testing.drafts.drafted import options, run_split, scheduler_of
-from sapwood_testing.drafts.eagle_head import KNOWN, WIDTH, PlainHead, norm, random_tensors, write
+from sapwood_testing.drafts.eagle_head import WIDTH, PlainHead, random_tensors, write
+from sapwood_testing.drafts.fitted_head import GREEDY, PROMPTS, greedy_ones
 from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -35,33 +35,6 @@ from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
 from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-PROMPTS = [[3 + at, *range(40, 40 + at)] for at in range(8)]
-
-
-def greedy_ones(first: int = 0) -> list[Request]:
-    return [Request(first + at, f"g{at}", prompt, GREEDY) for at, prompt in enumerate(PROMPTS)]
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head whose last matrix was fitted to the model's greedy answers, so that some of what it says is right."""
-    tiny, tensors = tiny_model("llama"), random_tensors()
-    head = PlainHead(tensors, tiny.oracle)
-    states, wanted = [], []
-    runner = build_runner(options(tiny.path))
-    asked = greedy_ones()
-    for serial, outputs in run(scheduler_of(runner), runner, False, asked).items():
-        text = [*PROMPTS[serial], *tokens_of(outputs)]
-        states.append(norm(head.hidden(head.features(text[:-1]), text[1:]), tensors["norm.weight"])[:-1])
-        wanted += text[2:]
-    x, known = torch.cat(states), torch.arange(KNOWN) + tensors["d2t"]
-    y = (torch.tensor(wanted)[:, None] == known).float()
-    tensors["lm_head.weight"] = torch.linalg.solve(x.T @ x + 0.001 * torch.eye(WIDTH), x.T @ y).T.contiguous()
-    return write(tmp_path_factory.mktemp("eagle") / "trained", tensors)
 
 
 @pytest.fixture(scope="module")
@@ -212,46 +185,6 @@ def test_checks_follow_drafts_and_the_head_follows_checks_before_the_host_knows_
     assert draft.taken > len(late) // 2
     load = scheduler.load()
     assert load.drafted_tokens > load.accepted_tokens > 15
-
-
-@pytest.mark.parametrize(("page_size", "num_pages", "most"), [(1, 2048, 6), (16, 128, 6), (16, 128, 1), (4, 22, 4)])
-@pytest.mark.parametrize("count", [1, 3])
-def test_what_a_head_drafts_behind_a_check_is_what_it_says_when_it_is_asked(
-    tiny_model: Any, trained: Path, page_size: int, num_pages: int, most: int, count: int
-) -> None:
-    """Drafts become longer and shorter, so that some of those that were begun are cut and some go on."""
-    tiny = tiny_model("llama")
-    plain = build_runner(options(tiny.path))
-    runner = build_headed_runner(options(tiny.path, page_size=page_size, num_pages=num_pages), trained)
-    draft, head = runner.draft, PlainHead(load_file(trained / "model.safetensors"), tiny.oracle)
-    assert isinstance(draft, DraftingRunner)
-    for each in (runner, draft):
-        with_graphs(each, [1, 2, 4, 8, 32])
-    scheduler = scheduler_of(runner, "eagle")
-    speculation: Any = scheduler._speculation
-    drafter, checked, lengths = speculation._drafter, 0, set()
-    speculation._trials.rate = 0.9
-    fill, settle = drafter.fill, drafter.settle
-
-    def cut(decodes: Any, wanted: Any) -> Any:
-        longest = 2 + scheduler._steps // 3 % most
-        lengths.add(longest)
-        return fill(decodes, [each[:longest] for each in wanted])
-
-    def settled() -> float:
-        nonlocal checked
-        seconds: float = settle()
-        for part in drafter._late_parts:
-            checked += len(part.draft)
-            # With few pages some checks have no graph, and no head behind them.
-            assert num_pages == 22 or part.draft == head.draft(part.request.token_ids.tolist(), len(part.draft))
-        return seconds
-
-    drafter.fill, drafter.settle = cut, settled
-    found = run(scheduler, runner, True, greedy_ones()[:count])
-    assert_alike(found, run(scheduler_of(plain), plain, False, greedy_ones()[:count]))
-    assert draft.ahead > 4 and checked > 15 and len(lengths) == most
-    assert (scheduler.num_retractions > 0) == (num_pages == 22 and count == 3)
 
 
 def test_a_head_that_fails_behind_a_check_is_not_asked_there_again(

@@ -231,6 +231,9 @@ def test_a_sentencepiece_model_of_another_kind_is_refused(tmp_path: Path) -> Non
 def test_a_directory_with_nothing_in_it_says_what_could_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model.*transformers finds no"):
         load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ConfigError, match=r"transformers finds no tokenizer in it: [^\n]*[^:\s]$"):
+        load_tokenizer(tmp_path)  # transformers says why in several lines, of which the first ends in a colon
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -108,7 +109,7 @@ def _through_transformers(directory: Path) -> Vocabulary:
     try:
         loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any class
-        reason = str(error).partition("\n")[0]
+        reason = shorten(str(error), 300, placeholder=" ...")  # several lines, of which the first may say nothing
         raise ConfigError(
             f"--model: {directory} holds no {_OTHERS}, and transformers finds no tokenizer in it: {reason}"
         ) from error

@@ -18,6 +18,7 @@ from router_load.mock_worker import CHARACTERS_A_TOKEN
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
+from sapwood_tokenizer.serve.convert import add_tokens
 
 _NAME = "sapwood.v1.Tokenizer"
 _SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
@@ -32,7 +33,7 @@ def encode(text: str) -> array[int]:
     return array("I", raw + b" " * (-len(raw) % CHARACTERS_A_TOKEN))
 
 
-def tokenize(request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
+async def tokenize(request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
     """Its texts' tokens.
 
     Raises:
@@ -41,7 +42,10 @@ def tokenize(request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeRe
     encoded = [encode(text) for text in request.texts]
     if request.HasField("max_tokens") and max(map(len, encoded)) > request.max_tokens:
         raise InvalidArgumentError(f"a text is longer than the limit of {request.max_tokens} tokens", field="texts[0]")
-    return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=ids) for ids in encoded])
+    response = tokenizer_pb2.TokenizeResponse()
+    for ids in encoded:
+        await add_tokens(response.sequences.add().ids, ids)
+    return response
 
 
 def apply_chat_template(
@@ -56,7 +60,7 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def Tokenize(  # noqa: N802
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        return tokenize(request)
+        return await tokenize(request)
 
     async def GetInfo(  # noqa: N802
         self, request: tokenizer_pb2.GetInfoRequest, context: Context
@@ -85,7 +89,7 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             response = tokenizer_pb2.EncodeResponse()
             for item in request.items:
                 if item.HasField("tokenize"):
-                    response.results.add(id=item.id, tokenize=tokenize(item.tokenize))
+                    response.results.add(id=item.id, tokenize=await tokenize(item.tokenize))
                 elif item.HasField("apply_chat_template"):
                     answer = apply_chat_template(item.apply_chat_template)
                     response.results.add(id=item.id, apply_chat_template=answer)

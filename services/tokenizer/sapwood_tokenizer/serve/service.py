@@ -26,6 +26,7 @@ from sapwood_tokenizer.output.tool_parser.tools import load_tools
 from sapwood_tokenizer.serve.compile_grammar import Grammars
 from sapwood_tokenizer.serve.convert import (
     add_offsets,
+    add_tokens,
     checked_salt,
     to_cache_stats,
     to_encode_options,
@@ -155,7 +156,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         fill = self._encoder.fill_in_middle if request.suffix else None
         response = tokenizer_pb2.TokenizeResponse(end_token_ids=() if fill is None else fill.end_token_ids)
         for sequence in encoded:
-            response.sequences.add(ids=sequence.ids)
+            await add_tokens(response.sequences.add().ids, sequence.ids)
             if sequence.offsets is not None:
                 add_offsets(response, sequence.offsets)
         return response
@@ -213,7 +214,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         )
         (encoded,) = await self._encoder.encode([text], options, field="messages")
         response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
-        response.tokens.ids.extend(encoded.ids)
+        await add_tokens(response.tokens.ids, encoded.ids)
         reasoning_open = reasoning_parsers.ends_in_reasoning(text, request.messages[-1].content if continued else "")
         if reasoning_open is not None:
             response.reasoning_open = reasoning_open

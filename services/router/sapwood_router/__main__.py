@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import sys
 
 import uvloop
@@ -11,11 +11,8 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.settings.config import parse_config
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_router.app import RouterApplication
+from sapwood_router.collector import Collector
 from sapwood_router.config import RouterConfig
-
-_COLLECT_AFTER = (8_000, 3, 250)
-"""Objects after which the youngest are looked through; collections of a generation after which the next is. Where a flood leaves
-thousands of calls open, each collection but the last's takes some milliseconds."""
 
 
 async def _serve(config: RouterConfig) -> None:
@@ -25,17 +22,11 @@ async def _serve(config: RouterConfig) -> None:
     except ConfigError:
         await application.stop()
         raise
-    _spare_the_collector()
-    await application.serve()
-
-
-def _spare_the_collector() -> None:
-    """A request makes hundreds of containers and hardly a cycle: at the usual threshold the collector, which looks at all that
-    lives, took an eighth of the router's CPU time. What is there at the start stays and is never looked at again.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
+    collecting = asyncio.create_task(Collector(application.heavy).run(), name="garbage collector")
+    try:
+        await application.serve()
+    finally:
+        collecting.cancel()
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.network.channel import Dialer
 from sapwood_common.network.tls import server_tls
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.pacing.loop_lag import LoopLag
 from sapwood_common.pacing.memory_trim import MemoryTrim
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
@@ -110,6 +111,7 @@ class RouterApplication:
             config.decode_policy or "",
         )
         self._lag = LoopLag()
+        self.heavy = HeavyWork()
         self._silence_limit = SilenceLimit(config.worker_silence, self._lag)
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         own = {model: self._make_tokenizer(where) for model, where in config.tokenizers_of_models.items()}
@@ -157,6 +159,7 @@ class RouterApplication:
             sessions,
             Disaggregation(config.disaggregate, self.registry, self._policies, costs),
             Seeds(config.random_seed),
+            self.heavy,
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -174,6 +177,7 @@ class RouterApplication:
             gate=guard,
             max_request_bytes=config.max_body_bytes,
             memory=bodies,
+            heavy=self.heavy,
             health_address=config.health_address,
             implementation=config.grpc_server,
         )
@@ -318,7 +322,7 @@ class RouterApplication:
         replicas = TokenizerReplicas(
             addresses, self._dialer, outputs, config.health_interval, self._readiness_changed, self._spawn, self._lookup
         )
-        client = TokenizerClient(replicas.all, config.tokenizer_grace, absent=not addresses)
+        client = TokenizerClient(replicas.all, config.tokenizer_grace, self.heavy, absent=not addresses)
         return Tokenizer(replicas, client, outputs)
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:

@@ -196,7 +196,7 @@ async def test_messages_that_wait_to_be_parsed_count_and_then_no_more(
     memory, may_go_on, waiting = BodyMemory(8 * MB), asyncio.Event(), []
 
     class Turns(HeavyWork):
-        async def turn(self, caller: Hashable = None) -> None:
+        async def turn(self, caller: Hashable = None, *, goes_on: bool = False) -> None:
             waiting.append(caller)
             await may_go_on.wait()
 

@@ -88,3 +88,43 @@ async def test_a_turn_goes_past_those_who_left() -> None:
     await asyncio.wait(tasks)
     assert began == [0, 3]
     assert heavy.waiting == 0
+
+
+async def test_what_has_begun_goes_before_what_its_caller_has_yet_to_begin() -> None:
+    """Else all that a caller asks for would be half done, and in memory, at the same time."""
+    heavy, order = HeavyWork(Clock()), []
+
+    async def work(name: str) -> None:
+        stint = heavy.stint("a", begun=False)
+        for piece in range(3):
+            await stint.turn()
+            order.append((name, piece))
+
+    await asyncio.gather(work("one"), work("two"))
+    assert order == [(name, piece) for name in ("one", "two") for piece in range(3)]
+
+
+@pytest.mark.parametrize(("took", "rest"), [(0.0005, 0.0), (0.002, 0.002), (0.004, 0.008), (0.016, 0.128), (9.0, 0.5)])
+async def test_a_caller_rests_by_the_square_of_its_piece_and_others_do_not(took, rest) -> None:
+    clock, times = Clock(), {}
+    heavy, loop = HeavyWork(clock, rest=0.0), asyncio.get_running_loop()
+
+    async def work(caller: str, seconds: float) -> None:
+        await heavy.turn(caller)
+        times.setdefault(caller, []).append(loop.time())
+        clock.now += seconds
+
+    await work("a", took)
+    await asyncio.gather(work("a", 0.0), work("b", 0.0))
+    first, second = times["a"]
+    assert second - first >= rest
+    assert times["b"][0] <= second or not rest
+
+
+async def test_a_caller_that_rests_alone_has_its_turn_in_the_end() -> None:
+    clock = Clock()
+    heavy = HeavyWork(clock)
+    for _ in range(3):
+        await asyncio.wait_for(heavy.turn("a"), 10)
+        clock.now += 0.01
+    assert heavy.waiting == 0

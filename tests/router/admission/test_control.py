@@ -1,6 +1,7 @@
 """Requests that wait for a worker with room: who goes on, who is refused, and whose word for a priority counts."""
 
 import asyncio
+import itertools
 import random
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 
 from sapwood.v1 import router_pb2
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
+from sapwood_common.http2.server.turnstile import MOST_A_TURN
 from sapwood_common.status import from_rpc_error
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
 from sapwood_router.admission.control import AdmissionControl
@@ -142,3 +144,26 @@ async def test_of_those_that_wait_a_half_open_breaker_lets_one_go() -> None:
     assert control.waiting == 2
     for turn in turns:
         turn.cancel()
+
+
+async def test_of_many_that_are_let_go_at_once_a_few_choose_in_each_turn_of_the_loop() -> None:
+    """A message in which hundreds of answers end makes room for as many requests."""
+    clock = Clock()
+    worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
+    room = 1
+    registry = Registry([worker], most_requests=lambda model: room)
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
+    lease = worker.lease(1)
+    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+    places = [control.reserve("m", Caller(), 1, FAR) for _ in range(50)]
+    turns = [asyncio.ensure_future(place.turn()) for place in places if not place.ready()]
+    await asyncio.sleep(0)
+    lease.release()
+    room = 100
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=2))
+    control.pump()
+    chosen = [0]
+    while chosen[-1] < len(turns):
+        await asyncio.sleep(0)
+        chosen.append(sum(turn.done() for turn in turns))
+    assert max(after - before for before, after in itertools.pairwise(chosen)) <= MOST_A_TURN

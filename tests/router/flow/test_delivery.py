@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
 from sapwood_router.request.output import Output
@@ -49,11 +50,11 @@ class Run:
     def come(self) -> None:
         """The delta comes while the client is not ready, which it is again before anybody else has had a turn."""
         self.client.open = False
-        self.waits = not self.sink.ready()
+        self.waits = not self.sink.ready(0)
         self.client.open = True
 
     def flush(self) -> None:
-        if self.waits and self.sink.ready():
+        if self.waits and self.sink.ready(0):
             self.waits = False
             self.sink.delta(0, LAST)
 
@@ -69,3 +70,57 @@ async def test_a_client_that_is_ready_again_at_once_gets_what_had_to_wait(early)
         run.come()
     await asyncio.wait_for(carried, 10)
     assert client.written == [LAST]
+
+
+class Waiting:
+    """Many runs, each with one delta that comes while the client is busy with another's."""
+
+    def __init__(self) -> None:
+        self.flushes = 0
+        self.done = False
+
+    async def start(self, sink: Delivery, index: int) -> None:
+        self.sink, self.index = sink, index
+        self.flush()
+
+    def flush(self) -> None:
+        self.flushes += 1
+        if not self.done and self.sink.ready(self.index):
+            self.done = True
+            self.sink.delta(self.index, LAST)
+
+
+class OneAtATime(Client):
+    """Takes a delta only once the one before is sent."""
+
+    def write(self, index: int, delta: Delta) -> bool:
+        self.written.append(delta)
+        self.open = False
+        return False
+
+    async def drained(self) -> None:
+        self.open = True
+
+
+async def test_of_a_thousand_runs_that_wait_each_is_asked_a_few_times() -> None:
+    """Each delta made all the others try again: a thousand took half a second, in one turn of the event loop."""
+    client, runs = OneAtATime(), [Waiting() for _ in range(1000)]
+    await asyncio.wait_for(Delivery(client).carry(runs), 10)
+    assert len(client.written) == len(runs)
+    assert sum(run.flushes for run in runs) <= 3 * len(runs)
+
+
+async def test_what_is_done_for_very_many_runs_takes_turns(monkeypatch) -> None:
+    monkeypatch.setattr("sapwood_common.pacing.heavy_work.PIECE", 0.0)
+    heavy, turns = HeavyWork(rest=0.0), 0
+    take = heavy.turn
+
+    async def turn(*args: object, **more: bool) -> None:
+        nonlocal turns
+        turns += 1
+        await take(*args, **more)
+
+    heavy.turn = turn
+    runs = [Waiting() for _ in range(100)]
+    await asyncio.wait_for(Delivery(OneAtATime(), heavy.stint()).carry(runs), 10)
+    assert turns >= len(runs)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-SLICE = 0.001
+SLICE = 0.0005
 """Seconds that one connection may work on what it has just read, and seconds of each turn for all that have work left."""
 _FAIR = 8
 """Workers with little to do beyond which every second one is the newest: it does not wait for a thousand of them."""

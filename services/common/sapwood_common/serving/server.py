@@ -16,6 +16,7 @@ from sapwood_common.network.channel import MAX_MESSAGE_BYTES
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.serving.gate import ServiceGate
 from sapwood_common.serving.grpcio_server import GrpcioServer
 from sapwood_common.serving.health import HealthServicer
@@ -61,6 +62,7 @@ class ServiceServer:
             everybody, each connection in turn.
         max_request_bytes: The largest message it takes.
         memory: What messages may hold until they are done with; None: four times the largest. grpcio's server has no bound.
+        heavy: Spaces out the parsing of large messages among all that is heavy; None: among themselves.
         reuse_port: Whether other processes listen on the same port; each takes some of the connections.
         health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
         implementation: Which server speaks gRPC.
@@ -78,6 +80,7 @@ class ServiceServer:
         gate: Gate | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         memory: BodyMemory | None = None,
+        heavy: HeavyWork | None = None,
         reuse_port: bool = False,
         health_address: str | None = None,
         implementation: Implementation = "sapwood",
@@ -95,7 +98,7 @@ class ServiceServer:
         def make(gate: Gate | None) -> _Server:
             if implementation == "grpcio":
                 return GrpcioServer(self._interceptor.wrap, max_request_bytes, gate)
-            return Http2Server(self._interceptor.wrap, max_request_bytes, rpc_status, gate, memory=memory)
+            return Http2Server(self._interceptor.wrap, max_request_bytes, rpc_status, gate, memory=memory, heavy=heavy)
 
         self._server = make(watched)
         self.grpc = _as_grpc_server(self._server)

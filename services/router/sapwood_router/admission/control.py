@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 
 from sapwood_common.errors import ResourceExhaustedError
+from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.caller import Caller
@@ -20,14 +22,16 @@ class _Line:
 
     Attributes:
         queue: Who waits.
+        starts: Where those that are let go wait for a turn of the event loop: a message from a worker may make room for hundreds.
         coming: Requests that are being prepared and have no place in the queue, for there was room when they came.
         let_go: Requests that left the queue and are about to choose a worker.
     """
 
-    def __init__(self, model: str, registry: Registry, queue: Admission) -> None:
+    def __init__(self, model: str, registry: Registry, queue: Admission, starts: Turnstile) -> None:
         self._model = model
         self._registry = registry
         self.queue = queue
+        self.starts = starts
         self.coming = 0
         self.let_go = 0
 
@@ -107,6 +111,7 @@ class Place:
             if not self._let_go:
                 self._turn = asyncio.get_running_loop().create_future()
                 await self._turn
+                await self._line.starts.wait(Rank(self._caller.priority, self._caller.tenant))
         finally:
             self.leave()
 
@@ -161,6 +166,8 @@ class AdmissionControl:
         self._clock = clock
         self._rng = rng
         self._lines: dict[str, _Line] = {}
+        self.starts = Turnstile()
+        """Where requests begin that came, or waited, with many others."""
 
     @property
     def waiting(self) -> int:
@@ -182,7 +189,7 @@ class AdmissionControl:
         line = self._lines.get(model)
         if line is None:
             queue = Admission(self._settings, self._clock, self._rng)
-            line = self._lines[model] = _Line(model, self._registry, queue)
+            line = self._lines[model] = _Line(model, self._registry, queue, self.starts)
         return Place(line, caller, cost, deadline)
 
     def pump(self) -> None:

@@ -14,7 +14,6 @@ from sapwood_common.errors import (
     UnavailableError,
     forget_frames,
 )
-from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
 from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_router.edges.guard import Guard
@@ -116,7 +115,6 @@ class HttpFront:
         self._request_timeout = request_timeout
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
-        self._heavy = HeavyWork()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,7 +166,7 @@ class HttpFront:
                 try:
                     async with asyncio.timeout_at(deadline):
                         body = await exchange.receive_body(
-                            self._max_body_bytes, self._heavy, self._pipeline.registry.longest_context
+                            self._max_body_bytes, self._pipeline.heavy, self._pipeline.registry.longest_context
                         )
                 except TimeoutError as error:
                     raise DeadlineExceededError("the body took too long to come") from error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.flow.pipeline import Pipeline, Run, close_all
+from sapwood_router.flow.pipeline import Pipeline, Run
 from sapwood_router.request.context import RequestContext
 
 
@@ -21,10 +21,10 @@ class Running:
 
     async def __aenter__(self) -> list[Run]:
         runs = self._runs = await self._pipeline.open_all(self._contexts)
-        self._exchange.on_disconnect(lambda: close_all(runs))
+        self._exchange.on_disconnect(lambda: self._pipeline.close_all(runs))
         return runs
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        close_all(self._runs)
+        self._pipeline.close_all(self._runs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_common.pacing.heavy_work import A_FEW, Stint
 from sapwood_router.request.context import Delta
 from sapwood_router.request.output_stream import Relay
 
@@ -18,8 +18,8 @@ READER_SLACK = 1.0
 class Sink(Protocol):
     """Takes runs' output on to their client. Called from callbacks of the event loop: nothing here waits."""
 
-    def ready(self) -> bool:
-        """Whether the client takes a delta now. If not, the run merges its output until the sink's owner calls ``Run.flush``."""
+    def ready(self, index: int) -> bool:
+        """Whether the client takes a delta of this run now. If not, it merges its output until ``Run.flush`` is called."""
         ...
 
     def delta(self, index: int, delta: Delta) -> None:
@@ -80,13 +80,15 @@ class Delivery:
 
     Args:
         client: Writes.
+        stint: Where there are very many runs, the turns of what is done for those that had to wait.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, stint: Stint | None = None) -> None:
         self._client = client
+        self._stint = stint
         self._left = 0
-        self._behind = False
-        """Whether a run was told to wait and not yet to go on. The client may be ready again before the task is awake."""
+        self._behind: dict[int, None] = {}
+        """Runs that were told to wait and not yet to go on. The client may be ready again before the task is awake."""
         self._error: SapwoodError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -109,10 +111,13 @@ class Delivery:
         client = self._client
         while True:
             if self._behind or not client.writable():
-                self._behind = False
+                if self._stint is not None and self._stint.over:
+                    await self._stint.turn()
                 await client.drained()
-                for run in runs:
-                    run.flush()
+                while self._behind and client.writable():
+                    index = next(iter(self._behind))
+                    del self._behind[index]
+                    runs[index].flush()
             elif self._error is not None:
                 try:
                     raise self._error
@@ -127,10 +132,10 @@ class Delivery:
                 await self._waiter
                 self._waiter = None
 
-    def ready(self) -> bool:
+    def ready(self, index: int) -> bool:
         if self._client.writable():
             return True
-        self._behind = True
+        self._behind[index] = None
         self._wake()
         return False
 

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
-from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.pacing.afterwards import Afterwards
 from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
@@ -61,6 +60,7 @@ class Pipeline:
         sessions: Those that requests may go on with.
         disaggregation: Decides whether prompts are computed on workers that are for that.
         seeds: Draws the seeds of requests that bring none.
+        heavy: Where what takes the loop long waits for its turn, whoever asked and however it came.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Pipeline:
         sessions: SessionStore,
         disaggregation: Disaggregation,
         seeds: Seeds,
+        heavy: HeavyWork,
     ) -> None:
         self.sessions = sessions
         self.tokenizers = tokenizers
@@ -88,10 +89,10 @@ class Pipeline:
         self.disaggregation = disaggregation
         self.seeds = seeds
         self.observer = observer
-        self.heavy = HeavyWork(rest=1.0)
+        self.heavy = heavy
         self.large = LargeTexts()
         """Where large requests wait of which no more than one is to be in memory as numbers and text."""
-        self.starts = Turnstile()
+        self.starts = admission.starts
         """Where the runs of a request, of which there may be a thousand, wait for their turn; the first one does not."""
         self.afterwards = Afterwards()
         """What is done after the last delta of an answer is on its way, such as telling the policy."""
@@ -100,8 +101,8 @@ class Pipeline:
 
     async def prepare(self, context: RequestContext) -> None:
         """Checks a request and makes tokens of its prompt; raises what :func:`prepare` does."""
-        breathe = partial(self.heavy.turn, context.caller.tenant)
-        await prepare(context, self.tokenizers.of(context.model).client, self.registry, breathe)
+        stint = self.heavy.stint(context.caller.tenant)
+        await prepare(context, self.tokenizers.of(context.model).client, self.registry, stint)
 
     def open(self, context: RequestContext) -> Run:
         """A run; the caller starts and closes it."""
@@ -119,12 +120,20 @@ class Pipeline:
         try:
             for context in contexts:
                 if len(runs) % A_FEW == A_FEW - 1:
-                    await self.heavy.turn(context.caller.tenant)
+                    await self.heavy.turn(context.caller.tenant, goes_on=True)
                 runs.append(self.open(context))
         except BaseException:
-            close_all(runs)
+            self.close_all(runs)
             raise
         return runs
+
+    def close_all(self, runs: Sequence[Run]) -> None:
+        """Ends the runs of one request: of very many most in later turns of the event loop. May be called again."""
+        for run in runs[:A_FEW]:
+            run.close()
+        for run in runs[A_FEW:]:
+            if not run.closed:
+                self.afterwards.add(run.close)
 
 
 class Run:
@@ -146,6 +155,11 @@ class Run:
         self._relayed_tokens = 0
         """Tokens that the client got one by one, without a delta."""
         self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed
 
     @property
     def resumptions(self) -> int:
@@ -172,7 +186,7 @@ class Run:
         if stream is None or sink is None:
             return
         try:
-            while not self._closed and self._context.usage is None and stream.ready and sink.ready():
+            while not self._closed and self._context.usage is None and stream.ready and sink.ready(self._index):
                 delta = self._respond(stream.take())
                 self._sent_tokens += len(delta.token_ids)
                 if delta.finish is not None and self._context.session is not None:
@@ -261,16 +275,18 @@ class Run:
 
     async def _start(self) -> None:
         context, pipeline = self._context, self._pipeline
+        if self._index:
+            await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
             if extent(context.prompt) >= _LONG:
-                await pipeline.heavy.turn(context.caller.tenant)
+                await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
             await pipeline.prepare(context)
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
-                await pipeline.heavy.turn(context.caller.tenant)
+                await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
             pages = await self._look_ahead() if len(context.token_ids) > MANY else None
-        if self._index:
-            await pipeline.starts.wait()
+        if self._index:  # the prompts of many came back together
+            await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         if self._closed:
             raise RequestCancelledError("the client left")
         stream: OutputStream
@@ -290,11 +306,11 @@ class Run:
         pages = pages_of(context, context.token_ids)
         for page_size in pipeline.registry.page_sizes(pipeline.registry.resolve(context.model)):
             for _ in pages.hash_steps(page_size, MANY):
-                await pipeline.heavy.turn(context.caller.tenant)
+                await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
         packed = context.packed = []
         for piece in pieces(context.token_ids):
             packed.append(pack(piece))
-            await pipeline.heavy.turn(context.caller.tenant)
+            await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
         return pages
 
     def _expire(self, stream: OutputStream) -> None:
@@ -306,9 +322,3 @@ class Run:
         assert self._attempts is not None
         self._attempts.finished()
         self.close()
-
-
-def close_all(runs: Iterable[Run]) -> None:
-    """Ends several runs. May be called again."""
-    for run in runs:
-        run.close()

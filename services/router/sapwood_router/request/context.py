@@ -68,7 +68,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 class TokenPrompt(msgspec.Struct, frozen=True):
     """A prompt that is tokens already."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt

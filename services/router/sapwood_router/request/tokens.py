@@ -5,13 +5,15 @@ What is done with each of very many tokens is done with :data:`MANY` of them at 
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from sapwood_common.pacing.steps import Steps
+
 TokenIds: TypeAlias = "list[int] | array[int]"
 MANY = 65_536
+_GATHERED_AT_ONCE = 16_384
 
 
 def pieces(token_ids: Sequence[int], size: int = MANY) -> Iterator[Sequence[int]]:
@@ -20,14 +22,14 @@ def pieces(token_ids: Sequence[int], size: int = MANY) -> Iterator[Sequence[int]
         yield token_ids[at : at + size]
 
 
-async def gather(token_ids: Sequence[int]) -> TokenIds:
-    """A message's tokens, each below 2**32, as a list or an array; others go on now and then where there are very many."""
+def gather_steps(token_ids: Sequence[int]) -> Steps[TokenIds]:
+    """A message's tokens, each below 2**32, as a list or an array; where there are very many, in steps."""
     if len(token_ids) <= MANY:
         return [*token_ids[:]]  # a message's own iterator takes twice as long as a slice of it
     gathered = array("I")
-    for piece in pieces(token_ids):
+    for piece in pieces(token_ids, _GATHERED_AT_ONCE):
         gathered.extend(piece)
-        await asyncio.sleep(0)
+        yield
     return gathered
 
 

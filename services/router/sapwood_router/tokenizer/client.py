@@ -12,9 +12,11 @@ import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from sapwood_router.request.context import ChatPrompt, TextPrompt
+from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
+from sapwood_common.pacing.steps import Steps, in_turns
+from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
 from sapwood_router.request.structure import CompiledGrammar
-from sapwood_router.request.tokens import TokenIds, TokenTable, gather
+from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather_steps
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
@@ -25,8 +27,8 @@ AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
 _TOKENS_A_REQUEST = 16384
-_TURNS_AT_ONCE = 512
-"""Of a conversation, that are written into its message in one turn of the event loop: in about a millisecond."""
+_TURNS_AT_ONCE = 16
+"""Of a conversation, that are written into its message in one step."""
 _AT_ONCE = nullcontext()
 
 
@@ -83,12 +85,19 @@ class TokenizerClient:
     Args:
         replicas: Gives the replicas there are now, all with the same model.
         grace: Seconds that a call waits while every replica is gone, and none says that it starts.
+        heavy: Where what takes long waits for its turns; None: among itself.
         absent: Whether there is to be no tokenizer: then every call raises InvalidArgumentError.
     """
 
     def __init__(
-        self, replicas: Callable[[], Sequence[TokenizerReplica]], grace: float, *, absent: bool = False
+        self,
+        replicas: Callable[[], Sequence[TokenizerReplica]],
+        grace: float,
+        heavy: HeavyWork | None = None,
+        *,
+        absent: bool = False,
     ) -> None:
+        self._heavy = heavy or HeavyWork()
         self._absent = absent
         self._replicas = replicas
         self._grace = grace
@@ -113,6 +122,7 @@ class TokenizerClient:
         request_id: str,
         deadline: float,
         cache_salt: str = "",
+        stint: Stint | None = None,
         *,
         most_tokens: MostTokens | None = None,
     ) -> TokenIds:
@@ -123,6 +133,7 @@ class TokenizerClient:
             request_id: For the service's log.
             deadline: On the event loop's clock.
             cache_salt: Whose it is: the service shares what it keeps only under the same one.
+            stint: Whose turns the pieces of long work have; None: one of its own.
             most_tokens: Says how many a long text may have; the service refuses one that has more.
 
         Raises:
@@ -131,9 +142,12 @@ class TokenizerClient:
         """
         own, large = (request_id, deadline, cache_salt), len(text) >= LARGE
         async with self._large_turn("texts", len(text), *own) if large else _AT_ONCE:
+            stint = stint or self._heavy.stint(cache_salt)
+            if large:
+                await stint.turn()
             request = tokenizer_pb2.TokenizeRequest(texts=(text,), cache_salt=cache_salt)
             (sequence,) = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
-            return await gather(sequence.ids)
+            return await _gather(sequence.ids, stint)
 
     async def encode_texts(
         self,
@@ -141,6 +155,7 @@ class TokenizerClient:
         request_id: str,
         deadline: float,
         cache_salt: str = "",
+        stint: Stint | None = None,
         *,
         bare: bool = False,
         add_special: bool = True,
@@ -161,7 +176,7 @@ class TokenizerClient:
             elif not add_special:
                 request.add_special_tokens = False
             sequences = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
-            return [await gather(sequence.ids) for sequence in sequences]
+            return [await _gather(sequence.ids, stint or self._heavy.stint(cache_salt)) for sequence in sequences]
 
     async def encode_gap(
         self,
@@ -169,6 +184,7 @@ class TokenizerClient:
         request_id: str,
         deadline: float,
         cache_salt: str = "",
+        stint: Stint | None = None,
         *,
         most_tokens: MostTokens | None = None,
     ) -> EncodedGap:
@@ -184,7 +200,11 @@ class TokenizerClient:
             if large and most_tokens is not None:
                 request.max_tokens = most_tokens()
             answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
-            return EncodedGap(await gather(answer.sequences[0].ids), tuple(answer.end_token_ids))
+            stint = stint or self._heavy.stint(cache_salt)
+            return EncodedGap(
+                await _gather(answer.sequences[0].ids, stint),
+                tuple(answer.end_token_ids),
+            )
 
     async def encode_chat(
         self,
@@ -192,15 +212,21 @@ class TokenizerClient:
         request_id: str,
         deadline: float,
         cache_salt: str = "",
+        stint: Stint | None = None,
         *,
         most_tokens: MostTokens | None = None,
     ) -> EncodedChat:
         """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn; arguments, and
         what it raises, as of :meth:`encode_text`.
         """
-        size = len(prompt.tools) + sum(len(turn.content or "") for turn in prompt.turns)
+        size = (
+            len(prompt.tools) + len(prompt.template_variables) + sum(len(turn.content or "") for turn in prompt.turns)
+        )
         own, large = (request_id, deadline, cache_salt), size >= LARGE
         async with self._large_turn("messages", size, *own) if large else _AT_ONCE:
+            stint = stint or self._heavy.stint(cache_salt)
+            if large:
+                await stint.turn()
             request = tokenizer_pb2.ApplyChatTemplateRequest(
                 tools=prompt.tools,
                 template_variables=prompt.template_variables,
@@ -208,17 +234,16 @@ class TokenizerClient:
                 continue_final_message=prompt.continue_final_message,
                 cache_salt=cache_salt,
             )
-            for at in range(0, len(prompt.turns), _TURNS_AT_ONCE):
-                if at:
-                    await asyncio.sleep(0)
-                request.messages.extend(to_turns(prompt.turns[at : at + _TURNS_AT_ONCE]))
+            await in_turns(_write_turns(prompt.turns, request), stint if len(prompt.turns) > A_FEW else None)
             if large and most_tokens is not None:
                 request.max_tokens = most_tokens()
+            if large:
+                await stint.turn()
             answer = await self._patiently(
                 lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
             )
             reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
-            return EncodedChat(await gather(answer.tokens.ids), reasoning_open)
+            return EncodedChat(await _gather(answer.tokens.ids, stint), reasoning_open)
 
     async def info(self, request_id: str, deadline: float) -> TokenizerInfo:
         """What it says of itself. The service is asked once, and again after :meth:`forget`."""
@@ -332,3 +357,13 @@ class TokenizerClient:
             key=lambda replica: (replica.problem is not None, replica.load),
             default=None,
         )
+
+
+def _write_turns(turns: Sequence[Turn], request: tokenizer_pb2.ApplyChatTemplateRequest) -> Steps[None]:
+    for at in range(0, len(turns), _TURNS_AT_ONCE):
+        request.messages.extend(to_turns(turns[at : at + _TURNS_AT_ONCE]))
+        yield
+
+
+async def _gather(token_ids: Sequence[int], stint: Stint) -> TokenIds:
+    return await in_turns(gather_steps(token_ids), stint if len(token_ids) > MANY else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
@@ -36,7 +37,7 @@ def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarR
     return request
 
 
-def to_turns(turns: tuple[Turn, ...]) -> list[common_pb2.ChatMessage]:
+def to_turns(turns: Sequence[Turn]) -> list[common_pb2.ChatMessage]:
     """A conversation as messages."""
     return [
         common_pb2.ChatMessage(

@@ -11,6 +11,7 @@ import pytest
 
 from sapwood.v1 import common_pb2
 from sapwood_common.errors import InternalError
+from sapwood_common.pacing.steps import all_at_once
 from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_router.edges.anthropic.conversation import prompt_of
 from sapwood_router.edges.anthropic.messages import IGNORED, NEUTRAL
@@ -154,7 +155,7 @@ def test_thousands_of_texts_are_one_turn() -> None:
         {"role": "user", "content": "d"},
     ]
     asked = {"model": "fake", "max_tokens": 1, "messages": said + answered}
-    prompt, paths = prompt_of(msgspec.convert(asked, MessagesRequest))
+    prompt, paths = all_at_once(prompt_of(msgspec.convert(asked, MessagesRequest)))
     assert [turn.content for turn in prompt.turns] == ["\n".join(texts), "b", "c\nd"]
     assert paths == ("messages[0]", "messages[1]", "messages[2]")
 

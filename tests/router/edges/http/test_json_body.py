@@ -64,7 +64,7 @@ async def test_a_body_of_many_values_waits_for_its_turn_while_it_counts_as_held(
     memory, turns = BodyMemory(1 << 24), []
 
     class Turns(HeavyWork):
-        async def turn(self, caller: Hashable = None) -> None:
+        async def turn(self, caller: Hashable = None, *, goes_on: bool = False) -> None:
             turns.append((caller, memory.held))
 
     came = Body(len(body), memory)
@@ -154,13 +154,13 @@ def test_bad_unicode_is_located_in_bodies_that_are_not_large() -> None:
 @pytest.mark.parametrize(
     "text", [b"a " * 4_000_000, b'\\"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' * 250_000], ids=["plain", "quoted"]
 )
-def test_a_long_text_is_looked_at_a_megabyte_at_a_time(text) -> None:
+def test_a_long_text_is_looked_at_in_steps(text) -> None:
     body = Counted(b'{"prompt": "%b"}' % text)
     most, steps, before = 0, 0, 0
     for _ in size_steps(body):
         most, steps, before = max(most, body.looked_at - before), steps + 1, body.looked_at
-    assert steps >= 7
-    assert most <= 1024 * 1024 + 64 * 1024
+    assert steps >= 100
+    assert most <= 2 * 64 * 1024
 
 
 class Counted(bytes):

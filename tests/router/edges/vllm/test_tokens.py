@@ -51,9 +51,9 @@ async def test_large_requests_have_a_turn_of_the_loop_for_each_piece_and_are_in_
     turns: list[str] = []
     take = HeavyWork.turn
 
-    async def turn(heavy: HeavyWork, caller: object = None) -> None:
+    async def turn(heavy: HeavyWork, caller: object = None, *, goes_on: bool = False) -> None:
         turns.append(str(caller))
-        await take(heavy, caller)
+        await take(heavy, caller, goes_on=goes_on)
 
     monkeypatch.setattr(HeavyWork, "turn", turn)
     text = "ab" * (LARGE // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Never
 
 import grpc
@@ -146,12 +146,18 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         heavy = len(message) >= _HEAVY
         self._stream.keep(len(message), waits=heavy)
         if heavy:
-            await self._shared.heavy.turn(self._peer if self.tenant is None else self.tenant)
+            await self._shared.heavy.turn(self._caller())
             self._stream.keep(len(message))
         try:
             return self._parse(message)
         except Exception as error:  # protobuf's, or whatever parses has of its own
             raise InvalidArgumentError("the request is not a valid message of its type") from error
+
+    def _caller(self) -> Hashable:
+        """Whose it is: its connection's where nobody says."""
+        gate = self._shared.gate
+        caller = None if gate is None else gate.rank(self.headers, self.tenant).caller
+        return self._peer if caller is None else caller
 
     async def _unfold(self, message: bytes) -> bytes:
         unfolder = encoding.Unfolder(self._encoding, message, self._most_bytes)

@@ -26,6 +26,7 @@ from sapwood_common.http2.server.waiting_line import Place, Rank
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.pacing.tarpit import Tarpit
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Http2Server:
         gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
         timeouts: How long clients may take, and be silent or idle.
         memory: Bounds what messages hold; None: four times the largest, for this server alone.
+        heavy: Spaces out the parsing of large messages; None: this server's alone.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Http2Server:
         gate: Gate | None = None,
         timeouts: Timeouts | None = None,
         memory: BodyMemory | None = None,
+        heavy: HeavyWork | None = None,
     ) -> None:
         self._wrap = wrap
         self._status_of = status_of
@@ -96,7 +99,8 @@ class Http2Server:
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
         tarpit = Tarpit(self._timeouts.held)
-        self._shared = SharedLimits(memory or BodyMemory(_MESSAGES_HELD * most_bytes), tarpit=tarpit)
+        bounds = memory or BodyMemory(_MESSAGES_HELD * most_bytes)
+        self._shared = SharedLimits(bounds, tarpit=tarpit, heavy=heavy or HeavyWork(), gate=gate)
         self._failed: Counter[ErrorCodes] = Counter()
         """Connections that were closed because their clients broke a rule, since the last line of the log about them."""
         self._last_failed = ""

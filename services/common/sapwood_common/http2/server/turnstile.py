@@ -70,10 +70,10 @@ class Turnstile:
             return None
         return (self._strangers if rank.stranger else self._known).add(begin, rank)
 
-    async def wait(self) -> None:
+    async def wait(self, rank: Rank = _FIRST) -> None:
         """Waits for a turn, which may come at once."""
         turn = asyncio.Event()
-        place = self.enter(turn.set)
+        place = self.enter(turn.set, rank)
         try:
             await turn.wait()
         finally:

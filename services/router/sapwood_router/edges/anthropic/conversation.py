@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
 from sapwood_router.request.context import ChatPrompt, ToolCall, Turn
 from sapwood_router.request.structure import ToolChoice
@@ -15,7 +16,7 @@ BETWEEN_TEXTS = "\n"
 """Stands between a message's blocks of text, and between messages of a user's that follow each other: they are one turn."""
 
 
-def prompt_of(request: CountRequest) -> tuple[ChatPrompt, tuple[str, ...]]:
+def prompt_of(request: CountRequest) -> Steps[tuple[ChatPrompt, tuple[str, ...]]]:
     """The conversation, and how the client calls each of its turns.
 
     A last message of the assistant's is gone on with.
@@ -27,7 +28,7 @@ def prompt_of(request: CountRequest) -> tuple[ChatPrompt, tuple[str, ...]]:
     if request.system:
         turns.add("system", Turn("system", _text(request.system, "system")))
     for index, message in enumerate(request.messages):
-        turns.take(message, f"messages[{index}]")
+        yield from turns.take(message, f"messages[{index}]")
     turns.close()
     last = turns.made[-1] if turns.made else None
     goes_on = last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
@@ -81,10 +82,11 @@ class _Turns:
             self.made[-1] = Turn("user", BETWEEN_TEXTS.join(self._said))
         self._said = []
 
-    def take(self, message: Message, path: str) -> None:
+    def take(self, message: Message, path: str) -> Steps[None]:
         """What a message says."""
+        yield
         if message.role == "assistant":
-            self._take_assistant(message, path)
+            yield from self._take_assistant(message, path)
         elif message.role == "system":
             self.add(path, Turn("system", _text(message.content, f"{path}.content")))
         elif isinstance(message.content, str):
@@ -96,6 +98,7 @@ class _Turns:
                     self._take_result(block, where)
                 else:
                     self._take_text(_text_of(block, where), path)
+                yield
 
     def _take_text(self, text: str, path: str) -> None:
         if not self._said:
@@ -111,7 +114,7 @@ class _Turns:
         name = self._tool_names.get(block.tool_use_id)
         self.add(where, Turn("tool", text, name=name, tool_call_id=block.tool_use_id))
 
-    def _take_assistant(self, message: Message, path: str) -> None:
+    def _take_assistant(self, message: Message, path: str) -> Steps[None]:
         if isinstance(message.content, str):
             self.add(path, Turn("assistant", message.content))
             return
@@ -124,6 +127,7 @@ class _Turns:
                 thoughts.append(block.thinking or "")
             elif block.type != "redacted_thinking":  # of another server's model: nobody can read it
                 texts.append(_text_of(block, where))
+            yield
         content = BETWEEN_TEXTS.join(texts) if texts else None
         reasoning = BETWEEN_TEXTS.join(thoughts) or None
         self.add(path, Turn("assistant", content, tool_calls=tuple(calls), reasoning=reasoning))

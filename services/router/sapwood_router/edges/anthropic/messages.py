@@ -9,6 +9,7 @@ import msgspec
 
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import SapwoodError
+from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_of
 from sapwood_router.edges.anthropic.events import MessageEvents
 from sapwood_router.edges.anthropic.types import (
@@ -56,9 +57,8 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     exchange.accept_body_id(request)
     stream = request.stream is True
     await exchange.breathe()
-    context = _context(
-        request, given, exchange.request_id, deadline if stream else exchange.sooner(deadline), pipeline.seeds
-    )
+    deadline = deadline if stream else exchange.sooner(deadline)
+    context = await exchange.in_turns(_context(request, given, exchange.request_id, deadline, pipeline.seeds))
     await exchange.breathe()
     context.caller = exchange.caller(request, _sessions(request))
     make = partial(_message, context)
@@ -84,7 +84,7 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
     deadline, salt = exchange.sooner(deadline), exchange.caller(request, {}).cache_salt
     tool_choice_of(request)
     await exchange.breathe()
-    prompt, paths = prompt_of(request)
+    prompt, paths = await exchange.in_turns(prompt_of(request))
     fields = _fields(paths)
     check_prompt(prompt, fields)
     exchange.on_disconnect(lambda: None)
@@ -99,8 +99,8 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
 
 def _context(
     request: MessagesRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds
-) -> RequestContext:
-    prompt, paths = prompt_of(request)
+) -> Steps[RequestContext]:
+    prompt, paths = yield from prompt_of(request)
     fields = _fields(paths)
     choice, parallel = tool_choice_of(request)
     return RequestContext(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.convert import to_grammar
+from sapwood_common.pacing.steps import Steps
 from sapwood_router.flow.sessions import Session
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
@@ -28,6 +29,7 @@ from sapwood_router.request.context import (
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
+from sapwood_router.request.tokens import gather_steps
 from sapwood_router.routing.load import Load
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ _TO_PROTO = {
 }
 
 
-def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldNames]:
+def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, FieldNames]]:
     """The prompt of a request, and how to name it in errors.
 
     Raises:
@@ -62,12 +64,17 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
         case "text":
             return TextPrompt(request.text, request.suffix), FieldNames(prompt="text")
         case "messages":
-            turns = tuple(map(_turn_of, request.messages.messages))
+            turns: list[Turn] = []
+            for message in request.messages.messages:
+                turns.append(_turn_of(message))
+                yield
             prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-            prompt = ChatPrompt(turns, tools, request.template_variables, prompted, request.continue_final_message)
+            prompt = ChatPrompt(
+                tuple(turns), tools, request.template_variables, prompted, request.continue_final_message
+            )
             return prompt, FieldNames(prompt="messages.messages")
         case "tokens":
-            return TokenPrompt(list(request.tokens.ids)), FieldNames(prompt="tokens.ids")
+            return TokenPrompt((yield from gather_steps(request.tokens.ids))), FieldNames(prompt="tokens.ids")
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
 

@@ -13,6 +13,8 @@ from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_common.pacing.steps import in_turns
 from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.edges.grpc.convert import (
@@ -30,7 +32,7 @@ from sapwood_router.edges.grpc.convert import (
 from sapwood_router.edges.grpc.convert_operators import to_explanation, to_status, to_worker_status
 from sapwood_router.flow.delivery import READER_SLACK, Delivery
 from sapwood_router.flow.explain import explain
-from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.observe.status import RouterState
 from sapwood_router.request.caller import Caller, caller_of
 from sapwood_router.request.context import Delta, RequestContext
@@ -38,6 +40,7 @@ from sapwood_router.request.continuations import continuations
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.request.output_stream import Relay
 from sapwood_router.request.request_ids import accept_request_id, unique_id
+from sapwood_router.request.tokens import MANY
 from sapwood_router.request.validation import check_counts
 
 SERVICE_NAME = "sapwood.v1.Router"
@@ -138,13 +141,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         call.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
-        contexts = self._contexts(
-            request, request_id, _caller(context, metadata), context.time_remaining(), self._pipeline.seeds
-        )
+        caller, left = _caller(context, metadata), context.time_remaining()
+        contexts = await self._contexts(request, request_id, caller, left, self._pipeline.seeds)
         self._begin_session(request.session, contexts)
         runs = await self._pipeline.open_all(contexts)
         # A client that leaves ends the call, whatever its handler is waiting for.
-        context.add_done_callback(cast(Any, lambda _: close_all(runs)))
+        context.add_done_callback(cast(Any, lambda _: self._pipeline.close_all(runs)))
         # So does one that reads nothing until our deadline; the server ends calls by the deadline that clients name.
         giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, call)
         try:
@@ -158,7 +160,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
         finally:
             giving_up.cancel()
-            close_all(runs)
+            self._pipeline.close_all(runs)
             runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
 
     def _begin_session(self, session_id: str, contexts: Sequence[RequestContext]) -> None:
@@ -170,7 +172,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context = contexts[0]
         context.session = self._pipeline.sessions.begin(context.caller.tenant, session_id, context.model)
 
-    def _contexts(
+    async def _contexts(
         self,
         request: router_pb2.RouterGenerateRequest,
         request_id: str,
@@ -179,7 +181,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         seeds: Seeds,
     ) -> list[RequestContext]:
         check_counts(len(request.stop), len(request.bad_words))
-        prompt, fields = prompt_of(request)
+        many = len(request.messages.messages) > A_FEW or len(request.tokens.ids) > MANY
+        stint = self._pipeline.heavy.stint(caller.tenant) if many else None
+        prompt, fields = await in_turns(prompt_of(request), stint)
         sampling, count = from_message(request.sampling, seeds=seeds)
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
@@ -305,7 +309,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ExplainRouteResponse:
         pipeline = self._pipeline
         caller = _caller(context, dict(_metadata(context)))
-        asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining(), RANDOM_SEEDS)[0]
+        left = context.time_remaining()
+        asked = (await self._contexts(request.request, new_request_id(), caller, left, RANDOM_SEEDS))[0]
         pipeline.registry.resolve(asked.model)  # also where there is nothing but backends, and no tokenizer
         await pipeline.prepare(asked)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation))

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
-from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
+from sapwood_common.pacing.heavy_work import LARGE, HeavyWork, Stint
+from sapwood_common.pacing.steps import ResultT, Steps, in_turns
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
@@ -74,8 +75,8 @@ class Exchange:
         self._request = request
         self._watcher: Callable[[], None] | None = None
         self._deadline = math.inf
-        self._heavy: HeavyWork | None = None
-        """Where the pieces of a large request, or of one with many values, wait for their turns."""
+        self._stint: Stint | None = None
+        """The work of a large request, or of one with many values: pieces of it have turns."""
 
     @property
     def started(self) -> bool:
@@ -118,27 +119,37 @@ class Exchange:
         Raises:
             SapwoodError: It does not come as it should, or has far too many values.
         """
-        tenant = self.tenant
+        stint = heavy.stint(self.tenant, begun=False)
 
         async def look_at(body: Body) -> None:
             if body.size < LARGE:
                 if body.size >= SMALL and check_size(body.whole):
-                    self._heavy = heavy
-                    await heavy.turn(tenant)
+                    self._stint = stint
+                    await stint.turn()
                 return
-            self._heavy = heavy
-            await heavy.turn(tenant)
+            self._stint = stint
+            await stint.turn()
             for _ in size_steps(body.whole, most_values(longest_context())):
-                await heavy.turn(tenant)
+                await stint.pause()
                 if body.error is not None:  # it was given up, and is to leave the memory
                     raise body.error
+            await stint.turn()
 
         return await self._request.receive_body(limit, look_at)
 
     async def breathe(self) -> None:
         """Lets others go on where the request is a large one, or has many values: what follows is another piece of work."""
-        if self._heavy is not None:
-            await self._heavy.turn(self.tenant)
+        if self._stint is not None:
+            await self._stint.turn()
+
+    async def pause(self) -> None:
+        """The same, unless the piece so far was a short one."""
+        if self._stint is not None:
+            await self._stint.pause()
+
+    async def in_turns(self, steps: Steps[ResultT]) -> ResultT:
+        """Does what can be cut anywhere: others go on now and then where the request is a large one. Raises what it does."""
+        return await in_turns(steps, self._stint)
 
     def deadline(self, most: float) -> float:
         """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sapwood_common.pacing.pace import Pace
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.request.tokens import pieces
 
-_AT_ONCE = 32_768
+_AT_ONCE = 16_384
 
 
 class TokenLists:
@@ -20,12 +19,12 @@ class TokenLists:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        self._pace = Pace(exchange.breathe, _AT_ONCE)
+        self._pause = exchange.pause
 
     async def are_tokens(self, values: Sequence[Any]) -> bool:
         """Whether all of these are whole numbers."""
         for piece in pieces(values, _AT_ONCE):
             if not set(map(type, piece)) <= {int}:
                 return False
-            await self._pace.did(len(piece))
+            await self._pause()
         return True

@@ -80,12 +80,14 @@ async def send_answer(
             answers: list[Answer] = []
             for whole in await collect(runs):
                 if len(answers) % A_FEW == A_FEW - 1:
-                    await pipeline.heavy.turn(contexts[0].caller.tenant)
+                    await pipeline.heavy.turn(contexts[0].caller.tenant, goes_on=True)
                 answers.append(await _annotated(len(answers), whole, annotator))
             body = msgspec.json.encode(await make_body(answers))
             await exchange.send_body(200, body, told_headers(contexts))
         else:
-            await Delivery(_EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)).carry(runs)
+            stint = pipeline.heavy.stint(contexts[0].caller.tenant) if len(runs) > A_FEW else None
+            client = _EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)
+            await Delivery(client, stint).carry(runs)
 
 
 async def _annotated(index: int, whole: Delta, annotator: Annotator) -> Answer:

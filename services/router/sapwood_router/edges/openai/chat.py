@@ -12,6 +12,7 @@ import msgspec
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
@@ -74,7 +75,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
-    contexts = contexts_of(request, given, exchange.request_id, deadline, pipeline.seeds)
+    contexts = await exchange.in_turns(contexts_of(request, given, exchange.request_id, deadline, pipeline.seeds))
     await exchange.breathe()
     caller = exchange.caller(request, given)
     for context in contexts:
@@ -121,7 +122,7 @@ def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
 
 def contexts_of(
     request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds = RANDOM_SEEDS
-) -> list[RequestContext]:
+) -> Steps[list[RequestContext]]:
     """What the pipeline is to run for a checked request, ``given`` as it came: one for each
     continuation. ``seeds`` draws an absent seed.
 
@@ -136,7 +137,7 @@ def contexts_of(
     max_name = "max_completion_tokens" if newer else "max_tokens"
     fields = replace(CHAT_FIELDS, max_tokens=max_name, grammar=grammar_field)
     count = 1 if request.n is None else request.n
-    prompt = chat_prompt(request, given.get("tools"))
+    prompt = yield from chat_prompt(request, given.get("tools"))
     sampling = sampling_of(given, fields, seeds, max_tokens=max_tokens, logprobs=_logprobs(request))
     choice = tool_choice_of(request)
     return [
@@ -160,7 +161,7 @@ def contexts_of(
     ]
 
 
-def chat_prompt(request: ChatRequest, tools: Any) -> ChatPrompt:
+def chat_prompt(request: ChatRequest, tools: Any) -> Steps[ChatPrompt]:
     """The conversation as the tokenizer takes it.
 
     Args:
@@ -170,10 +171,18 @@ def chat_prompt(request: ChatRequest, tools: Any) -> ChatPrompt:
     Raises:
         InvalidArgumentError: A message or a tool is none.
     """
+    turns: list[Turn] = []
+    for index, message in enumerate(request.messages):
+        turns.append(_turn(message, f"messages[{index}]"))
+        yield
+    offered = tools_of(request, tools)
+    yield
+    variables = _template_variables(request)
+    yield
     return ChatPrompt(
-        tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages)),
-        tools_of(request, tools),
-        _template_variables(request),
+        tuple(turns),
+        offered,
+        variables,
         request.add_generation_prompt,
         request.continue_final_message is True,
     )

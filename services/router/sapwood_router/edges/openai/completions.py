@@ -95,7 +95,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         choices: list[CompletionChoice] = []
         for answer in answers:
             if len(choices) % A_FEW == A_FEW - 1:
-                await pipeline.heavy.turn(caller.tenant)
+                await pipeline.heavy.turn(caller.tenant, goes_on=True)
             choices.append(await make_choice(len(choices), answer))
         return CompletionResponse(
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
@@ -168,7 +168,7 @@ async def _contexts(
     contexts: list[RequestContext] = []
     for (name, prompt), each in product(named, settings):
         if len(contexts) % A_FEW == A_FEW - 1:
-            await pipeline.heavy.turn(caller.tenant)
+            await pipeline.heavy.turn(caller.tenant, goes_on=True)
         contexts.append(
             RequestContext(
                 request_id=request_id,

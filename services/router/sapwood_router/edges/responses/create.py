@@ -11,7 +11,6 @@ import msgspec
 
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
-from sapwood_common.pacing.pace import Pace
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
@@ -42,8 +41,6 @@ NEUTRAL: Neutral = {
 """Parameters that are taken only with the values that ask for nothing."""
 ALSO_IGNORED = frozenset({"max_tool_calls"})
 """Parameters of the tools that OpenAI runs itself, which are not here."""
-_ITEMS_AT_ONCE = 2048
-"""Items of an input that are looked at in one turn of the event loop, in a millisecond or two."""
 _LOGPROBS = "message.output_text.logprobs"
 _FORMAT = "text.format"
 
@@ -89,12 +86,10 @@ class ResponsesApi:
                 conversation.add(field, turn)
         own = Conversation()
         await exchange.breathe()
-        pace = Pace(exchange.breathe, _ITEMS_AT_ONCE)
-        for _ in own.take(request.input, partial(self._find, tenant, {})):
-            await pace.did()
+        await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {})))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
-            await pace.did()
+            await exchange.pause()
         context = _context(request, given, conversation, exchange.request_id, deadline, pipeline.seeds)
         context.deadline = deadline if stream else exchange.sooner(deadline)
         context.caller = exchange.caller(request, given)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.responses.types import Item, Part
 from sapwood_router.request.context import ToolCall, Turn
 from sapwood_router.request.output import Output
@@ -46,7 +47,7 @@ class Conversation:
             self._turns.append([turn])
             self.paths.append(path)
 
-    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> Iterator[None]:
+    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> Steps[None]:
         """The input of a request, an item a step.
 
         Args:

@@ -27,7 +27,7 @@ async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, dea
     given = decode_object(body)
     request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE)
     exchange.accept_body_id(request)
-    asked = contexts_of(request, given, exchange.request_id, deadline)[0]
+    asked = (await exchange.in_turns(contexts_of(request, given, exchange.request_id, deadline)))[0]
     asked.caller = exchange.caller(request, given)
     exchange.on_disconnect(lambda: None)
     await pipeline.prepare(asked)

@@ -11,6 +11,7 @@ import msgspec
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.pacing.heavy_work import LARGE
+from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
@@ -103,7 +104,7 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
                 texts = [request.prompt]
                 (ids,) = await client.encode_texts(texts, *own, salt, add_special=special, most_tokens=most_tokens)
             else:
-                prompt = _prompt(request, given)
+                prompt = await exchange.in_turns(_prompt(request, given))
                 check_prompt(prompt, CHAT_FIELDS)
                 ids = (await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids
         except SapwoodError as error:
@@ -161,7 +162,7 @@ def _turn(exchange: Exchange, size: int, pipeline: Pipeline, deadline: float) ->
     return pipeline.large.turn(exchange.tenant, deadline) if size >= LARGE else nullcontext()
 
 
-def _prompt(request: TokenizeChatRequest, given: dict[str, Any]) -> ChatPrompt:
+def _prompt(request: TokenizeChatRequest, given: dict[str, Any]) -> Steps[ChatPrompt]:
     chat = ChatRequest(
         messages=request.messages,
         tools=request.tools,

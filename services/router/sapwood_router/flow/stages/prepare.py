@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.pacing.heavy_work import Stint
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.field_names import to_client_field
@@ -29,23 +30,21 @@ from sapwood_router.tokenizer.convert import to_compile_request
 TOOLS_HIDDEN = "the chat template of this model does not show tools: the model was not told which there are"
 
 
-async def prepare(
-    context: RequestContext, tokenizer: TokenizerClient, registry: Registry, breathe: Callable[[], Awaitable[None]]
-) -> None:
+async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry, stint: Stint) -> None:
     """Checks the request and fills ``token_ids``, ``compiled_grammar`` and, for a conversation, the parsers in ``output``.
 
     Args:
         context: The request.
         tokenizer: The model's.
         registry: Knows the model's context.
-        breathe: Lets others go on between two pieces of work.
+        stint: Whose turns the pieces of a long prompt have.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.
         SapwoodError: As the tokenizer service answers.
     """
     if isinstance(context.prompt, TokenPrompt) and len(context.prompt.token_ids) > MANY:
-        await _check_many(context.prompt.token_ids, context, registry, breathe)
+        await _check_many(context.prompt.token_ids, context, registry, stint)
     else:
         check_prompt(context.prompt, context.fields)
     if context.session is not None:
@@ -60,10 +59,10 @@ async def prepare(
     prompt = context.prompt
     try:
         if isinstance(prompt, TextPrompt) and prompt.suffix:
-            await _prepare_gap(context, prompt, tokenizer, registry)
+            await _prepare_gap(context, prompt, tokenizer, registry, stint)
         elif isinstance(prompt, TextPrompt) and context.session is not None and context.session.tokens:
             added = await tokenizer.encode_texts(
-                [prompt.text], context.request_id, context.deadline, context.caller.cache_salt, add_special=False
+                [prompt.text], context.request_id, context.deadline, context.caller.cache_salt, stint, add_special=False
             )
             context.token_ids = [*context.session.tokens, *added[0]]
         elif isinstance(prompt, TextPrompt):
@@ -72,11 +71,12 @@ async def prepare(
                 context.request_id,
                 context.deadline,
                 context.caller.cache_salt,
+                stint,
                 most_tokens=_most_tokens(context, registry),
             )
             context.token_ids = _cut(token_ids, context, registry)
         elif isinstance(prompt, ChatPrompt):
-            await _prepare_chat(context, prompt, tokenizer, registry)
+            await _prepare_chat(context, prompt, tokenizer, registry, stint)
         else:
             held = () if context.session is None else context.session.tokens
             context.token_ids = _cut([*held, *prompt.token_ids] if held else prompt.token_ids, context, registry)
@@ -89,9 +89,7 @@ async def prepare(
         raise to_client_field(error, context.fields) from error
 
 
-async def _check_many(
-    token_ids: Sequence[int], context: RequestContext, registry: Registry, breathe: Callable[[], Awaitable[None]]
-) -> None:
+async def _check_many(token_ids: Sequence[int], context: RequestContext, registry: Registry, stint: Stint) -> None:
     """Looks at a long prompt only if it fits, and lets others go on now and then."""
     most = _most_tokens(context, registry)
     if most is not None and len(token_ids) > most():
@@ -100,7 +98,7 @@ async def _check_many(
         )
     for piece in pieces(token_ids):
         check_token_ids(piece, context.fields.prompt)
-        await breathe()
+        await stint.pause()
 
 
 def _most_tokens(context: RequestContext, registry: Registry) -> Callable[[], int] | None:
@@ -136,13 +134,14 @@ async def _bad_words(context: RequestContext, tokenizer: TokenizerClient) -> tup
 
 
 async def _prepare_gap(
-    context: RequestContext, prompt: TextPrompt, tokenizer: TokenizerClient, registry: Registry
+    context: RequestContext, prompt: TextPrompt, tokenizer: TokenizerClient, registry: Registry, stint: Stint
 ) -> None:
     encoded = await tokenizer.encode_gap(
         prompt,
         context.request_id,
         context.deadline,
         context.caller.cache_salt,
+        stint,
         most_tokens=_most_tokens(context, registry),
     )
     context.token_ids = encoded.token_ids
@@ -152,7 +151,7 @@ async def _prepare_gap(
 
 
 async def _prepare_chat(
-    context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient, registry: Registry
+    context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient, registry: Registry, stint: Stint
 ) -> None:
     info = await tokenizer.info(context.request_id, context.deadline)
     choice = context.tool_choice
@@ -161,6 +160,7 @@ async def _prepare_chat(
         context.request_id,
         context.deadline,
         context.caller.cache_salt,
+        stint,
         most_tokens=_most_tokens(context, registry),
     )
     context.token_ids = _cut(encoded.token_ids, context, registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sapwood_common.http2.server.gate import Gate
 from sapwood_common.http2.server.limits.stream_total import MOST_UNKNOWN, StreamTotal
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.unfolding import Unfoldings
@@ -36,6 +37,7 @@ class SharedLimits:
         tarpit: Where connections end whose clients broke a rule.
         heavy: Spaces out the parsing of large messages.
         unfoldings: Unfolds them before that, in a time of its own.
+        gate: Says whose calls are whose; None: each connection's are somebody's.
     """
 
     memory: BodyMemory
@@ -49,6 +51,7 @@ class SharedLimits:
     tarpit: Tarpit = field(default_factory=Tarpit)
     heavy: HeavyWork = field(default_factory=HeavyWork)
     unfoldings: Unfoldings = field(default_factory=lambda: Unfoldings(TimeShare(rest=_UNFOLDING_REST)))
+    gate: Gate | None = None
 
     def count_connections(self, count: int) -> None:
         """Notes how many connections are open."""

@@ -22,10 +22,13 @@ def pieces(token_ids: Sequence[int], size: int = MANY) -> Iterator[Sequence[int]
         yield token_ids[at : at + size]
 
 
-def gather_steps(token_ids: Sequence[int]) -> Steps[TokenIds]:
-    """A message's tokens, each below 2**32, as a list or an array; where there are very many, in steps."""
-    if len(token_ids) <= MANY:
-        return [*token_ids[:]]  # a message's own iterator takes twice as long as a slice of it
+def gather(token_ids: Sequence[int]) -> list[int]:
+    """A message's tokens, of which there are not very many."""
+    return [*token_ids[:]]  # a message's own iterator takes twice as long as a slice of it
+
+
+def gather_many(token_ids: Sequence[int]) -> Steps[TokenIds]:
+    """A message's tokens, each below 2**32, as an array."""
     gathered = array("I")
     for piece in pieces(token_ids, _GATHERED_AT_ONCE):
         gathered.extend(piece)

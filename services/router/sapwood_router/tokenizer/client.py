@@ -16,7 +16,7 @@ from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_common.pacing.steps import Steps, in_turns
 from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
 from sapwood_router.request.structure import CompiledGrammar
-from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather_steps
+from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather, gather_many
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
@@ -234,7 +234,10 @@ class TokenizerClient:
                 continue_final_message=prompt.continue_final_message,
                 cache_salt=cache_salt,
             )
-            await in_turns(_write_turns(prompt.turns, request), stint if len(prompt.turns) > A_FEW else None)
+            if len(prompt.turns) <= A_FEW:
+                request.messages.extend(to_turns(prompt.turns))
+            else:
+                await in_turns(_write_turns(prompt.turns, request), stint)
             if large and most_tokens is not None:
                 request.max_tokens = most_tokens()
             if large:
@@ -366,4 +369,4 @@ def _write_turns(turns: Sequence[Turn], request: tokenizer_pb2.ApplyChatTemplate
 
 
 async def _gather(token_ids: Sequence[int], stint: Stint) -> TokenIds:
-    return await in_turns(gather_steps(token_ids), stint if len(token_ids) > MANY else None)
+    return gather(token_ids) if len(token_ids) <= MANY else await in_turns(gather_many(token_ids), stint)

@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, router_pb2
+from sapwood_common.pacing.heavy_work import Stint
 from sapwood_testing.router.fake_tokenizer import encode
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -33,6 +34,24 @@ async def test_each_response_carries_the_tokens_its_text_stands_for(cluster) -> 
     for response in await cluster.generate("añb"):
         ids = [token for token in response.token_ids if token >= 3]
         assert bytes(token - 3 for token in ids).decode() == response.text
+
+
+async def test_a_conversation_of_many_messages_is_read_a_message_a_turn_of_the_loop(cluster, monkeypatch) -> None:
+    """5000 took 8 ms in one piece."""
+    taken, turn = 0, Stint.turn
+
+    async def counted(stint: Stint) -> None:
+        nonlocal taken
+        taken += 1
+        await turn(stint)
+
+    monkeypatch.setattr(Stint, "turn", counted)
+    monkeypatch.setattr("sapwood_common.pacing.heavy_work.PIECE", 0.0)  # however fast it is here, each step is a piece
+    turns = [common_pb2.ChatMessage(role="user", content="a")] * 500
+    request = router_pb2.RouterGenerateRequest(messages=router_pb2.ChatMessages(messages=turns))
+    assert [r async for r in cluster.stub.Generate(request)]
+    assert list(cluster.tokenizer.chats[-1].messages) == turns
+    assert taken >= 500
 
 
 async def test_messages_and_tokens_are_prompts_too(cluster) -> None:

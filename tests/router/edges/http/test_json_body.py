@@ -46,7 +46,7 @@ def test_how_many_values_a_body_may_have_goes_by_the_longest_context() -> None:
     assert most_values(0) == most_values(128_000) == 262_144
     assert most_values(1_000_000) == 1_065_536
     assert most_values(10_000_000) == 1_310_720
-    assert list(size_steps(body, most_values(MANY))) == []
+    assert len(list(size_steps(body, most_values(MANY)))) == -(-len(body) // (64 * 1024))
     with pytest.raises(InvalidArgumentError, match="or 262144 values"):
         list(size_steps(body, most_values(131_072)))
 

@@ -29,7 +29,7 @@ from sapwood_router.request.context import (
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
-from sapwood_router.request.tokens import gather_steps
+from sapwood_router.request.tokens import MANY, gather, gather_many
 from sapwood_router.routing.load import Load
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
             )
             return prompt, FieldNames(prompt="messages.messages")
         case "tokens":
-            return TokenPrompt((yield from gather_steps(request.tokens.ids))), FieldNames(prompt="tokens.ids")
+            ids = request.tokens.ids
+            tokens = gather(ids) if len(ids) <= MANY else (yield from gather_many(ids))
+            return TokenPrompt(tokens), FieldNames(prompt="tokens.ids")
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
 

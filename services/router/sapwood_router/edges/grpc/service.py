@@ -14,7 +14,7 @@ from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.heavy_work import A_FEW
-from sapwood_common.pacing.steps import in_turns
+from sapwood_common.pacing.steps import all_at_once, in_turns
 from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.edges.grpc.convert import (
@@ -182,8 +182,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> list[RequestContext]:
         check_counts(len(request.stop), len(request.bad_words))
         many = len(request.messages.messages) > A_FEW or len(request.tokens.ids) > MANY
-        stint = self._pipeline.heavy.stint(caller.tenant) if many else None
-        prompt, fields = await in_turns(prompt_of(request), stint)
+        steps = prompt_of(request)
+        prompt, fields = (
+            await in_turns(steps, self._pipeline.heavy.stint(caller.tenant)) if many else all_at_once(steps)
+        )
         sampling, count = from_message(request.sampling, seeds=seeds)
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)

@@ -1,6 +1,7 @@
 """Several continuations, probabilities of tokens, echoed prompts and all that adjusts the choice of tokens."""
 
 import asyncio
+from array import array
 
 import grpc
 import pytest
@@ -215,3 +216,21 @@ async def test_the_same_over_grpc(one, expect_error) -> None:
         request = router_pb2.RouterGenerateRequest(text="a", sampling=common_pb2.SamplingParams(**{name: value}))
         assert (await expect_error(one.stub.Generate(request).read(), INVALID))[1] == f"sampling.{name}"
     await one.idle()
+
+
+async def test_tokens_of_several_prompts_are_arrays(one, monkeypatch) -> None:
+    """Of a thousand prompts of 4 KB lists took 37 MB, and ten such requests may be under way."""
+    contexts, begin = [], GenerationAttempts.start
+
+    def start(attempts: GenerationAttempts) -> None:
+        contexts.append(attempts._context)
+        begin(attempts)
+
+    monkeypatch.setattr(GenerationAttempts, "start", start)
+    prompts = [f"prompt {number}" for number in range(4)]
+    answer = await one.openai.completions.create(model="fake", prompt=prompts, echo=True, max_tokens=1)
+    assert [choice.text.startswith(prompt) for choice, prompt in zip(answer.choices, prompts, strict=True)] == [
+        True
+    ] * 4
+    assert sorted(isinstance(context.token_ids, array) for context in contexts) == [False, True, True, True]
+    assert sorted(list(context.token_ids) for context in contexts) == sorted(map(encode, prompts))

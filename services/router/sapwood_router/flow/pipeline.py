@@ -282,6 +282,8 @@ class Run:
             if extent(context.prompt) >= _LONG:
                 await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
             await pipeline.prepare(context)
+            if self._index:  # of a thousand prompts, lists of tokens would take 9 times as much
+                context.token_ids = array("I", context.token_ids)
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
                 await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
             pages = await self._look_ahead() if len(context.token_ids) > MANY else None

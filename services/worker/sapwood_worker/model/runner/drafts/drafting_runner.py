@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sapwood_worker.model.runner.drafts.draft_ahead import DraftAhead, DraftRoom, accepted
 from sapwood_worker.model.runner.drafts.follow_up import FollowUp
-from sapwood_worker.model.runner.graphs.cuda_graph import DecodeResult, LateStart
+from sapwood_worker.model.runner.graphs.cuda_graph import DecodeResult
+from sapwood_worker.model.runner.graphs.decode_chain import LateStart
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
 from sapwood_worker.model.runner.launched_step import LaunchedStep

@@ -30,7 +30,7 @@ from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.features import ShiftedSteps
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.pools.device_pool import DevicePool
-from sapwood_worker.model.runner.graphs.decode_chain import stage_chain
+from sapwood_worker.model.runner.graphs.decode_chain import LateStart, stage_chain
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.model.runner.graphs.stage_buffers import StageBuffers
 from sapwood_worker.records.step import IntArray
@@ -90,21 +90,6 @@ class _Captured:
     result: DecodeResult
     # Of a stage: what its layers give, which is all that the graph computes. The result is that of the graph that follows.
     hidden: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LateStart:
-    """Where a chain begins, which only the device knows.
-
-    Attributes:
-        offsets: int64 [B]: how many positions later each request begins than the host says.
-        most: The largest that any of these may be.
-        steps: Steps of the chain.
-    """
-
-    offsets: Tensor
-    most: int
-    steps: int
 
 
 class DecodeGraphs:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows
 from sapwood_worker.records.step import IntArray
@@ -30,6 +31,21 @@ class StagedChain:
     inputs: IntArray
     lengths: IntArray
     pages: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LateStart:
+    """Where a chain begins, which only the device knows.
+
+    Attributes:
+        offsets: int64 [B]: how many positions later each request begins than the host says.
+        most: The largest that any of these may be.
+        steps: Steps of the chain.
+    """
+
+    offsets: Tensor
+    most: int
+    steps: int
 
 
 def stage_chain(

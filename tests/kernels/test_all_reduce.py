@@ -307,8 +307,8 @@ def show(kernel, **constants):
 
 for size in (2, 8):
     for two in (False, True):
-        show(module._sum_kernel, SIZE=size, TWO=two, VECTOR=8, BLOCK=2048, WIDE=8192)
-        show(module._normed_kernel, SIZE=size, TWO=two, N=4096, PART=2048, SPLIT=2, BLOCK=2048, PDL=True)
+        show(module._rank_sum_kernel, SIZE=size, TWO=two, VECTOR=8, BLOCK=2048, WIDE=8192)
+        show(module._rank_normed_kernel, SIZE=size, TWO=two, N=4096, PART=2048, SPLIT=2, BLOCK=2048, PDL=True)
 """
 
 
@@ -319,5 +319,5 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(lines_of_compiler: Any) 
         whole_looks, looks, whole_vectors, atomics, fences = map(int, counts)
         assert looks == whole_looks >= int(size), "numbers are looked for 16 bytes at a time"
         assert whole_vectors >= 2 * int(size), "numbers move 16 bytes at a time"
-        assert atomics == (1 if kernel == "_normed_kernel" else 0)
+        assert atomics == (1 if kernel == "_rank_normed_kernel" else 0)
         assert fences == 0

@@ -129,7 +129,7 @@ for size in (2, 8):
     for sums in (False, True):
         constants = dict(SIZE=size, SUMS=sums, VECTOR=8, BLOCK=2048)
         constants |= dict(SIGNAL_BYTES=4096, PIECE_BYTES=1 << 17, PROGRAMS=64, FOREVER=module.WAIT_FOREVER)
-        kernel = module._rows_kernel
+        kernel = module._row_exchange_kernel
         signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
         pointers = [at for at, kind in enumerate(signature.values()) if kind.startswith("*")]
         source = ASTSource(

@@ -37,7 +37,7 @@ _SQUARES = 256
 
 
 @triton.jit(do_not_specialize=["count", "each", "rank", "most"])
-def _sum_kernel(
+def _rank_sum_kernel(
     x, peers, calls, done, broken, count, each, rank, most,
     SIZE: tl.constexpr, TWO: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, FOREVER: tl.constexpr,
@@ -126,7 +126,7 @@ def _square(squares, broken, nth, program, most, SPLIT: tl.constexpr, PROGRAMS: 
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "most"])
-def _normed_kernel(
+def _rank_normed_kernel(
     x, residual, weight, out, peers, squares, calls, done, broken, rows, rank, most, eps,
     N: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, TWO: tl.constexpr,
     AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr, PDL: tl.constexpr,
@@ -240,7 +240,7 @@ class PeerSums:
             vector = 1
         programs = min(PROGRAMS, -(-x.nbytes // min(_LEAST_BYTES, self._room(two_shot))))
         each = -(-x.numel() // (programs * step)) * step
-        _sum_kernel[(programs,)](
+        _rank_sum_kernel[(programs,)](
             x, self._peers, self._calls, self._done[int(two_shot):], self._broken, x.numel() // vector, each // vector,
             self._rank, tries, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area, PROGRAMS=PROGRAMS, VECTOR=vector,
             BLOCK=_BLOCK, WIDE=_WIDE, FOREVER=WAIT_FOREVER, num_warps=8,
@@ -284,7 +284,7 @@ class PeerSums:
         split, part, steps = self._parts(x)
         out = torch.empty_like(x)
         block = triton.next_power_of_2(part)
-        _normed_kernel[(steps * split,)](
+        _rank_normed_kernel[(steps * split,)](
             x, residual, weight, out, self._peers, self._squares, self._calls, self._done[2 + two_shot:], self._broken, len(x),
             self._rank, tries, eps, N=x.shape[1], PART=part, SPLIT=split, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area,
             PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,

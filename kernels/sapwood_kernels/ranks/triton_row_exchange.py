@@ -49,7 +49,7 @@ def _added(
 
 
 @triton.jit(do_not_specialize=["count", "each", "rank", "most"])
-def _rows_kernel(
+def _row_exchange_kernel(
     x, found, peers, calls, done, broken, count, each, rank, most,
     SIZE: tl.constexpr, SUMS: tl.constexpr, SIGNAL_BYTES: tl.constexpr, PIECE_BYTES: tl.constexpr, PROGRAMS: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr, FOREVER: tl.constexpr,
@@ -138,7 +138,7 @@ class RowExchange:
         num_bytes = count * x.element_size()
         programs = min(PROGRAMS, -(-num_bytes // min(_LEAST_BYTES, piece)))
         each = -(-count // (programs * vector))
-        _rows_kernel[(programs,)](
+        _row_exchange_kernel[(programs,)](
             x, found, self._peers, self._calls, self._done, self._broken, count // vector, each,
             self._rank, tries, SIZE=self._size, SUMS=sums, SIGNAL_BYTES=signal_bytes(PROGRAMS, self._size),
             PIECE_BYTES=self.most_bytes // PROGRAMS, PROGRAMS=PROGRAMS, VECTOR=vector, BLOCK=_BLOCK, FOREVER=WAIT_FOREVER,

@@ -15,7 +15,7 @@ from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.ranks.waits import Waits
+from sapwood_worker.records.ranks.waits import WAITS_BYTES, Shown, Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankLostError, Step
 
 INFO = ModelInfo(
@@ -134,3 +134,35 @@ def test_a_rank_whose_device_fails_alone_is_named_while_the_others_wait_for_it(
         for each in threads:
             each.join()
     assert all(in_time)
+
+
+def test_a_leader_that_waits_in_vain_shows_that_it_comes_no_further() -> None:
+    """Who hangs is found by who waits for it and comes no further."""
+    shown = bytearray(WAITS_BYTES)
+    over = threading.Event()
+    moves: list[int] = []
+
+    class Watched(QueuedResult):
+        def check(self) -> None:
+            moves.append(Shown.of(shown).moves)
+            if len(moves) == 3:
+                over.set()
+
+    class Leader(Device):
+        def launch(self, step: Step) -> LaunchedStep:
+            return Watched(lambda: ModelOutput(0, []), None)
+
+    def wait() -> ModelOutput:
+        assert over.wait(timeout=30)
+        return ModelOutput(0, [])
+
+    here, there = Pipe()
+    follower = threading.Thread(target=follow, args=(Device(wait), there))
+    follower.start()
+    try:
+        group = GroupRunner(Leader(wait), [here], Waits(shown))
+        group.launch(Step(0)).result()
+    finally:
+        here.close()
+        follower.join()
+    assert len({*moves}) == 1

@@ -126,22 +126,16 @@ class Followers:
         failed = f"rank 0 failed alone: {launched}" if isinstance(launched, Exception) else ""
         until = time.monotonic() + _ALONE_SECONDS
         while missing:
+            # Shown once for all of the silence: who waits and looks up comes no further.
             with self.waits.on(sum(1 << rank for rank in missing.values())):
-                found = coming.poll(1000 * _LOOK_SECONDS)
+                while not (found := coming.poll(1000 * _LOOK_SECONDS)):
+                    _assure_hope(launched, failed, until)
             for descriptor, _ in found:
                 coming.unregister(descriptor)
                 rank = missing.pop(descriptor)
                 reports[rank] = report = self._report_of(rank)
                 if report.error and not failed:
                     failed, until = f"rank {rank} failed: {report.error}", time.monotonic() + _ALONE_SECONDS
-            if failed:
-                if missing and time.monotonic() > until:
-                    raise RankLostError(failed) from (launched if isinstance(launched, Exception) else None)
-            elif not found and not isinstance(launched, Exception):
-                try:
-                    launched.check()
-                except Exception as error:
-                    raise RankLostError(f"rank 0 failed: {error}") from error
         return [reports[rank] for rank in sorted(reports)]
 
     def _report_of(self, rank: int) -> RankReport:
@@ -151,6 +145,19 @@ class Followers:
                 return RankReport.from_bytes(self._ways[rank - 1].recv_bytes())
         except Exception as error:  # the end of the connection, or what the rank says of its own
             raise RankGoneError(f"rank {rank} is gone") from error
+
+
+def _assure_hope(launched: LaunchedStep | Exception, failed: str, until: float) -> None:
+    """Raises RankLostError if reports that are missing need not be waited for: a rank has failed, and its time is over, or this
+    one's device has."""
+    if failed and time.monotonic() > until:
+        raise RankLostError(failed) from (launched if isinstance(launched, Exception) else None)
+    if isinstance(launched, Exception):
+        return
+    try:
+        launched.check()
+    except Exception as error:
+        raise RankLostError(failed or f"rank 0 failed: {error}") from error
 
 
 def _result(launched: LaunchedStep | Exception) -> ModelOutput:

@@ -55,6 +55,16 @@ PUBLISHED = {
         "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
         "quantization_config": {"quant_method": "mxfp4"},
     },
+    "K-EXAONE-236B-A23B": {
+        "architectures": ["ExaoneMoEForCausalLM"], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 6144, "intermediate_size": 18432, "max_position_embeddings": 262144, "moe_intermediate_size": 2048,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "n_group": 1, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 8, "num_shared_experts": 1, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "sliding_window": 128, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "vocab_size": 153600,
+    },
 }  # fmt: skip
 
 
@@ -118,3 +128,13 @@ def test_gpt_oss(read):
     assert config.max_position == 131072
     [rope] = set(config.ropes)
     assert rope.scaling.magnitude == pytest.approx(1.3466, abs=1e-4)
+
+
+def test_k_exaone(read):
+    config = read("K-EXAONE-236B-A23B")
+    routing = config.sparse.routing
+    assert (routing.experts, routing.chosen, routing.scores, routing.scale) == (128, 8, "sigmoid", 2.5)
+    assert config.sparse.dense_layers == {0}
+    assert config.sparse.shared == SharedExpert("shared_experts", 2048)
+    assert config.windows == (128, 128, 128, None) * 12
+    assert [rope is None for rope in config.ropes] == [False, False, False, True] * 12

@@ -84,7 +84,7 @@ DOTS1 = ModelFamily(
 )  # fmt: skip
 EXAONE_MOE = ModelFamily(
     name="exaone_moe",
-    architectures=("ExaoneMoeForCausalLM",),
+    architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),  # transformers writes the first, K-EXAONE's files the second
     layer=LlamaDecoderLayer,
     defaults={
         **EXAONE4.defaults, **_GROUPS, "first_k_dense_replace": 1, "num_experts": 64, "num_experts_per_tok": 8,

@@ -101,7 +101,7 @@ def test_a_worker_that_dies_is_started_anew_and_serves_again(start_cluster: Any)
 def test_a_stream_outlives_the_only_scheduler(start_cluster: Any) -> None:
     with (
         start_cluster("--no-router", "--served-model-name", "tiny") as cluster,
-        openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", timeout=120, max_retries=0) as client,
+        openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", timeout=500, max_retries=0) as client,
     ):
         asked: Any = {
             "model": "tiny",

@@ -6,6 +6,8 @@ import time
 from array import array
 from typing import Any, cast
 
+import pytest
+
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
@@ -13,6 +15,7 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import FromScheduler, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -80,3 +83,19 @@ def test_pages_are_announced_once_their_step_is_launched_and_the_token_goes_befo
 
 def test_no_token_is_computed_after_the_one_that_a_handed_off_prompt_ends_with() -> None:
     assert Diary(0).run() == ["a step is launched", "a token is sent", "the ticket is sent"]
+
+
+@pytest.mark.parametrize("in_parts", [0, 2])
+def test_pages_are_named_before_the_host_has_them_only_where_they_are_read_in_parts(in_parts: int) -> None:
+    # Of pages that ranks hold in parts nothing can be read before all of it is in the host's memory.
+    host = HostPages(PAGES)
+    leases = HandoffLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, time.monotonic, in_parts=in_parts)
+    tiers = HierarchicalCache(host, PAGES, PAGE, leases=leases)
+    settings = SchedulerConfig(page_size=PAGE, num_pages=PAGES, context_length=64, max_running=2, max_step_tokens=64)
+    scheduler, runner = Scheduler(settings, tiers), FakeRunner(INFO, host_pool=HostPool(PAGES, PAGE * 8))
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    scheduler.add(Request(1, "r1", array("I", range(6)), sampling, hands_off=True))
+    scheduler.update(runner.execute(scheduler.schedule()))
+    assert len(scheduler.handed_off()) == bool(in_parts)
+    scheduler.update(runner.execute(scheduler.schedule()))
+    assert len(scheduler.handed_off()) == (not in_parts)

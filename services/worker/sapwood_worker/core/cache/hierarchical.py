@@ -392,9 +392,10 @@ class HierarchicalCache:
         wanted = [self._name(page) for key, page in place.items() if not self.host.has(key)]
         reserved = self.host.reserve(wanted)
         self.counters.no_room += len(wanted) - len(reserved)
+        readable = self.leases is not None and self.leases.in_parts > 0  # from the device, while it is copied
         for entry in reserved:
             page = place[entry.key]
-            entry.coming = entry.computed = self.leases is not None  # can be read from the device meanwhile
+            entry.coming = entry.computed = readable
             self._stores_to(self._next, page, [window.page_beside(page) for window in self._windows], entry)
 
     def _stores_to(self, store: PagesToStore, page: int, beside: list[int], entry: HostPage) -> None:

@@ -27,8 +27,15 @@ from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook
 
 MODEL = "m"
-STEP, A_ROW, A_TOKEN, CHUNK = 0.02, 0.0002, 0.00005, 2048
-"""Seconds of a step, of each request that generates in it, and of each prompt token of which it computes so many at most."""
+
+
+class Speed(NamedTuple):
+    """Seconds of a step, of each request that generates in it, and of each prompt token of which it computes so many at most."""
+
+    step: float = 0.02
+    a_row: float = 0.0002
+    a_token: float = 0.00005
+    chunk: int = 2048
 
 
 class Mix(NamedTuple):
@@ -47,6 +54,20 @@ MIXES = {
     "chats beside documents": Mix(((300, 300), (300, 200), (8000, 100)), 32),
     "documents over a slow network": Mix(((8000, 100), (4000, 200)), 24, 0.05, 0.0002),
 }
+
+
+SPEEDS = {
+    "8B": Speed(0.0033, 0.00009, 0.000029, 8192),
+    "0.6B": Speed(0.0022, 0.00004, 0.0000055, 8192),
+}
+"""As measured on an H200 (``benchmarks/results/2026-11-27-h200-pairs-86463065.jsonl``)."""
+MEASURED_MIXES = {
+    "chats": Mix(((200, 250), (500, 150)), 48, 0.02, 0.000001),
+    "documents": Mix(((8000, 60), (6000, 100)), 48, 0.02, 0.000001),
+    "chats beside documents": Mix(((300, 300), (300, 200), (8000, 100)), 48, 0.02, 0.000001),
+    "documents with long answers": Mix(((8000, 200), (4000, 400)), 48, 0.02, 0.000001),
+}
+"""Those of ``benchmarks/gpu/bench_pairs.py``."""
 
 
 class Clock:
@@ -72,8 +93,8 @@ class Clock:
 class Machine:
     """Steps as a worker's scheduler does: a chunk of the prompts in the queue and a token for each request that generates."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, speed: Speed) -> None:
+        self._clock, self._speed = clock, speed
         self._prompts: deque[tuple[list[int], Callable[[], None]]] = deque()
         self._ends: list[tuple[int, int, Callable[[], None]]] = []
         self._ties = itertools.count()
@@ -92,7 +113,8 @@ class Machine:
         if self._busy or not (self._prompts or self._ends):
             return
         self._busy = True
-        room, computed = CHUNK, []
+        speed, computed = self._speed, []
+        room = speed.chunk
         for left, done in self._prompts:
             taken = min(room, left[0])
             left[0] -= taken
@@ -101,7 +123,7 @@ class Machine:
                 computed.append(done)
             if not room:
                 break
-        seconds = STEP + A_ROW * len(self._ends) + A_TOKEN * (CHUNK - room)
+        seconds = speed.step + speed.a_row * len(self._ends) + speed.a_token * (speed.chunk - room)
         self._clock.after(seconds, lambda: self._stepped(computed))
 
     def _stepped(self, computed: list[Callable[[], None]]) -> None:
@@ -120,7 +142,7 @@ class Machine:
 class Fleet:
     """A router's parts in front of machines, and clients that each ask again when they are answered."""
 
-    def __init__(self, mode: Disaggregate, mix: Mix, pairs: int) -> None:
+    def __init__(self, mode: Disaggregate, mix: Mix, pairs: int, speed: Speed = Speed()) -> None:  # noqa: B008 - it does not change
         self._again = True
         self.clock = Clock()
         self._mix = mix
@@ -132,7 +154,7 @@ class Fleet:
             worker = Worker(address, CircuitBreaker(BreakerSettings(), self.clock), self.clock)
             self.registry.add(worker)
             self.registry.mark_up(worker, ServedModel(MODEL, 1 << 20, 1000, 16, 1 << 20, 1, role=role))
-            self._machines[address] = Machine(self.clock)
+            self._machines[address] = Machine(self.clock, speed)
         self._policies = PolicyBook("least_load", {}, (), lambda name: LeastLoad(random.Random(1)), lambda *_: None)
         self.deciding = Disaggregation(mode, self.registry, self._policies, Costs(self.clock), random.Random(3))
         self.answered = self.handed_off = 0
@@ -208,12 +230,12 @@ class Fleet:
         return worker, worker.lease(prefill, hands_off=hands_off)
 
 
-def throughput(mode: Disaggregate, mix: Mix, pairs: int) -> tuple[int, int]:
+def throughput(mode: Disaggregate, mix: Mix, pairs: int, speed: Speed = Speed(), until: float = 150) -> tuple[int, int]:  # noqa: B008 - it does not change
     """Answers from the 30th second, and the hand-overs of all."""
-    fleet = Fleet(mode, mix, pairs)
+    fleet = Fleet(mode, mix, pairs, speed)
     fleet.clock.run(30)
     before = fleet.answered
-    fleet.clock.run(150)
+    fleet.clock.run(until)
     return fleet.answered - before, fleet.handed_off
 
 
@@ -223,6 +245,15 @@ def test_auto_answers_as_many_requests_as_the_better_of_always_and_never(name: s
     mix = mix._replace(clients=mix.clients * pairs)
     found = {mode: throughput(mode, mix, pairs) for mode in ("always", "never", "auto")}
     print(f"{name}, {pairs} + {pairs}: {found}")
+    assert found["auto"][0] >= 0.98 * max(found["always"][0], found["never"][0])
+
+
+@pytest.mark.parametrize("name", MEASURED_MIXES)
+@pytest.mark.parametrize("model", SPEEDS)
+def test_auto_does_so_with_the_steps_of_a_gpu(model: str, name: str) -> None:
+    modes: tuple[Disaggregate, ...] = ("always", "never", "auto")
+    found = {mode: throughput(mode, MEASURED_MIXES[name], 1, SPEEDS[model], 60) for mode in modes}
+    print(f"{model}, {name}: {found}")
     assert found["auto"][0] >= 0.98 * max(found["always"][0], found["never"][0])
 
 

@@ -44,11 +44,11 @@ def main() -> None:
         x, weight = drawn(given.rows, columns), torch.randint(-127, 128, (rows, columns), device="cuda").to(torch.int8)
         scales = torch.rand(rows, 1, device="cuda") / 5000
         norm = (torch.ones(columns, device="cuda"), 1e-5) if name in ("qkv", "gate_up") else None
-        value = microseconds([lambda x=x, norm=norm: triton_int8.quantise_rows(x, norm=norm)])
+        value = microseconds([partial(triton_int8.quantise_rows, x, norm=norm)])
         say("rounding", shape=name, normed=norm is not None, us=round(value, 1))
         if name == "down":
             wide = drawn(given.rows, 2 * columns)
-            value = microseconds([lambda wide=wide: triton_int8.quantise_rows(wide, gate="silu")])
+            value = microseconds([partial(triton_int8.quantise_rows, wide, gate="silu")])
             say("rounding", shape=name, gated=True, us=round(value, 1))
         codes, own = triton_int8.quantise_rows(x)
         for gate in (None, "silu") if name == "gate_up" else (None,):

@@ -195,7 +195,7 @@ typedef struct {
     float *out;
     int64_t out_stride;
     whole_tokens *whole;  // the x in whole numbers; null: they are multiplied as they are
-    int64_t tasks, task_rows;
+    int64_t tasks, task_rows, threads;
     // In a cache line of its own: each thread that takes a task would take the others' from them.
     int64_t next __attribute__((aligned(LINE)));
 } product;
@@ -269,7 +269,9 @@ static void multiply(void *data) {
         const int64_t rows = p->task_rows;
         for (int64_t mine; task >= (mine = (m->rows + rows - 1) / rows); m++) task -= mine;
         const int64_t first = task * rows, last = m->rows - first < rows ? m->rows : first + rows;
-        if (p->whole) sapwood_whole_rows(p->whole, m, first, last, p->out + m->first + first, p->out_stride);
+        // The threads take turns, so that this one goes on behind the others' next tasks.
+        const int64_t then = last + (p->threads - 1) * rows;
+        if (p->whole) sapwood_whole_rows(p->whole, m, first, last, then, p->out + m->first + first, p->out_stride);
         else if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
         else
             for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, start);
@@ -356,7 +358,7 @@ EXPORT int64_t sapwood_gguf_multiply(
     // Few for each thread: the end of a task has fetched ahead what another thread reads.
     int64_t rows = outputs / (SHARES * (int64_t)threads) / TASK * TASK;
     rows = rows < TASK ? TASK : rows > MOST ? MOST : rows;
-    product p = {parts, tokens, columns, x, x_stride, out, out_stride, NULL, 0, rows, 0};
+    product p = {parts, tokens, columns, x, x_stride, out, out_stride, NULL, 0, rows, threads, 0};
     for (int64_t i = 0; i < count; i++) p.tasks += (parts[i].rows + p.task_rows - 1) / p.task_rows;
     const around with = {norm, eps, gate};
     const int64_t digits = digits_of(parts, count, tokens, gate);

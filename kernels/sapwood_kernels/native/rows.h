@@ -34,8 +34,9 @@ typedef struct whole_tokens whole_tokens;
 whole_tokens *sapwood_whole_tokens(int64_t count, int64_t columns, int64_t digits_each);
 void sapwood_set_token(whole_tokens *to, int64_t token, const float *x);
 
-// out[t][r - first] = token t . row r, for the rows `first` .. `last` - 1.
-void sapwood_whole_rows(const whole_tokens *in, const matrix *m, int64_t first, int64_t last, float *out, int64_t out_stride);
+// out[t][r - first] = token t . row r, for the rows `first` .. `last` - 1. The next such call probably begins with row `then`.
+void sapwood_whole_rows(
+    const whole_tokens *in, const matrix *m, int64_t first, int64_t last, int64_t then, float *out, int64_t out_stride);
 
 // Whether a type is multiplied by three digits faster than in float32.
 int sapwood_takes_three_digits(int64_t type);

@@ -109,6 +109,54 @@ INLINE void few_tokens(
     for (int t = 0; t < count; t++) sums[t] = total[t];
 }
 
+// total[t][s] += the products of a group of two strips with those of a tile's tokens: what is read of a token is multiplied twice.
+INLINE void add_pair(
+    const int digit_count, const int halves, const strip_group *const w[2], const int8_t *x, const digit_scales *scales,
+    floats (*total)[2]) {
+#pragma GCC unroll 8
+    for (int t = 0; t < TILE; t++, x += digit_count * GROUP)
+#pragma GCC unroll 2
+        for (int half = 0; half <= halves; half++) {
+            const int first = 4 * half, last = halves ? first + 4 : 8;
+            __m512i sum[3][2] = {0};
+#pragma GCC unroll 8
+            for (int i = first; i < last; i++)
+#pragma GCC unroll 3
+                for (int digit = 0; digit < digit_count; digit++) {
+                    const __m512i v = four(x + GROUP * digit + 4 * i);
+                    for (int s = 0; s < 2; s++) sum[digit][s] = _mm512_dpbusd_epi32(sum[digit][s], w[s]->codes[i], v);
+                }
+            for (int s = 0; s < 2; s++) {
+                floats whole = (floats)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum[0][s], 8), sum[1][s]));
+                if (digit_count == 3) whole = whole * 256.0f + (floats)_mm512_cvtepi32_ps(sum[2][s]);
+                total[t][s] += whole * (w[s]->scale[half] * scales[t].scale);
+                total[t][s] -= w[s]->minus[half] * (halves ? scales[t].sums[half] : scales[t].all);
+            }
+        }
+}
+
+// The products of two strips with a tile.
+INLINE void two_strips(
+    const int type, const int digit_count, const strip_bytes *in, int64_t groups, const int8_t *x, const digit_scales *scales,
+    const ahead *from, floats (*sums)[2]) {
+    floats total[TILE][2] = {0};
+    strip_bytes strip[2] = {in[0], in[1]};
+    ahead next[2] = {from[0], from[1]};
+    for (; groups > 0; groups -= groups_of(type)) {
+        strip_group w[2][8];
+        for (int s = 0; s < 2; s++) {
+            unpack(type, strip[s], w[s]);
+            strip[s].first += bytes_of(type);
+        }
+#pragma GCC unroll 1
+        for (int j = 0; j < groups_of(type); j++, x += digit_count * TILE * GROUP, scales += TILE) {
+            for (int s = 0; s < 2; s++) fetch(next + s);
+            add_pair(digit_count, type == Q6_K, (const strip_group *const[2]){w[0] + j, w[1] + j}, x, scales, total);
+        }
+    }
+    memcpy(sums, total, sizeof total);
+}
+
 // sums[t] += the products of what is unpacked of a strip with a tile.
 INLINE void add_tile(
     const int halves, const strip_group *w, int64_t groups, const digits *x, const digit_scales *scales, ahead from,
@@ -126,6 +174,9 @@ typedef struct {
     void (*few)(
         int64_t count, strip_bytes in, int64_t groups, const digits *x, const digit_scales *scales, ahead from, floats *sums);
     void (*unpack)(strip_bytes in, int64_t groups, strip_group *to);
+    void (*two)(
+        int64_t digit_count, const strip_bytes *in, int64_t groups, const int8_t *x, const digit_scales *scales,
+        const ahead *from, floats (*sums)[2]);
 } format;
 
 #define FORMAT(type)                                                                                                   \
@@ -140,6 +191,12 @@ typedef struct {
     static void unpack_##type(strip_bytes in, int64_t groups, strip_group *to) {                                       \
         for (; groups > 0; groups -= groups_of(type), to += groups_of(type), in.first += bytes_of(type))               \
             unpack(type, in, to);                                                                                      \
+    }                                                                                                                  \
+    static void two_##type(                                                                                            \
+        int64_t digit_count, const strip_bytes *in, int64_t groups, const int8_t *x, const digit_scales *scales,       \
+        const ahead *from, floats (*sums)[2]) {                                                                        \
+        if (digit_count == 2) two_strips(type, 2, in, groups, x, scales, from, sums);                                  \
+        else two_strips(type, 3, in, groups, x, scales, from, sums);                                                   \
     }
 FORMAT(Q4_0)
 FORMAT(Q4_1)
@@ -149,7 +206,7 @@ FORMAT(Q8_0)
 FORMAT(Q4_K)
 FORMAT(Q5_K)
 FORMAT(Q6_K)
-#define ENTRY(type) [type] = {few_##type, unpack_##type}
+#define ENTRY(type) [type] = {few_##type, unpack_##type, two_##type}
 static const format FORMATS[] = {
     ENTRY(Q4_0), ENTRY(Q4_1), ENTRY(Q5_0), ENTRY(Q5_1), ENTRY(Q8_0), ENTRY(Q4_K), ENTRY(Q5_K), ENTRY(Q6_K),
 };
@@ -202,15 +259,48 @@ static void tiles_of_tokens(
     }
 }
 
-void sapwood_whole_rows(const whole_tokens *in, const matrix *m, int64_t first, int64_t last, float *out, int64_t out_stride) {
-    const int64_t enough = in->digits == 3 || (in->count > TILE / 2 && in->count <= 3 * TILE);
+// What is fetched while a strip is multiplied: the strip that is NEXT behind it, or behind what other threads multiply meanwhile.
+static ahead behind(const whole_tokens *in, const matrix *m, int64_t row, int64_t last, int64_t then) {
+    int64_t at = row + NEXT * STRIP;
+    if (at >= last) at += then - last;
+    return (ahead){m->data + m->stride * at, m->rows - at < STRIP ? 0 : STRIP * m->width / in->groups};
+}
+
+// Two strips at a time, tile by tile; of fewer rows than two strips have, one is there twice.
+static void pairs_of_strips(
+    const whole_tokens *in, const matrix *m, int64_t first, int64_t last, int64_t then, float *out, int64_t out_stride) {
+    for (int64_t row = first, rows; row < last; row += rows, out += rows) {
+        rows = last - row < STRIP ? 1 : last - row < 2 * STRIP ? STRIP : 2 * STRIP;
+        const int64_t stride = rows > 1 ? m->stride : 0, second = rows > STRIP ? STRIP : 0;
+        const uint8_t *at = m->data + m->stride * row;
+        ahead from[2] = {behind(in, m, row, last, then), behind(in, m, row + second, last, then)};
+        if (!second) from[1].bytes = 0;
+        const strip_bytes strips[2] = {{at, stride}, {at + second * stride, stride}};
+        for (int64_t start = 0; start < in->count; start += TILE) {
+            floats sums[TILE][2];
+            const int64_t x = place(in, start, 0), count = in->count - start < TILE ? in->count - start : TILE;
+            FORMATS[m->type].two(in->digits, strips, in->groups, in->x + GROUP * in->digits * x, in->scales + x, from, sums);
+            for (int64_t t = 0; t < count; t++)
+                for (int64_t s = 0; s < (second ? 2 : 1); s++)
+                    write_sums(&sums[t][s], 1, rows < STRIP ? 1 : STRIP, out + out_stride * (start + t) + STRIP * s, out_stride);
+            from[0].bytes = from[1].bytes = 0;  // once is enough
+        }
+    }
+}
+
+void sapwood_whole_rows(
+    const whole_tokens *in, const matrix *m, int64_t first, int64_t last, int64_t then, float *out, int64_t out_stride) {
+    const int enough = in->digits == 3 || (in->count > TILE / 2 && in->count <= 3 * TILE);
     by_matrix *multiply = enough ? sapwood_by_matrix(m->type, in->digits) : NULL;
+    if (enough && !multiply) {
+        pairs_of_strips(in, m, first, last, then, out, out_stride);
+        return;
+    }
     if (multiply) sapwood_begin_matrix();
     for (int64_t row = first, rows; row < last; row += rows, out += rows) {
         rows = last - row < STRIP ? 1 : STRIP;  // the last ones one by one, each in all lanes
         const strip_bytes strip = {m->data + m->stride * row, rows > 1 ? m->stride : 0};
-        const int64_t bytes = m->rows - row < (NEXT + 1) * STRIP ? 0 : STRIP * m->width / in->groups;
-        const ahead from = {strip.first + NEXT * STRIP * m->stride, bytes};
+        const ahead from = behind(in, m, row, last, then);
         if (multiply) tiles_of_tokens(in, multiply, strip, from, rows, out, out_stride);
         else (in->count > TILE ? many_tokens : some_tokens)(in, (int)m->type, strip, from, rows, out, out_stride);
     }
@@ -221,7 +311,8 @@ whole_tokens *sapwood_whole_tokens(int64_t count, int64_t columns, int64_t digit
     return (void)count, (void)columns, (void)digits_each, (whole_tokens *)0;
 }
 void sapwood_set_token(whole_tokens *to, int64_t token, const float *x) { (void)to, (void)token, (void)x; }
-void sapwood_whole_rows(const whole_tokens *in, const matrix *m, int64_t first, int64_t last, float *out, int64_t out_stride) {
-    (void)in, (void)m, (void)first, (void)last, (void)out, (void)out_stride;
+void sapwood_whole_rows(
+    const whole_tokens *in, const matrix *m, int64_t first, int64_t last, int64_t then, float *out, int64_t out_stride) {
+    (void)in, (void)m, (void)first, (void)last, (void)then, (void)out, (void)out_stride;
 }
 #endif

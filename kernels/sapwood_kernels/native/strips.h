@@ -190,7 +190,7 @@ typedef struct {
 } ahead;
 
 INLINE void fetch(ahead *from) {
-    for (int64_t at = 0; at < from->bytes; at += LINE) __builtin_prefetch(from->next + at, 0, 2);
+    for (int64_t at = 0; at < from->bytes; at += LINE) __builtin_prefetch(from->next + at, 0, 3);
     from->next += from->bytes;
 }
 

@@ -125,7 +125,7 @@ MATRIX_UNIT void sapwood_begin_matrix(void) {
 }
 
 MATRIX_UNIT void sapwood_end_matrix(void) { _tile_release(); }
-int sapwood_takes_three_digits(int64_t type) { return sapwood_by_matrix(type, 3) != NULL; }
+int sapwood_takes_three_digits(int64_t type) { return type <= Q6_K; }
 #else
 int sapwood_takes_three_digits(int64_t type) { return (void)type, 0; }
 #endif

@@ -70,15 +70,16 @@ INLINE void sum_pairs(const int count, floats (*total)[PAIR], float *sums) {
     for (int t = 0; t < count; t += 2) sum4(total[t][0], total[t][1], total[t + 1][0], total[t + 1][1], sums + PAIR * t);
 }
 
-// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order, but not far enough.
-INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
+// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order, but not far enough: what is
+// `ahead` bytes further is fetched.
+INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) {
     floats total[ROWS];
     for (int r = 0; r < ROWS; r++) {
         const uint8_t *block = rows[r];
         const float *with = x;
         floats part[4] = {0};  // several, since each sum waits for the one before
         for (int64_t left = groups / groups_of(type); left > 0; left--, block += bytes_of(type)) {
-            for (int64_t at = 0; at < bytes_of(type); at += 64) __builtin_prefetch(block + AHEAD + at, 0, 3);
+            for (int64_t at = 0; at < bytes_of(type); at += 64) __builtin_prefetch(block + ahead + at, 0, 3);
             float scales[SCALES];
             if (groups_of(type) == 8) block_scales(type, block, scales);
 #pragma GCC unroll 8
@@ -137,8 +138,8 @@ INLINE void widen_groups(const int type, const uint8_t *row, int64_t at, int64_t
 }
 
 #define FORMAT(type)                                                                                                   \
-    static void one_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {                  \
-        one_token(type, rows, x, groups, sums);                                                                        \
+    static void one_##type(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) {   \
+        one_token(type, rows, x, groups, ahead, sums);                                                                 \
     }                                                                                                                  \
     static void few_##type(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) {   \
         few_tokens(type, FEW, rows, x, groups, ahead, sums);                                                           \
@@ -161,7 +162,7 @@ FORMAT(G4_32)
 FORMAT(G4_128)
 
 typedef struct {
-    void (*one)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
+    void (*one)(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums);
     void (*few)(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums);
     void (*fewer)(const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums);
     void (*widen)(const uint8_t *row, int64_t at, int64_t groups, float *out);
@@ -219,8 +220,9 @@ static void few_rows(const product *p, const matrix *m, int64_t first, int64_t l
     }
 }
 
-// Rows `first` .. `last` - 1 times the x from `start` on, BLOCK at most: so many stay in the processor's cache.
-static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last, int64_t start) {
+// Rows `first` .. `last` - 1 times the x from `start` on, BLOCK at most: so many stay in the processor's cache. The next such call
+// probably begins with row `then`.
+static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last, int64_t then, int64_t start) {
     const format *f = &FORMATS[m->type];
     const int64_t end = p->tokens - start < BLOCK ? p->tokens : start + BLOCK;
     float sums[ROWS], wide[ROWS * CHUNK] __attribute__((aligned(64)));
@@ -232,7 +234,8 @@ static void some_rows(const product *p, const matrix *m, int64_t first, int64_t 
         const uint8_t *next = m->data + m->stride * (row + ROWS);
         const int64_t ahead = m->rows - row < 2 * ROWS ? 0 : m->width;
         if (p->tokens == 1) {
-            f->one(rows, p->x, p->columns / GROUP, sums);
+            const int64_t beyond = m->stride * (last - row) > AHEAD ? 0 : m->stride * (then - last);
+            f->one(rows, p->x, p->columns / GROUP, AHEAD + beyond, sums);
             memcpy(out, sums, sizeof(float) * (size_t)count);
             continue;
         }
@@ -274,7 +277,7 @@ static void multiply(void *data) {
         if (p->whole) sapwood_whole_rows(p->whole, m, first, last, then, p->out + m->first + first, p->out_stride);
         else if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
         else
-            for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, start);
+            for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, then, start);
     }
 }
 

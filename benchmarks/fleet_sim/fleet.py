@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from fleet_sim.worker import Job, SimulatedWorker, Speed
 from fleet_sim.workloads import Ask, Source, Workload
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_router.__main__ import _spare_the_collector
 from sapwood_router.admission.control import Place
 from sapwood_router.routing.policies.base import PromptPages
 
@@ -83,7 +83,8 @@ class Fleet:
             memory.append(resident_bytes() - before)
         times = self.routers[0].times
         pages = self.size.pages // self.size.workers * self.size.workers
-        _spare_the_collector()
+        gc.collect()
+        gc.freeze()  # as a router does at its start, whose own collections wait for its event loop
         return {
             "pages": pages,
             "index_bytes_a_page": round(min(memory) / pages, 1),

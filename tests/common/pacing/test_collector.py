@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
+from sapwood_common.pacing.collector import Collector
 from sapwood_common.pacing.heavy_work import HeavyWork
-from sapwood_router.collector import Collector
 
 
 class Cycle:

@@ -117,7 +117,7 @@ async def test_a_caller_rests_by_the_square_of_its_piece_and_others_do_not(took,
     await work("a", took)
     await asyncio.gather(work("a", 0.0), work("b", 0.0))
     first, second = times["a"]
-    assert second - first >= rest
+    assert second - first >= rest - 0.001  # uvloop's clock counts milliseconds
     assert times["b"][0] <= second or not rest
 
 

@@ -70,8 +70,7 @@ INLINE void sum_pairs(const int count, floats (*total)[PAIR], float *sums) {
     for (int t = 0; t < count; t += 2) sum4(total[t][0], total[t][1], total[t + 1][0], total[t + 1][1], sums + PAIR * t);
 }
 
-// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order, but not far enough: what is
-// `ahead` bytes further is fetched.
+// The sums of ROWS rows times one x, row by row; what is `ahead` bytes further is fetched: processors fetch not far enough.
 INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, int64_t ahead, float *sums) {
     floats total[ROWS];
     for (int r = 0; r < ROWS; r++) {
@@ -220,8 +219,7 @@ static void few_rows(const product *p, const matrix *m, int64_t first, int64_t l
     }
 }
 
-// Rows `first` .. `last` - 1 times the x from `start` on, BLOCK at most: so many stay in the processor's cache. The next such call
-// probably begins with row `then`.
+// Rows `first` .. `last` - 1 (and next probably those from `then` on) times BLOCK of the x at most: so many stay in the cache.
 static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last, int64_t then, int64_t start) {
     const format *f = &FORMATS[m->type];
     const int64_t end = p->tokens - start < BLOCK ? p->tokens : start + BLOCK;
@@ -234,8 +232,7 @@ static void some_rows(const product *p, const matrix *m, int64_t first, int64_t 
         const uint8_t *next = m->data + m->stride * (row + ROWS);
         const int64_t ahead = m->rows - row < 2 * ROWS ? 0 : m->width;
         if (p->tokens == 1) {
-            const int64_t beyond = m->stride * (last - row) > AHEAD ? 0 : m->stride * (then - last);
-            f->one(rows, p->x, p->columns / GROUP, AHEAD + beyond, sums);
+            f->one(rows, p->x, p->columns / GROUP, AHEAD + (m->stride * (last - row) > AHEAD ? 0 : m->stride * (then - last)), sums);
             memcpy(out, sums, sizeof(float) * (size_t)count);
             continue;
         }
@@ -272,8 +269,7 @@ static void multiply(void *data) {
         const int64_t rows = p->task_rows;
         for (int64_t mine; task >= (mine = (m->rows + rows - 1) / rows); m++) task -= mine;
         const int64_t first = task * rows, last = m->rows - first < rows ? m->rows : first + rows;
-        // The threads take turns, so that this one goes on behind the others' next tasks.
-        const int64_t then = last + (p->threads - 1) * rows;
+        const int64_t then = last + (p->threads - 1) * rows;  // the others take the tasks between
         if (p->whole) sapwood_whole_rows(p->whole, m, first, last, then, p->out + m->first + first, p->out_stride);
         else if (p->tokens > 1 && p->tokens <= SMALL) few_rows(p, m, first, last);
         else

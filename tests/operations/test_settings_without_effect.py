@@ -89,6 +89,7 @@ REFUSED = [
     (WORKER, "--expert-parallel", "--expert-parallel", "--tensor-parallel 2"),
     (WORKER, "--redundant-experts 2", "--redundant-experts", "--tensor-parallel 2 --expert-parallel"),
     (WORKER, "--all-reduce backend", "--all-reduce", "--tensor-parallel 2"),
+    (WORKER, "--pipeline-lanes off", "--pipeline-lanes", "--pipeline-parallel 2"),
     (
         WORKER,
         "--tensor-parallel 2 --expert-parallel --pipeline-parallel 2 --redundant-experts 2",

@@ -22,7 +22,7 @@ async def _serve(config: RouterConfig) -> None:
     except ConfigError:
         await application.stop()
         raise
-    collecting = asyncio.create_task(Collector(application.heavy).run(), name="garbage collector")
+    collecting = asyncio.create_task(Collector().run(), name="garbage collector")
     try:
         await application.serve()
     finally:

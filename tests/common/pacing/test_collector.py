@@ -9,7 +9,6 @@ import weakref
 import pytest
 
 from sapwood_common.pacing.collector import Collector
-from sapwood_common.pacing.heavy_work import HeavyWork
 
 
 class Cycle:
@@ -21,7 +20,7 @@ class Cycle:
 
 @pytest.fixture
 async def collecting():
-    task = asyncio.create_task(Collector(HeavyWork()).run())
+    task = asyncio.create_task(Collector().run())
     await asyncio.sleep(0)
     yield task
     task.cancel()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from sapwood_common.pacing.heavy_work import HeavyWork
-
-_INTERVAL = 0.02
+_INTERVAL = 0.005
 """Seconds between looks at how many objects there are."""
 _MOST_YOUNG = 8_000
-"""Objects, made and still there, above which those that are new are looked through, which takes 2 to 5 ms."""
+"""Objects, made and still there, above which those that are new are looked through, which takes 2 to 5 ms. It does not wait for
+other work to end: thousands of objects may be made meanwhile."""
 _YOUNG, _RECENT, _ALL = range(3)
 _ALL_EACH = 750
 """Of so many collections one looks at all that was made since the start."""
@@ -22,13 +21,9 @@ class Collector:
 
     A request makes hundreds of containers and hardly a cycle. So what is still there when it is looked at is not looked at again
     soon: each object is looked at once, and not in the two generations that the automatism has before its last.
-
-    Args:
-        heavy: Where a collection waits for its turn.
     """
 
-    def __init__(self, heavy: HeavyWork) -> None:
-        self._heavy = heavy
+    def __init__(self) -> None:
         self._count = 0
 
     async def run(self) -> None:
@@ -43,7 +38,6 @@ class Collector:
             while True:
                 await asyncio.sleep(_INTERVAL)
                 if gc.get_count()[_YOUNG] > _MOST_YOUNG:
-                    await self._heavy.turn(self)
                     self._count += 1
                     gc.collect(_RECENT if self._count % _ALL_EACH else _ALL)
         finally:

@@ -167,3 +167,37 @@ async def test_of_many_that_are_let_go_at_once_a_few_choose_in_each_turn_of_the_
         await asyncio.sleep(0)
         chosen.append(sum(turn.done() for turn in turns))
     assert max(after - before for before, after in itertools.pairwise(chosen)) <= MOST_A_TURN
+
+
+async def test_who_comes_while_many_of_another_begin_does_not_wait_for_all_of_them() -> None:
+    clock = Clock()
+    worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
+    room = 1
+    registry = Registry([worker], most_requests=lambda model: room)
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
+    lease = worker.lease(1)
+    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+    chosen: list[str] = []
+
+    async def ask(tenant: str) -> None:
+        place = control.reserve("m", Caller(tenant), 1, FAR)
+        if not place.ready():
+            await place.turn()
+        worker.lease(1)
+        chosen.append(tenant)
+
+    many = [asyncio.ensure_future(ask("many")) for _ in range(500)]
+    await asyncio.sleep(0)
+    assert control.waiting == 500
+    lease.release()
+    room = 400
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=2))
+    control.pump()
+    async with asyncio.timeout(20):
+        await ask("one")
+    assert len(chosen) <= 8 * MOST_A_TURN
+    while worker.room:
+        await asyncio.sleep(0)
+    assert chosen.count("many") == 399
+    for task in many:
+        task.cancel()

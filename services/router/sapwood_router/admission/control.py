@@ -7,12 +7,15 @@ import random
 from collections.abc import Callable
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.turnstile import MOST_A_TURN, Turnstile
 from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.caller import Caller
 
+_MOST_LET_GO = MOST_A_TURN
+"""Requests that are let go and have not chosen a worker yet. As only so many begin in a turn of the event loop, more would gain
+nothing, and whoever comes next would wait until all of them have begun."""
 _POLL = 0.25
 """Seconds between looks at what changes by time alone: breakers that half-open, requests that waited too long."""
 
@@ -34,6 +37,8 @@ class _Line:
         self.starts = starts
         self.coming = 0
         self.let_go = 0
+        self._more = False
+        """Whether there was room for more than may be let go at a time."""
 
     def has_room(self, taken: int) -> bool:
         """Whether the workers have room for more than ``taken`` requests, or there are none."""
@@ -49,9 +54,20 @@ class _Line:
         return not any_admits
 
     def pump(self) -> None:
-        """Lets go as many as fit. No room is kept for requests that are still being prepared: that may take long."""
-        while self.queue.waiting and self.has_room(self.let_go) and self.queue.release():
-            pass
+        """Lets go as many as fit and begin soon. No room is kept for who is still being prepared: that may take long."""
+        while self.queue.waiting and self.has_room(self.let_go):
+            if self.let_go >= _MOST_LET_GO:
+                self._more = True
+                return
+            if not self.queue.release():
+                return
+
+    def begun(self) -> None:
+        """One that was let go is about to choose a worker, or has given up."""
+        self.let_go -= 1
+        if self._more:
+            self._more = False
+            asyncio.get_running_loop().call_soon(self.pump)  # once it has chosen
 
 
 class Place:
@@ -122,7 +138,7 @@ class Place:
             self._line.coming -= 1
         if self._let_go:
             self._let_go = False
-            self._line.let_go -= 1
+            self._line.begun()
         if self._ticket is not None:
             self._line.queue.leave(self._ticket)
 

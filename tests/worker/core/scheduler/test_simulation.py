@@ -403,6 +403,10 @@ def test_any_traffic_gives_each_request_its_own_tokens_in_time_and_leaks_nothing
     assert min(totals.values()) > 10, f"too little happened: the traffic is too tame: {totals}"
 
 
+def test_a_draft_that_is_tried_has_no_more_positions_than_a_step() -> None:
+    simulate(101_000_192)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))

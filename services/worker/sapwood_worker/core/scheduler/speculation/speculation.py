@@ -202,7 +202,7 @@ class Speculation:
         if any(each.unknown for each in decodes):
             self.waits = True
             return []
-        draft, _ = self._draft(request, _TRIED, 0.0, 0.0)
+        draft, _ = self._draft(request, min(_TRIED, self._most_positions - len(decodes)), 0.0, 0.0)
         self._trials.began(request)
         count = self._room(request, len(draft)) if draft else 0
         return self._fill(decodes, [draft[:count] if each is request else [] for each in decodes]) if count else []

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -146,22 +147,32 @@ async def test_of_those_that_wait_a_half_open_breaker_lets_one_go() -> None:
         turn.cancel()
 
 
-async def test_of_many_that_are_let_go_at_once_a_few_choose_in_each_turn_of_the_loop() -> None:
-    """A message in which hundreds of answers end makes room for as many requests."""
-    clock = Clock()
+def full_worker() -> tuple[AdmissionControl, Worker, Callable[[int], None]]:
+    """A queue before a worker whose only place is taken; what empties it and makes room for so many at once."""
+    clock, room = Clock(), 1
     worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
-    room = 1
     registry = Registry([worker], most_requests=lambda model: room)
     registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
     lease = worker.lease(1)
     control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+
+    def make_room(most: int) -> None:
+        nonlocal room
+        lease.release()
+        room = most
+        registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=2))
+        control.pump()
+
+    return control, worker, make_room
+
+
+async def test_of_many_that_are_let_go_at_once_a_few_choose_in_each_turn_of_the_loop() -> None:
+    """A message in which hundreds of answers end makes room for as many requests."""
+    control, _, make_room = full_worker()
     places = [control.reserve("m", Caller(), 1, FAR) for _ in range(50)]
     turns = [asyncio.ensure_future(place.turn()) for place in places if not place.ready()]
     await asyncio.sleep(0)
-    lease.release()
-    room = 100
-    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=2))
-    control.pump()
+    make_room(100)
     chosen = [0]
     while chosen[-1] < len(turns):
         await asyncio.sleep(0)
@@ -170,13 +181,7 @@ async def test_of_many_that_are_let_go_at_once_a_few_choose_in_each_turn_of_the_
 
 
 async def test_who_comes_while_many_of_another_begin_does_not_wait_for_all_of_them() -> None:
-    clock = Clock()
-    worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
-    room = 1
-    registry = Registry([worker], most_requests=lambda model: room)
-    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
-    lease = worker.lease(1)
-    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+    control, worker, make_room = full_worker()
     chosen: list[str] = []
 
     async def ask(tenant: str) -> None:
@@ -189,10 +194,7 @@ async def test_who_comes_while_many_of_another_begin_does_not_wait_for_all_of_th
     many = [asyncio.ensure_future(ask("many")) for _ in range(500)]
     await asyncio.sleep(0)
     assert control.waiting == 500
-    lease.release()
-    room = 400
-    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=2))
-    control.pump()
+    make_room(400)
     async with asyncio.timeout(20):
         await ask("one")
     assert len(chosen) <= 8 * MOST_A_TURN

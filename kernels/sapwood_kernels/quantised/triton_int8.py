@@ -19,6 +19,15 @@ _GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 
 @triton.jit
+def _gated(gate, up, GATE: tl.constexpr):
+    """The activation of ``gate``, times ``up``: SiLU, or for 2 GELU by tanh."""
+    inner = gate
+    if GATE == 2:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 0.5 (1 + tanh z) = sigmoid(2 z)
+    return gate * tl.sigmoid(inner) * up
+
+
+@triton.jit
 def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
     return sum_a + sum_b, tl.maximum(largest_a, largest_b)
 
@@ -38,12 +47,7 @@ def _quantise_kernel(
         values, largest = weighted * factor, largest * factor
     if GATE != 0:
         up = tl.load(x + row * x_stride + N + at, mask=inside, other=0.0).to(tl.float32)
-        inner = values
-        if GATE == 2:
-            inner = 1.5957691216057308 * (
-                values + 0.044715 * values * values * values
-            )  # 0.5 (1 + tanh z) = sigmoid(2 z)
-        values = values * tl.sigmoid(inner) * up
+        values = _gated(values, up, GATE)
     if not HAS_NORM:
         largest = tl.max(tl.abs(values), axis=0)
     scale = tl.maximum(largest / _LARGEST, _TINY)
@@ -84,12 +88,7 @@ def _product_kernel(
     result = total.to(tl.float32) * own[:, None] * tl.load(scales + read_n)[None, :]
     if GATE != 0:
         result, up = tl.split(tl.permute(tl.reshape(result, (BLOCK_M, 2, wide)), (0, 2, 1)))
-        inner = result
-        if GATE == 2:
-            inner = 1.5957691216057308 * (
-                result + 0.044715 * result * result * result
-            )  # 0.5 (1 + tanh z) = sigmoid(2 z)
-        result = result * tl.sigmoid(inner) * up
+        result = _gated(result, up, GATE)
     at_n = within // high * wide + tl.arange(0, wide)
     inside = (at_m < M)[:, None] & (at_n < N)[None, :]
     target = out + at_m.to(tl.int64)[:, None] * N + at_n[None, :]

@@ -28,7 +28,9 @@ def route_uniformly(most_tokens: int, rank: int = 0, skew: float = 0.0) -> None:
     def uniform(
         ops: CudaOps, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1
     ) -> RouteTokens:
-        choose = router(ops, routing, correction, counts, ranks)
+        # Made-up corrections would choose the same experts for all tokens.
+        even = None if correction is None else torch.zeros_like(correction)
+        choose = router(ops, routing, even, counts, ranks)
         before = rank if ranks == 1 else 0  # else each rank chooses for the rows of all
         numbers = torch.Generator(ops.device).manual_seed(next(made))
         noise = torch.rand(most_tokens, routing.experts, device=ops.device, generator=numbers)

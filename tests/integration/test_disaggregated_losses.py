@@ -29,6 +29,7 @@ from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_router.fleet.worker import Worker as FleetWorker
 from sapwood_testing.link import Link
+from sapwood_testing.losses import note
 from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.router.worker_process import WorkerProcess
 
@@ -310,7 +311,7 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
     assert sum([await worker.count("pulled_pages") for worker in cluster.of("decode")]) > 0
     restarts: list[asyncio.Future[None]] = []
     for number, (point, side, fault) in enumerate(combinations()):
-        for _ in range(TRIES):
+        for attempt in range(TRIES):
             # While one that was killed starts, the others are stopped and cut off.
             await cluster.available(4 if fault == "kill" else 3)
             if point == "pulling" or (point, side) == ("computing", "decode"):
@@ -326,13 +327,14 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
                 restarts.append(asyncio.ensure_future(make_well()))
                 if fault != "kill":
                     await restarts[-1]
-            counts["losses" if make_well is not None else "missed"] += 1
+            happened = Counter(answers=len(answers), **{"losses" if make_well is not None else "missed": 1})
             for story, answer in zip(running.stories, answers, strict=True):
-                counts["answers"] += 1
-                counts["failed"] += isinstance(answer, BaseException)
-                counts["different"] += answer != cluster.expected[story]
+                happened["failed"] += isinstance(answer, BaseException)
+                happened["different"] += answer != cluster.expected[story]
                 if answer != cluster.expected[story]:
                     print(f"{answer!r} in place of {cluster.expected[story]!r}", flush=True)
+            counts += happened
+            note(point=point, side=side, fault=fault, attempt=attempt + 1, **happened)
             print(f"{point}, {side}, {fault}: {dict(counts)}", flush=True)
             if make_well is not None:
                 break
@@ -340,6 +342,7 @@ async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_change
             await asyncio.gather(*restarts)
             await cluster.available(4)
             await nothing_is_kept(cluster)
+            note(losses_so_far=counts["losses"], kept=0)
     metrics = cluster.router._metrics.registry
     resumed, handed = (metrics.get_sample_value(f"sapwood_router_{name}_total") for name in ("resumptions", "handoffs"))
     print(f"{handed:g} hand-overs, {resumed:g} streams went on elsewhere; {dict(counts)}")

@@ -26,6 +26,7 @@ import httpx
 import pytest
 
 from sapwood.client import Client
+from sapwood_testing.losses import note
 from sapwood_testing.ports import port_of_its_own
 
 PROMPTS = [
@@ -329,6 +330,14 @@ def test_losing_a_worker_under_load_changes_no_answer(cluster: Cluster, how: str
                 load.progress(1)
                 worker.start()
             cluster.wait_for_workers(WORKERS)
+            note(
+                how=how,
+                workers=WORKERS,
+                noticed=noticed[-1],
+                moved=moved[-1],
+                answers=load.done,
+                wrong=len(load.failures),
+            )
     resumed = cluster.metric("sapwood_router_resumptions_total") - before
     print(f"{how}: {losses} losses of 1 of {WORKERS}, {resumed:g} streams resumed, {load.done} answers, none wrong")
     if how == "freeze":

@@ -32,7 +32,7 @@ from commit import measured_commit
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.steps import step_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler

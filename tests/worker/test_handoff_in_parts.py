@@ -22,7 +22,7 @@ from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
 from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request

@@ -23,7 +23,7 @@ from sapwood_worker.core.cache.handoff.pulls import Pulls
 from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.scheduler.config import SchedulerConfig

@@ -16,7 +16,7 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier

@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
 from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool

@@ -28,7 +28,7 @@ from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Way
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill

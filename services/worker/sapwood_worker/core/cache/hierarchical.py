@@ -31,7 +31,7 @@ from sapwood_worker.core.cache.handoff.filled_pages import ChunkPages, FilledPag
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.takeover import Takeover
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages, PagesToStore
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages, PagesToStore
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.lower_tiers import TierCounters
 from sapwood_worker.core.cache.page_key import PageChain, PageName

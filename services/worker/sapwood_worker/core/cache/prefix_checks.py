@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.page_allocator import (
     CACHE,
     FREE,

@@ -19,7 +19,7 @@ from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.handoff.pulls import NEWS_SECONDS, PATIENCE_SECONDS, Pulls
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.record import header_of, namespace_of
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool

@@ -14,7 +14,7 @@ MOST_STEPS = 200_000
 LANDING = "core/cache/handoff/landing.py"
 LEASES, PULLS = "core/cache/handoff/leases.py", "core/cache/handoff/pulls.py"
 RECORD = "core/cache/storage/record.py"
-ARRIVALS, HOST, TIERS = "core/cache/arrivals.py", "core/cache/host_pages.py", "core/cache/hierarchical.py"
+ARRIVALS, HOST, TIERS = "core/cache/host/arrivals.py", "core/cache/host/host_pages.py", "core/cache/hierarchical.py"
 
 MUTATIONS = [
     # A page that was given to somebody else while it was read is not used.

@@ -35,7 +35,7 @@ from sapwood_worker.core.cache.handoff.movers.shm import NotSharedError, SharedM
 from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
 from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.handoff.tls import PageTls
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, pool_bytes

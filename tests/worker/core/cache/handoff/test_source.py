@@ -9,7 +9,7 @@ import pytest
 
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.source import PageSource
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.model.pools.host_pool import HostPool
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from sapwood_testing.worker.storage.fake_storage import FakeStorage
-from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.connection import CALL_SECONDS, Connection
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.core.cache.storage.record import take_good
 from sapwood_worker.model.pools.host_pool import HostPool

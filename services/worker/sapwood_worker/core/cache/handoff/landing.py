@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.host_pages import HostPage
+from sapwood_worker.core.cache.host.host_pages import HostPage
 from sapwood_worker.core.cache.page_allocator import PageIds
 from sapwood_worker.core.cache.page_key import PageKey, PageName
 from sapwood_worker.core.cache.storage.record import verify

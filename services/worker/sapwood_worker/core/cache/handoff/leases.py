@@ -31,8 +31,8 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from sapwood_worker.core.cache.arrivals import count_pins
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host.arrivals import count_pins
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageKey
 from sapwood_worker.records.handoff import HandoffTicket
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from sapwood_worker.core.cache.arrivals import Arrival, ArrivalPages, Arrivals
 from sapwood_worker.core.cache.handoff.mover import PartCount
-from sapwood_worker.core.cache.host_pages import HostPage
+from sapwood_worker.core.cache.host.arrivals import Arrival, ArrivalPages, Arrivals
+from sapwood_worker.core.cache.host.host_pages import HostPage
 from sapwood_worker.core.cache.page_key import PageKey, PageName
 from sapwood_worker.core.cache.storage.executor import Executor
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES

@@ -1,9 +1,9 @@
 """The third tier as the scheduler sees it: pages go to a store from the second tier and come back while a request queues.
 
 For a request that is let in, pages that the first two tiers lack are *prefetched*: the store is asked how many of the
-request's next pages it has, host pages are reserved for them (``arrivals.py``), and they are read in batches. Whether the request
-waits for them: ``best_effort`` no; ``timeout`` until a time that grows with the prompt; ``wait_complete`` until all is there (a
-minute at most).
+request's next pages it has, host pages are reserved for them (``host/arrivals.py``), and they are read in batches. Whether
+the request waits for them: ``best_effort`` no; ``timeout`` until a time that grows with the prompt; ``wait_complete`` until
+all is there (a minute at most).
 
 Nothing here blocks: calls to the store run in other threads (``executor.py``). Whatever a store does, what it returned is checked
 byte by byte (``record.py``), and a request is released in time.
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from sapwood_worker.core.cache.arrivals import Arrival, Arrivals
-from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host.arrivals import Arrival, Arrivals
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageName
 from sapwood_worker.core.cache.storage.backend import StorageError
 from sapwood_worker.core.cache.storage.connection import Connection

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from sapwood_worker.core.cache.host_pages import HostPage
+from sapwood_worker.core.cache.host.host_pages import HostPage
 from sapwood_worker.core.cache.page_key import PageName
 
 
@@ -42,7 +42,7 @@ A = TypeVar("A", bound=Arrival)
 
 
 class ArrivalPages(Protocol):
-    """Pages that are read into, as :class:`~sapwood_worker.core.cache.host_pages.HostPages` has them."""
+    """Pages that are read into, as :class:`~sapwood_worker.core.cache.host.host_pages.HostPages` has them."""
 
     @property
     def num_pages(self) -> int:

@@ -189,6 +189,16 @@ def test_pool_too_small_for_the_running_requests_is_refused(tiny_model):
         build_runner(options)
 
 
+@pytest.mark.parametrize("size", [{"kv_cache_bytes": 1 << 50}, {"num_pages": 1 << 36}])
+def test_a_pool_too_large_for_the_memory_is_refused(tiny_model, size):
+    """Linux gives it to a process that asks, and kills one that writes to it."""
+    options = RunnerOptions(model_path=tiny_model("llama").path, page_size=16, max_running=4, threads=1, **size)
+    with pytest.raises(
+        ConfigError, match=r"KV cache of \d+\.\d GiB does not fit in the .* free: give --kv-cache-gb or"
+    ):
+        build_runner(options)
+
+
 def test_forward_batch_is_flat_and_finds_slots_through_the_page_table():
     table = np.array([[5, 2, 9], [7, 1, 0]], np.int32)
     requests = [

@@ -37,6 +37,7 @@ from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.lanes.lanes_trial import try_lanes
 from sapwood_worker.model.runner.memory.chosen_sizes import chosen_sizes
+from sapwood_worker.model.runner.memory.device_tier import build_device_pool
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
 from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
 from sapwood_worker.model.runner.memory.page_counts import plan_pages
@@ -336,7 +337,7 @@ class _Builder:
                 f"the KV cache holds {counts[0]} pages of {options.page_size} tokens, fewer than the "
                 f"{running} requests that may run: give it more memory or lower --max-running"
             )
-        return DevicePool(self._layout, [count + _SCRATCH_PAGES for count in counts], self._device, self._scales)
+        return build_device_pool(self._layout, [count + _SCRATCH_PAGES for count in counts], self._device, self._scales)
 
     def _page_counts(self, beside: int, num_pages: int | None) -> tuple[int, ...]:
         sizes = self._sizes

@@ -30,6 +30,12 @@ logger = logging.getLogger(__name__)
 _TRACEPARENT_HEADER = TRACEPARENT_KEY.encode()
 
 
+def _likely(path: str) -> tuple[str, ...]:
+    """What was meant, where a client's base URL lacks /v1, has it twice or ends with a slash, or the path does."""
+    inner = path.removeprefix("/v1").replace("//", "/").rstrip("/")
+    return f"/v1{inner}", inner
+
+
 class Endpoint:
     """What is around a handler: errors, request ids, the client's leaving, the count of what runs."""
 
@@ -195,10 +201,9 @@ class HttpFront:
         """Unknown paths and wrong methods."""
         methods = self._methods(exchange.path)
         if not methods:
-            versioned = f"/v1{exchange.path}"  # who left /v1 out of a client's base URL asks for it
-            hint = f"; there is {versioned}" if versioned in self._paths else ""
-            raise HttpError(404, f"there is no {exchange.path}{hint}")
-        error = HttpError(405, f"{exchange.path} does not take {exchange.method}")
+            meant = next((path for path in _likely(exchange.path) if path in self._paths), None)
+            raise HttpError(404, f"there is no {exchange.path}{'' if meant is None else f'; there is {meant}'}")
+        error = HttpError(405, f"{exchange.path} takes {' and '.join(methods)}, not {exchange.method}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
 
     def _methods(self, path: str) -> dict[str, Endpoint]:

@@ -157,10 +157,40 @@ async def test_models(cluster) -> None:
 async def test_a_base_url_without_v1_is_told(cluster) -> None:
     for path, told in (
         ("/chat/completions", "there is no /chat/completions; there is /v1/chat/completions"),
+        ("/v1/v1/chat/completions", "there is no /v1/v1/chat/completions; there is /v1/chat/completions"),
+        ("/v1/tokenize", "there is no /v1/tokenize; there is /tokenize"),
+        ("/v1/completions/", "there is no /v1/completions/; there is /v1/completions"),
         ("/chat", "there is no /chat"),
     ):
         response = await cluster.http.post(path, json={})
         assert (response.status_code, response.json()["error"]["message"]) == (404, told)
+
+
+async def test_a_wrong_method_is_told_the_right_one(cluster) -> None:
+    response = await cluster.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["message"] == "/v1/completions takes POST, not GET"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/completions", {"promt": "a"}, "unknown parameter: 'promt'; did you mean 'prompt'?"),
+        ("/v1/completions", {"prompt": "a", "max_new_tokens": 1}, "'max_new_tokens'; did you mean 'max_tokens'?"),
+        ("/v1/completions", {"messages": []}, "'messages'; /v1/chat/completions takes it"),
+        ("/v1/chat/completions", {"prompt": "a"}, "'prompt'; /v1/completions takes it"),
+        ("/v1/chat/completions", {"messages": [], "quux": 1}, "unknown parameter: 'quux'"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream": True, "stream_options": {"includes_usage": True}},
+            "'stream_options.includes_usage'; did you mean 'include_usage'?",
+        ),
+    ],
+)
+async def test_an_unknown_parameter_is_told_which_was_meant(cluster, path, body, told) -> None:
+    response = await cluster.http.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].endswith(told)
 
 
 async def test_an_unknown_model_is_404_and_names_the_parameter(cluster) -> None:

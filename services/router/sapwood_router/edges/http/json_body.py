@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -17,6 +18,16 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 _MOST_EXPLAINED = 64 * 1024
 """Bytes up to which a body is searched for the parameter with bad Unicode, so that the error can name it."""
+
+_LONGEST_COMPARED = 40
+"""Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
+
+_OF_OTHERS = {
+    "messages": "/v1/chat/completions takes it",
+    "prompt": "/v1/completions takes it",
+    "input": "/v1/responses and /v1/embeddings take it",
+}
+"""What APIs call the prompt."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -72,7 +83,8 @@ def convert(
                 raise InvalidArgumentError(f"{prefix}{name} is not supported", field=prefix + name)
         elif name not in ignored:
             shown = prefix + _printable(name)
-            raise InvalidArgumentError(f"unknown parameter: {shown!r}", field=shown)
+            hint = _OF_OTHERS.get(shown) or _similar(name, (*known, *ignored))
+            raise InvalidArgumentError(f"unknown parameter: {shown!r}{hint and f'; {hint}'}", field=shown)
     try:
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
@@ -129,6 +141,12 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _similar(name: str, known: Sequence[str]) -> str:
+    """Asks whether the known name that is spelt nearly alike was meant; empty: there is none."""
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75) if len(name) <= _LONGEST_COMPARED else []
+    return f"did you mean {similar[0]!r}?" if similar else ""
 
 
 def _printable(name: str) -> str:

@@ -7,7 +7,6 @@ import asyncio
 import importlib.util
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -32,7 +31,6 @@ _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
 _SAME_WISH_SECONDS = 0.5
 _WORKERS = 2
 _ROLES = ("both", "prefill", "decode")
-_PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 _COLOURS = {"router": "magenta", FRONT: "magenta", "tokenizer": "yellow"}
 _WORKER_COLOURS = ("cyan", "green", "blue", "bright_cyan", "bright_green", "bright_blue")
 
@@ -195,12 +193,13 @@ def configure(verbs: Any, *, with_services: bool) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     from sapwood.cli.fetch import fetch_models
+    from sapwood.cli.local.checks import check_ports
     from sapwood_common.network.socket_folder import SocketFolder  # of the services' packages
 
     folder = SocketFolder("sapwood-up-") if arguments.no_router else None
     try:
         services = _services(arguments, None if folder is None else folder.path)
-        _check_ports(services)
+        check_ports(services)
         fetch_models(services)
         terminal = open_terminal(sys.stdout)
         try:
@@ -283,39 +282,6 @@ def _check_extras() -> None:
     missing = [extra for package, extra in _NEEDED.items() if importlib.util.find_spec(package) is None]
     if missing:
         raise CliError(f"`sapwood up` needs the services: pip install 'sapwood[{','.join(missing)}]'")
-
-
-def _check_ports(services: Services) -> None:
-    """Finds a taken port before anything is started, so that the message can name its flag."""
-    from sapwood_common.unix_socket import is_unix  # of the services' packages
-
-    wanted = [
-        (
-            _PORT_FLAGS.get((service.name, name), f"--{service.name}-{name.replace('_', '-')}"),
-            service.host_of(name),
-            port,
-        )
-        for service, count in ((services.router, 1), (services.tokenizer, 1), (services.worker, services.workers))
-        for index in range(count)
-        for name, port in service.ports(index).items()
-        if port and not is_unix(service.host_of(name))
-    ]
-    seen: dict[int, str] = {}
-    for flag, host, port in wanted:
-        if port > 65535:
-            raise CliError(f"{flag}: the ports of {services.workers} workers exceed 65535", REFUSED)
-        if port in seen:
-            raise CliError(f"{flag} and {seen[port]} both mean port {port}", REFUSED)
-        seen[port] = flag
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host.strip("[]"), port))
-            except OSError as error:
-                raise CliError(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}, or free ones with "
-                    "--ports auto"
-                ) from None
 
 
 async def _serve(services: Services, terminal: Terminal) -> int:

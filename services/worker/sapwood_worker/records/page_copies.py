@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 PageIds = npt.NDArray[np.int32]
+NOT_REPORTED = -1
+"""The number of a copy whose end nobody is told: a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class PageCopy:
     """One batch of pages.
 
     Attributes:
-        number: The batch's number in reports.
+        number: The batch's number in reports, or ``NOT_REPORTED``.
         device: int32 [n]: page ids of the device pool.
         host: int32 [n]: page ids of the host pool; page ``host[i]`` is the copy of ``device[i]``.
         windows: The same as ``device`` for each further group of the layout's components; -1: nothing is copied.

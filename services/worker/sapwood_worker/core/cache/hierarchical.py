@@ -31,7 +31,8 @@ from sapwood_worker.core.cache.handoff.filled_pages import ChunkPages, FilledPag
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.takeover import Takeover
-from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages, PagesToStore
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host.host_stores import HostStores
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.lower_tiers import TierCounters
 from sapwood_worker.core.cache.page_key import PageChain, PageName
@@ -39,7 +40,7 @@ from sapwood_worker.core.cache.prefix_checks import check_host
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.records.handoff import HandoffTicket
-from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, LatePages, PageCopy, PageIds
+from sapwood_worker.records.page_copies import NOT_REPORTED, CacheLoad, Copies, CopyReport, LatePages, PageCopy, PageIds
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -72,7 +73,6 @@ class HierarchicalCache:
         storage: The third tier.
         leases, pulls: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
-        device_epoch: How often a device page has been allocated. May be called from any thread.
         room: Gives device pages that are to be filled from elsewhere.
         steps: Returns how many steps were launched, and how many of them have ended.
     """
@@ -102,18 +102,14 @@ class HierarchicalCache:
         self._names: list[PageName | None] = [None] * num_device_pages
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
-        self._next = PagesToStore()
+        self._stores = HostStores()
         self._during: FilledPages | None = None
         self._adopted = AdoptedPages()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
         self._started: list[CacheLoad] = []
         self._given = 0
         self._fence = False
-        self._stores: dict[int, PagesToStore] = {}
-        self._storing: Counter[int] = Counter()
-        self._numbers = 0
         self._windows: Sequence[WindowPages] = ()
-        self.device_epoch: Callable[[int], int] = lambda page: 0
 
     @property
     def busy(self) -> bool:
@@ -123,7 +119,7 @@ class HierarchicalCache:
 
     @property
     def _copying(self) -> bool:
-        waiting = self._next.device or self._during or self._loads or self._stores or self._adopted.pages
+        waiting = self._stores.busy or self._during or self._loads or self._adopted.pages
         return bool(waiting)
 
     def announce(self, events: KvEventLog) -> None:
@@ -216,11 +212,15 @@ class HierarchicalCache:
         self.counters.host_hits += len(found)
 
     def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int], room: DeviceRoom) -> None:
-        self._windows, self.device_epoch, self.room = windows, epoch_of, room
+        self._windows, self._stores.epoch_of, self.room = windows, epoch_of, room
+
+    def device_epoch(self, page: int) -> int:
+        """How often a device page has been allocated. May be called from any thread."""
+        return self._stores.epoch_of(page)
 
     def is_storing(self, page: int) -> bool:
         """Whether what a page of the device holds, or held, is being copied."""
-        return page in self._storing
+        return self._stores.is_storing(page)
 
     def kept(self, slot: int) -> int:
         self._given = len(self._rows[slot].found)
@@ -259,29 +259,15 @@ class HierarchicalCache:
             slot, serial, prompt: The prompt's row, its request, all of its tokens.
             first, pages: The first of these pages, and all of them on the device: int32 [1 + windows, n].
         """
+        assert self.leases is not None, "the worker hands nothing off"
         if self._during is None:
-            self._during = FilledPages(self._fill)
-        self._during.add(serial, self._rows[slot].chain, prompt, first, pages)
-
-    def _fill(self, filled: Sequence[ChunkPages]) -> PageCopy | None:
-        """Has pages go to the second tier that the step fills which has been launched."""
-        assert self.leases is not None
-        store = PagesToStore()
-        for serial, chain, prompt, first, pages in filled:
-            chain.extend(prompt, len(prompt))
-            self.leases.offer_pages(serial, chain.keys)
-            names = chain.pages[first : first + pages.shape[1]]
-            place = {name.key: index for index, name in enumerate(names)}
-            for entry in self.host.reserve(names):
-                page, *beside = pages[:, place[entry.key]].tolist()
-                entry.coming = True
-                self._stores_to(store, page, beside, entry)
-        return self._begin(store)
+            self._during = FilledPages(self.host, self._stores, self.leases)
+        self._during.add(ChunkPages(serial, self._rows[slot].chain, prompt, first, pages))
 
     def computed(self, during: LatePages) -> None:
         """A step is over: the device's pages that it filled can be read."""
-        if (copy := during.chosen) is not None and copy.number in self._stores:
-            for entry in self._stores[copy.number].host:
+        if (batch := self._stores.during(during)) is not None:
+            for entry in batch.host:
                 entry.computed = True
 
     def close(self, slot: int) -> None:
@@ -294,17 +280,12 @@ class HierarchicalCache:
 
     def dropped(self, pages: PageIds) -> None:
         self._adopted.forget(pages)
-        if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
-            self._fence = True
+        self._fence = self._fence or self._stores.is_storing_any(pages)
 
     def clear_host(self) -> None:
         """Forgets what the second tier has, and what is on its way there from the device."""
-        store, self._next = self._next, PagesToStore()
-        self._stop_storing(store)
-        self._lose(store.host)
+        self._lose(self._stores.forget())
         self.host.clear()
-        for store in self._stores.values():
-            store.unwanted = True
 
     def take(self) -> Copies | None:
         """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
@@ -312,50 +293,35 @@ class HierarchicalCache:
             return None
         if self._adopted.pages:
             self._store(self._adopted.take())
-        store, loads, started = self._next, self._loads, self._started
-        self._next, self._loads, self._started = PagesToStore(), [], []
+        loads, self._loads = self._loads, []
+        started, self._started = self._started, []
         fence, self._fence = self._fence, False
-        self.counters.fences += fence
-        stored = self._begin(store)
         during, self._during = self._during, None
-        loaded = None
-        if loads:
-            device = np.concatenate([pages for pages, _ in loads], 1)
-            loaded = self._copy(device, [each for _, row in loads for each in row])
-        return Copies(stored, loaded, fence, tuple(started), during)
-
-    def _begin(self, store: PagesToStore) -> PageCopy | None:
-        if not store.device:
-            return None
-        device = np.array([[page, *beside] for page, beside in zip(store.device, store.windows, strict=True)])
-        stored = self._copy(device.T.astype(np.int32), store.host)
-        self._stores[stored.number] = store
-        return stored
+        self.counters.fences += fence
+        return Copies(self._stores.begin_waiting(), _load_copy(loads), fence, tuple(started), during)
 
     def ended(self, report: CopyReport) -> None:
         """Takes the runner's report of copies that have ended."""
         self.counters.store_seconds += report.store_seconds
         self.counters.load_seconds += report.load_seconds
         for number in report.done:
-            if self._stores[number].unwanted:
-                self._abandon(number)
+            batch = self._stores.end(number)
+            if batch.unwanted:
+                self._lose(batch.host)
                 continue
-            self.host.written(entries := self._end(number))
-            self.counters.stored += len(entries)
+            self.host.written(batch.host)
+            self.counters.stored += len(batch.host)
             if self.storage is not None:
-                self.storage.write(entries)
+                self.storage.write(batch.host)
         for number in report.failed:
-            self.counters.store_failures += self._abandon(number)
+            failed = self._stores.end(number).host
+            self.counters.store_failures += len(failed)
+            self._lose(failed)
 
     def failed(self, during: LatePages) -> None:
         """What was copied while a step ran is good for nothing."""
-        if (copy := during.chosen) is not None and copy.number in self._stores:
-            self._stores[copy.number].unwanted = True
-
-    def _abandon(self, number: int) -> int:
-        entries = self._end(number)
-        self._lose(entries)
-        return len(entries)
+        if (batch := self._stores.during(during)) is not None:
+            batch.unwanted = True
 
     def _lose(self, entries: list[HostPage]) -> None:
         if self.leases is not None and any(entry.coming for entry in entries):
@@ -368,16 +334,14 @@ class HierarchicalCache:
         Raises:
             AssertionError: They do not.
         """
-        stores = [*self._stores.values(), self._next]
         pins = Counter({} if self.storage is None else self.storage.check())
         fetching = 0 if self.storage is None else self.storage.arrivals.reading
         fetching += 0 if self.pulls is None else self.pulls.host.arrivals.reading
         for passing in (self.leases, self.pulls):
             pins.update({} if passing is None else passing.pins())
         putting = 0 if self.storage is None else self.storage.writing
-        assert Counter(page for store in stores for page in store.device) == self._storing
         pins.update(entry.page for row in self._rows.values() for entry in row.found)
-        check_host(self.host, {entry.page for store in stores for entry in store.host}, fetching, pins, putting)
+        check_host(self.host, self._stores.check(), fetching, pins, putting)
 
     def _name(self, page: int) -> PageName:
         known = self._names[page]
@@ -396,22 +360,13 @@ class HierarchicalCache:
         for entry in reserved:
             page = place[entry.key]
             entry.coming = entry.computed = readable
-            self._stores_to(self._next, page, [window.page_beside(page) for window in self._windows], entry)
+            self._stores.add(self._stores.waiting, entry, page, [window.page_beside(page) for window in self._windows])
 
-    def _stores_to(self, store: PagesToStore, page: int, beside: list[int], entry: HostPage) -> None:
-        entry.device = page, self.device_epoch(page)
-        store.add(page, beside, entry)
-        self._storing[page] += 1
 
-    def _end(self, number: int) -> list[HostPage]:
-        store = self._stores.pop(number)
-        self._stop_storing(store)
-        return store.host
-
-    def _stop_storing(self, store: PagesToStore) -> None:
-        self._storing -= Counter(store.device)
-
-    def _copy(self, device: PageIds, host: list[HostPage]) -> PageCopy:
-        number, self._numbers = self._numbers, self._numbers + 1
-        pages = np.array([entry.page for entry in host], np.int32)
-        return PageCopy(number, device[0], pages, tuple(device[1:]))
+def _load_copy(loads: Sequence[tuple[PageIds, list[HostPage]]]) -> PageCopy | None:
+    """One copy of all that is to be loaded: device pages, int32 [1 + windows, n], and the entries that they are filled from."""
+    if not loads:
+        return None
+    device, *windows = np.concatenate([pages for pages, _ in loads], 1)
+    host = np.array([entry.page for _, entries in loads for entry in entries], np.int32)
+    return PageCopy(NOT_REPORTED, device, host, tuple(windows))

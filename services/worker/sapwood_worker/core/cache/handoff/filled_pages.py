@@ -1,12 +1,18 @@
-"""Pages that a step fills of prompts that are handed off: to name them and to find room for them takes milliseconds, for which
-the device does not wait if it is done once the step has been launched."""
+"""Pages that a step fills of prompts that are handed off. They go to the second tier while the step computes, layer by layer, and
+other workers read them there.
+
+To name the pages and to find room for them takes milliseconds. It is done when the step has been launched, so that the device
+does not wait for it.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_stores import Batch, HostStores
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.records.page_copies import PageCopy, PageIds
 
@@ -33,25 +39,42 @@ class FilledPages:
     """Implements :class:`~sapwood_worker.records.page_copies.LatePages`.
 
     Args:
-        fill: Chooses the copies of all of them.
+        host: The second tier.
+        stores: The copies to it.
+        leases: Offers the pages to other workers.
 
     Attributes:
-        chosen: What was chosen; None: nothing was, yet or for want of room.
+        chosen: The copy of all pages that found room; None: of none, or none yet.
     """
 
-    def __init__(self, fill: Callable[[Sequence[ChunkPages]], PageCopy | None]) -> None:
-        self._fill = fill
+    def __init__(self, host: HostPages, stores: HostStores, leases: HandoffLeases) -> None:
+        self._host = host
+        self._stores = stores
+        self._leases = leases
         self._chunks: list[ChunkPages] = []
         self._taken = False
         self.chosen: PageCopy | None = None
 
-    def add(self, serial: int, chain: PageChain, prompt: array[int], first: int, pages: PageIds) -> None:
-        """One more prompt's."""
-        self._chunks.append(ChunkPages(serial, chain, prompt, first, pages))
+    def add(self, chunk: ChunkPages) -> None:
+        """Adds pages of one more prompt."""
+        self._chunks.append(chunk)
 
     def take(self) -> PageCopy | None:
         if not self._taken:
             self._taken = True
-            self.chosen = self._fill(self._chunks)
+            self.chosen = self._store()
             self._chunks = []
         return self.chosen
+
+    def _store(self) -> PageCopy | None:
+        batch = Batch()
+        for serial, chain, prompt, first, pages in self._chunks:
+            chain.extend(prompt, len(prompt))
+            self._leases.offer_pages(serial, chain.keys)
+            names = chain.pages[first : first + pages.shape[1]]
+            place = {name.key: index for index, name in enumerate(names)}
+            for entry in self._host.reserve(names):
+                page, *windows = pages[:, place[entry.key]].tolist()
+                entry.coming = True
+                self._stores.add(batch, entry, page, windows)
+        return self._stores.begin(batch)

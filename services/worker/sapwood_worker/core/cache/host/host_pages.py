@@ -10,7 +10,7 @@ Complexity: O(1) for each page found, reserved or dropped, O(log entries) for ea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from sapwood_worker.core.cache.eviction import EvictionQueue, least_recently_used
@@ -56,22 +56,6 @@ class HostPage:
     def key(self) -> PageKey:
         """The key of what it holds."""
         return self.name.key
-
-
-@dataclass(slots=True)
-class PagesToStore:
-    """Pages to copy to the second tier; ``unwanted``: to be forgotten once they are there."""
-
-    device: list[int] = field(default_factory=list)
-    windows: list[list[int]] = field(default_factory=list)
-    host: list[HostPage] = field(default_factory=list)
-    unwanted: bool = False
-
-    def add(self, page: int, windows: list[int], entry: HostPage) -> None:
-        """One more page: on the device, beside it in each window, on the host."""
-        self.device.append(page)
-        self.windows.append(windows)
-        self.host.append(entry)
 
 
 class HostPages:

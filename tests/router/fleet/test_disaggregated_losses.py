@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from sapwood_testing.losses import note
 from sapwood_testing.router.handoff_fleet import (
     PAGE,
     Front,
@@ -163,6 +164,7 @@ async def test_a_thousand_aborts_on_the_way_from_one_worker_to_the_other_leave_n
             took = time.monotonic() - begun
             ran_now, waited_now = _core_seconds(processes)
             seconds.append((took, ran_now - ran, waited_now - waited))
+            note(aborts=len(calls), tokens=storm % 5, clear_after=took, ran=ran_now - ran, waited=waited_now - waited)
             await asyncio.gather(*streams)
         assert router.count("handoffs") > 0
         assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)

@@ -95,6 +95,22 @@ def test_shares_follow_weights_and_costs() -> None:
     assert abs(shares["big"] - 5) <= 2
 
 
+def test_what_was_long_prepared_goes_after_who_came_meanwhile() -> None:
+    """Fifty of a tenant are prepared while other requests of his go: they do not all go before who comes then."""
+    queue = Queue()
+    slow = [queue.enter(f"slow-{number}", tenant="many", ready=False) for number in range(50)]
+    for number in range(100):
+        queue.enter(f"quick-{number}", tenant="many")
+    for _ in range(60):
+        queue.admission.release()
+    few = queue.enter("few", tenant="few", ready=False)
+    for ticket in slow:
+        queue.admission.ready(ticket)
+    queue.admission.ready(few)
+    assert queue.drain().index("few") - 60 <= 1
+    assert len(queue.gone) == 151
+
+
 def test_who_was_idle_has_saved_up_nothing() -> None:
     queue = Queue()
     for number in range(10):
@@ -226,6 +242,7 @@ class Plain:
     name: str
     tenant: str
     priority: int
+    cost: float
     start: float
     finish: float
     ready: bool
@@ -241,6 +258,8 @@ class AgainstAModel(RuleBasedStateMachine):
         """In the order in which they came."""
         self.virtual: dict[int, float] = {}
         self.finish: dict[tuple[int, str], float] = {}
+        self.coming: dict[tuple[int, str], float] = {}
+        """Of those that are not ready."""
         self.tickets: dict[str, Ticket] = {}
         self.count = 0
         self.entered = self.left = 0
@@ -257,17 +276,36 @@ class AgainstAModel(RuleBasedStateMachine):
         key = plain.priority, plain.tenant
         if served:
             self.virtual[plain.priority] = max(plain.start, self.virtual.get(plain.priority, 0.0))
-        elif self.finish[key] == plain.finish:
-            self.finish[key] = plain.start
+        else:
+            self.uncharged(plain)
         if not any(each.priority == plain.priority for each in self.waiting):
             self.virtual.pop(plain.priority, None)
             self.finish = {key: value for key, value in self.finish.items() if key[0] != plain.priority}
+            self.coming = {key: value for key, value in self.coming.items() if key[0] != plain.priority}
+
+    def uncharged(self, plain: Plain) -> None:
+        """If its tenant has none of its kind after it, it counts for nothing."""
+        key = plain.priority, plain.tenant
+        if plain.ready and self.finish[key] == plain.finish:
+            self.finish[key] = plain.start
+        elif not plain.ready and self.coming.get(key) == plain.finish:
+            del self.coming[key]
+
+    def charged(self, plain: Plain) -> None:
+        """It takes its place as one that comes now."""
+        key = plain.priority, plain.tenant
+        plain.start = max(self.virtual.get(plain.priority, 0.0), self.finish.get(key, 0.0))
+        if not plain.ready:
+            plain.start = max(plain.start, self.coming.get(key, 0.0))
+        plain.finish = plain.start + plain.cost / WEIGHTS[plain.tenant]
+        (self.finish if plain.ready else self.coming)[key] = plain.finish
 
     @rule(tenant=st.sampled_from("abc"), priority=st.integers(0, 1), cost=st.integers(1, 9), ready=st.booleans())
     def enter(self, tenant: str, priority: int, cost: int, ready: bool) -> None:
         name = str(self.count)
         self.count += 1
-        start = max(self.virtual.get(priority, 0.0), self.finish.get((priority, tenant), 0.0))
+        key = priority, tenant
+        start = max(self.virtual.get(priority, 0.0), self.finish.get(key, 0.0), self.coming.get(key, 0.0))
         full = len(self.waiting) == 6
         last = self.last() if full else None
         foreseen = None
@@ -288,10 +326,9 @@ class AgainstAModel(RuleBasedStateMachine):
         assert set(self.queue.refused) - before == ({last.name} if last is not None else set())
         if last is not None:
             self.gone(last, served=False)
-            start = max(self.virtual.get(priority, 0.0), self.finish.get((priority, tenant), 0.0))
-        finish = start + cost / WEIGHTS[tenant]
-        self.finish[priority, tenant] = finish
-        self.waiting.append(Plain(name, tenant, priority, start, finish, ready))
+        plain = Plain(name, tenant, priority, cost, 0.0, 0.0, ready)
+        self.charged(plain)
+        self.waiting.append(plain)
 
     @rule()
     def release(self) -> None:
@@ -299,6 +336,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.queue.admission.release() == bool(ready)
         if ready:
             highest = max(each.priority for each in ready)
+            # of the same start tag the one that came first
             first = min((each for each in ready if each.priority == highest), key=lambda each: each.start)
             assert self.queue.gone[-1] == first.name
             self.gone(first, served=True)
@@ -307,7 +345,11 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def prepared(self, data) -> None:
         plain = data.draw(st.sampled_from(self.waiting))
-        plain.ready = self.tickets[plain.name].ready = True
+        self.queue.admission.ready(self.tickets[plain.name])
+        if not plain.ready:
+            self.uncharged(plain)
+            plain.ready = True
+            self.charged(plain)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())

@@ -7,17 +7,17 @@ import random
 from collections.abc import Callable
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_common.http2.server.turnstile import MOST_A_TURN, Turnstile
-from sapwood_common.http2.server.waiting_line import Rank
+from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.caller import Caller
 
-_MOST_LET_GO = MOST_A_TURN
-"""Requests that are let go and have not chosen a worker yet. As only so many begin in a turn of the event loop, more would gain
-nothing, and whoever comes next would wait until all of them have begun."""
 _POLL = 0.25
 """Seconds between looks at what changes by time alone: breakers that half-open, requests that waited too long."""
+
+
+def _nothing() -> None:
+    """What is done for one that was let go already, and counts as one of its turn."""
 
 
 class _Line:
@@ -25,20 +25,21 @@ class _Line:
 
     Attributes:
         queue: Who waits.
-        starts: Where those that are let go wait for a turn of the event loop: a message from a worker may make room for hundreds.
+        exits: Lets a few go in each turn of the event loop: a message from a worker may make room for hundreds. Those that are let
+            go wait for nothing more, so that the queue's order is the one in which they choose a worker.
         coming: Requests that are being prepared and have no place in the queue, for there was room when they came.
         let_go: Requests that left the queue and are about to choose a worker.
     """
 
-    def __init__(self, model: str, registry: Registry, queue: Admission, starts: Turnstile) -> None:
+    def __init__(self, model: str, registry: Registry, queue: Admission, exits: Turnstile) -> None:
         self._model = model
         self._registry = registry
         self.queue = queue
-        self.starts = starts
+        self._exits = exits
         self.coming = 0
         self.let_go = 0
         self._more = False
-        """Whether there was room for more than may be let go at a time."""
+        """Whether more go in a later turn."""
 
     def has_room(self, taken: int) -> bool:
         """Whether the workers have room for more than ``taken`` requests, or there are none."""
@@ -54,20 +55,20 @@ class _Line:
         return not any_admits
 
     def pump(self) -> None:
-        """Lets go as many as fit and begin soon. No room is kept for who is still being prepared: that may take long."""
+        """Lets go as many as fit, a few a turn. No room is kept for who is still being prepared: that may take long."""
         while self.queue.waiting and self.has_room(self.let_go):
-            if self.let_go >= _MOST_LET_GO:
-                self._more = True
+            if self._exits.busy:
+                if not self._more:
+                    self._more = True
+                    self._exits.enter(self._go_on)
                 return
             if not self.queue.release():
                 return
+            self._exits.enter(_nothing)
 
-    def begun(self) -> None:
-        """One that was let go is about to choose a worker, or has given up."""
-        self.let_go -= 1
-        if self._more:
-            self._more = False
-            asyncio.get_running_loop().call_soon(self.pump)  # once it has chosen
+    def _go_on(self) -> None:
+        self._more = False
+        self.pump()
 
 
 class Place:
@@ -108,7 +109,7 @@ class Place:
                 return True
             self._enter(ready=True)
             return False
-        self._ticket.ready = True
+        line.queue.ready(self._ticket)
         line.pump()
         if self._let_go:
             self.leave()
@@ -127,7 +128,6 @@ class Place:
             if not self._let_go:
                 self._turn = asyncio.get_running_loop().create_future()
                 await self._turn
-                await self._line.starts.wait(Rank(self._caller.priority, self._caller.tenant))
         finally:
             self.leave()
 
@@ -138,7 +138,7 @@ class Place:
             self._line.coming -= 1
         if self._let_go:
             self._let_go = False
-            self._line.begun()
+            self._line.let_go -= 1
         if self._ticket is not None:
             self._line.queue.leave(self._ticket)
 
@@ -182,8 +182,7 @@ class AdmissionControl:
         self._clock = clock
         self._rng = rng
         self._lines: dict[str, _Line] = {}
-        self.starts = Turnstile()
-        """Where requests begin that came, or waited, with many others."""
+        self._exits = Turnstile()
 
     @property
     def waiting(self) -> int:
@@ -205,7 +204,7 @@ class AdmissionControl:
         line = self._lines.get(model)
         if line is None:
             queue = Admission(self._settings, self._clock, self._rng)
-            line = self._lines[model] = _Line(model, self._registry, queue, self.starts)
+            line = self._lines[model] = _Line(model, self._registry, queue, self._exits)
         return Place(line, caller, cost, deadline)
 
     def pump(self) -> None:

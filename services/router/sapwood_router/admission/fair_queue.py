@@ -3,7 +3,9 @@
 Order: strictly by priority class; within a class by start-time fair queueing over tenants (Goyal, Vin and Cheng, 1996): a
 request's start tag is the later of the queue's virtual time and its tenant's last finish tag, its finish tag lies its cost
 divided by the tenant's weight further on, the smallest start tag goes first and becomes the virtual time. So a tenant that
-sends a thousand requests delays another's one request by at most one of its own, and who was idle has saved up nothing.
+sends a thousand requests delays another's one request by at most one of its own, and who was idle has saved up nothing. A request
+that takes its place before it is ready to go has a start tag as if it came when it is ready: those of a tenant that were long
+prepared while others went would else all go before who comes then.
 
 Refusal: when the queue is full, the request that would go last of all leaves, be it one that waits or the new one: so a tenant's
 flood fills what room there is and no more than its share once others come. It is charged nothing. A request whose expected wait
@@ -58,7 +60,7 @@ class Ticket:
         go: Called when it may go; never before :meth:`Admission.enter` returns.
         refuse: Called if it has to leave.
         weight: Its tenant's share, relative to others'.
-        ready: Whether it may go when it is its turn; until then others go before it. May be set while it waits.
+        ready: Whether it may go when it is its turn; until then others go before it. :meth:`Admission.ready` sets it.
     """
 
     tenant: str
@@ -87,12 +89,15 @@ class _Class:
         self._most_idle = most_idle
         self._virtual = 0.0
         self._finish: dict[str, float] = {}
+        """Of each tenant's last request that was ready."""
+        self._coming: dict[str, float] = {}
+        """The same of those that are not ready: theirs only say who would go last."""
         self.entries: list[tuple[float, int, Ticket]] = []
         """Start tag, number and ticket, in the order in which they go."""
 
     def start_of(self, tenant: str) -> float:
-        """The start tag of a request that comes now."""
-        return max(self._virtual, self._finish.get(tenant, 0.0))
+        """The start tag of a request that comes now and is not ready."""
+        return max(self._virtual, self._finish.get(tenant, 0.0), self._coming.get(tenant, 0.0))
 
     def before(self, start: float) -> int:
         """How many go before a request that comes now with this start tag."""
@@ -102,9 +107,19 @@ class _Class:
         """Puts it at its place."""
         if len(self._finish) > len(self.entries) + self._most_idle:
             self._finish = {each.tenant: self._finish[each.tenant] for _, _, each in self.entries}
-        ticket.start = self.start_of(ticket.tenant)
-        ticket.finish = self._finish[ticket.tenant] = ticket.start + ticket.cost / ticket.weight
+        tenant = ticket.tenant
+        if ticket.ready:
+            ticket.start, finish = max(self._virtual, self._finish.get(tenant, 0.0)), self._finish
+        else:
+            ticket.start, finish = self.start_of(tenant), self._coming
+        ticket.finish = finish[tenant] = ticket.start + ticket.cost / ticket.weight
         bisect.insort(self.entries, (ticket.start, ticket.number, ticket))
+
+    def set_ready(self, ticket: Ticket) -> None:
+        """It may go: its place is that of one that comes now."""
+        self.remove(ticket)
+        ticket.ready = True
+        self.add(ticket)
 
     def pop(self) -> Ticket | None:
         """Takes out the first that is ready."""
@@ -118,7 +133,10 @@ class _Class:
     def remove(self, ticket: Ticket) -> None:
         """Takes out one that does not go; if its tenant had none after it, nothing is charged for it."""
         del self.entries[bisect.bisect_left(self.entries, (ticket.start, ticket.number))]
-        if self._finish.get(ticket.tenant) == ticket.finish:
+        if not ticket.ready:
+            if self._coming.get(ticket.tenant) == ticket.finish:
+                del self._coming[ticket.tenant]
+        elif self._finish.get(ticket.tenant) == ticket.finish:
             self._finish[ticket.tenant] = ticket.start
 
 
@@ -180,6 +198,11 @@ class Admission:
             lowest = min(self._classes)
             if priority < lowest or (priority == lowest and start >= self._classes[lowest].entries[-1][0]):
                 raise self._refusal(f"{self.waiting} requests wait already", wait)
+
+    def ready(self, ticket: Ticket) -> None:
+        """A request is ready to go; does nothing for one that does not wait."""
+        if ticket.waiting and not ticket.ready:
+            self._classes[ticket.priority].set_ready(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """The request gives up waiting. May be called again, and for one that was let go."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
+from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.pacing.afterwards import Afterwards
 from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
@@ -92,7 +93,7 @@ class Pipeline:
         self.heavy = heavy
         self.large = LargeTexts()
         """Where large requests wait of which no more than one is to be in memory as numbers and text."""
-        self.starts = admission.starts
+        self.starts = Turnstile()
         """Where the runs of a request, of which there may be a thousand, wait for their turn; the first one does not."""
         self.afterwards = Afterwards()
         """What is done after the last delta of an answer is on its way, such as telling the policy."""

@@ -273,7 +273,6 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def gone(self, plain: Plain, served: bool) -> None:
         self.waiting.remove(plain)
-        key = plain.priority, plain.tenant
         if served:
             self.virtual[plain.priority] = max(plain.start, self.virtual.get(plain.priority, 0.0))
         else:

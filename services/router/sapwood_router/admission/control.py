@@ -25,8 +25,8 @@ class _Line:
 
     Attributes:
         queue: Who waits.
-        exits: Lets a few go in each turn of the event loop: a message from a worker may make room for hundreds. Those that are let
-            go wait for nothing more, so that the queue's order is the one in which they choose a worker.
+        exits: Lets a few go in each turn of the event loop: a message from a worker may make room for hundreds. Those that are
+            let go wait for nothing more, so that the queue's order is the one in which they choose a worker.
         coming: Requests that are being prepared and have no place in the queue, for there was room when they came.
         let_go: Requests that left the queue and are about to choose a worker.
     """

@@ -53,7 +53,7 @@ class Source:
         source = f"127.0.0.1:{self.server.port}"
         self.leases = HandoffLeases(self.host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
         tiers = HierarchicalCache(self.host, PAGES, PAGE, leases=self.leases)
-        device = own and ExportedPages(own.export(), lambda page: tiers.device_epoch(page))  # noqa: PLW0108 - the scheduler sets it
+        device = own and ExportedPages(own.export(), tiers.device_epoch)
         self.server.serve(self.leases, runner.host_pool, FINGERPRINT, device=device)
         config = SchedulerConfig(
             windows=runner.info.windows,
@@ -76,7 +76,7 @@ class Source:
     def steps(self, reads: list[Future[list[bool]]]) -> HandoffTicket:
         """Computes the prompt; what is announced is read at once."""
         while True:
-            for output in self.scheduler.handed_off():
+            for output in self.scheduler.handoffs.poll():
                 assert output.ticket is not None
                 if output.finish_reason:
                     return output.ticket
@@ -84,7 +84,7 @@ class Source:
             planned = self.scheduler.schedule()
             if planned.copies is not None and planned.copies.during is not None:
                 planned.copies.during.take()
-            for output in self.scheduler.handed_off():
+            for output in self.scheduler.handoffs.poll():
                 assert output.ticket is not None
                 reads.append(self.read(output.ticket))
             if planned:
@@ -182,7 +182,7 @@ def test_of_a_step_that_fails_nothing_is_had_that_was_read_before(make_source: C
     planned = source.scheduler.schedule()
     assert planned.copies is not None and planned.copies.during is not None
     planned.copies.during.take()
-    [announced] = source.scheduler.handed_off()
+    [announced] = source.scheduler.handoffs.poll()
     assert announced.ticket is not None
     read = source.read(announced.ticket)
     with pytest.raises(RuntimeError):

@@ -54,7 +54,7 @@ class Worker:
             self.leases = HandoffLeases(host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
         self.tiers = HierarchicalCache(host, PAGES, PAGE, leases=self.leases)
         if server is not None and self.leases is not None:
-            device = ExportedPages(own.export(), lambda page: self.tiers.device_epoch(page))  # noqa: PLW0108 - set later
+            device = ExportedPages(own.export(), self.tiers.device_epoch)
             server.serve(self.leases, pool, FINGERPRINT, device=device)
         else:
             mover, executor = CudaIpcMover(None, own), ThreadExecutor(4)
@@ -69,11 +69,11 @@ class Worker:
 
     def turn(self) -> list[RequestOutput]:
         """A round of its loop."""
-        outputs = self.scheduler.handed_off()
+        outputs = self.scheduler.handoffs.poll()
         planned = self.scheduler.schedule()
         if planned.copies is not None and planned.copies.during is not None:
             planned.copies.during.take()
-        outputs += self.scheduler.handed_off()
+        outputs += self.scheduler.handoffs.poll()
         if planned:
             outputs += self.scheduler.update(self.runner.execute(planned))
         self.scheduler.check()
@@ -117,7 +117,7 @@ def hand_off(source: Worker, target: Worker | None = None) -> HandoffTicket:
             if output.ticket is not None and output.finish_reason:
                 return output.ticket
             if output.ticket is not None and target is not None:
-                target.scheduler.announced(output.ticket, told, b"")
+                target.scheduler.handoffs.announced(output.ticket, told, b"")
                 told = array("I")
                 read_some(target)
 

@@ -62,12 +62,12 @@ class LeaseMessages:
                 self.end(source, transfer_id)
                 assert leases.find(transfer_id, self._world.epoch) is None
             elif leases.find(transfer_id, self._world.epoch) is not None:
-                source.scheduler.keep_handoffs([transfer_id], [])
+                source.scheduler.handoffs.keep([transfer_id], [])
                 self.given([transfer_id])
 
     def end(self, source: SimulatedWorker, transfer_id: bytes) -> None:
         """The source hears that a ticket is not needed any more."""
-        source.scheduler.keep_handoffs([], [transfer_id])
+        source.scheduler.handoffs.keep([], [transfer_id])
         self.forget(transfer_id)
 
     def check(self, leases: SimulatedLeases) -> None:

@@ -186,7 +186,7 @@ class SimulatedRouter:
         due = [news for news in self._news if news[0] <= now]
         self._news = [news for news in self._news if news[0] > now]
         for _, ticket, prompt, namespace in due:
-            self.decode.scheduler.announced(ticket, prompt, namespace)
+            self.decode.scheduler.handoffs.announced(ticket, prompt, namespace)
 
     def renew(self) -> None:
         """Says of all tickets that are out that they may still be needed."""

@@ -126,7 +126,7 @@ class SimulatedWorker:
     def turn(self) -> list[RequestOutput]:
         """One round of the scheduler's loop; now and then a look at everything afterwards."""
         scheduler = self.scheduler
-        outputs = scheduler.expire() + scheduler.handed_off()
+        outputs = scheduler.expire() + scheduler.handoffs.poll()
         for pulls in (self.pulls, self.landing):
             if pulls is not None:
                 self._check_lapsed(pulls)
@@ -140,7 +140,7 @@ class SimulatedWorker:
             if planned:
                 if planned.copies is not None and planned.copies.during is not None:
                     planned.copies.during.take()
-                    outputs += scheduler.handed_off()
+                    outputs += scheduler.handoffs.poll()
                     self._world.counts["in parts"] += 1
                     self._computing = self._world.chance.choice([0, 0, 1, 3])
                 self._launched.append(self.runner.launch(planned))

@@ -96,6 +96,6 @@ def test_pages_are_named_before_the_host_has_them_only_where_they_are_read_in_pa
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     scheduler.add(Request(1, "r1", array("I", range(6)), sampling, hands_off=True))
     scheduler.update(runner.execute(scheduler.schedule()))
-    assert len(scheduler.handed_off()) == bool(in_parts)
+    assert len(scheduler.handoffs.poll()) == bool(in_parts)
     scheduler.update(runner.execute(scheduler.schedule()))
-    assert len(scheduler.handed_off()) == (not in_parts)
+    assert len(scheduler.handoffs.poll()) == (not in_parts)

@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Failed steps in a row after which the process ends: a broken GPU context does not recover."""
 
-
 _GRAMMAR_WAIT_SECONDS = 0.001
 """Seconds that an idle loop waits for a grammar to be built before it looks at its messages again."""
 
@@ -173,7 +172,7 @@ class EventLoop:
         if self._tiering is not None:
             self._tiering.poll()
         worked = self._scheduler.has_work
-        outputs = self._scheduler.expire() + self._scheduler.handed_off()
+        outputs = self._scheduler.expire() + self._scheduler.handoffs.poll()
         if self._busy:
             self._step(outputs)
         self._report(outputs)
@@ -197,10 +196,10 @@ class EventLoop:
             case CacheCommand():
                 self._command(message)
             case KeepHandoffs(renewed, released):
-                self._scheduler.keep_handoffs(renewed, released)
+                self._scheduler.handoffs.keep(renewed, released)
             case AnnouncePages(ticket, token_ids, namespace):
                 reached("pages announced")
-                self._scheduler.announced(ticket, array("I", token_ids), namespace)
+                self._scheduler.handoffs.announced(ticket, array("I", token_ids), namespace)
                 reached("reads asked for")
             case operation:
                 self._mailbox.send(self._operations.run(operation))
@@ -304,15 +303,15 @@ class EventLoop:
         elif not self._launched:  # every request was aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
         outputs += self._take_results(self._ahead if planned else max(0, len(self._launched) - 1))
-        if outputs and self._scheduler.owes_tickets:  # the first token need not wait for the ticket to be written
+        if outputs and self._scheduler.handoffs.owes_tickets:  # the first token need not wait for the ticket
             self._report(outputs)
             outputs.clear()
-        outputs += self._scheduler.handed_off()
+        outputs += self._scheduler.handoffs.poll()
 
     def _tell(self, during: LatePages, outputs: list[RequestOutput]) -> None:
         """Tells of the pages that a step fills: other workers read them meanwhile. Sends ``outputs`` and empties it."""
         during.take()
-        self._report(outputs + self._scheduler.handed_off())
+        self._report(outputs + self._scheduler.handoffs.poll())
         outputs.clear()
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
@@ -324,9 +323,8 @@ class EventLoop:
             except RankLostError:
                 raise
             except Exception as error:
-                while (
-                    self._launched
-                ):  # later steps' results are useless, but they must have ended before the next begins
+                # Later steps' results are useless, but the steps must have ended before the next begins.
+                while self._launched:
                     with suppress(Exception):
                         self._launched.popleft().result()
                 return outputs + self._fail(error)

@@ -5,9 +5,7 @@ Complexity: O(1), and a lookup in the cache's third tier when a request comes, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
@@ -15,13 +13,13 @@ from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.completion import end_output, may_jump, stop_tokens
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.deadlines import Deadlines
+from sapwood_worker.core.scheduler.handoffs import Handoffs
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.page_copies import Copies
 
 
 class Lifecycle:
@@ -35,6 +33,7 @@ class Lifecycle:
         fairness: Is told which tenants are busy.
         cache: The prefix cache.
         tiers: The KV cache's lower tiers; None: there are none.
+        handoffs: Keeps pages of requests for other workers.
 
     Attributes:
         requests: Those that have not ended, by serial.
@@ -49,6 +48,7 @@ class Lifecycle:
         fairness: TenantFairness,
         cache: PrefixCache,
         tiers: HierarchicalCache | None,
+        handoffs: Handoffs,
     ) -> None:
         self._config = config
         self._limit = limit
@@ -57,6 +57,7 @@ class Lifecycle:
         self._fairness = fairness
         self._cache = cache
         self._tiers = tiers
+        self._handoffs = handoffs
         self._deadlines = Deadlines()
         self._arrivals = 0
         self.requests: dict[int, Request] = {}
@@ -114,55 +115,9 @@ class Lifecycle:
         """
         request = self.requests.get(serial)
         if request is None or request.over:
-            leases = None if self._tiers is None else self._tiers.leases
-            return leases is not None and leases.cancel(serial)
+            return self._handoffs.cancel(serial)
         self.end(request)
         return True
-
-    def hand_off(self, request: Request) -> None:
-        """Ends a request whose prompt is computed, and keeps its pages for another worker."""
-        self.offer(request)
-        assert self._tiers is not None and self._tiers.leases is not None
-        self._tiers.leases.computed(request.serial)
-        self.end(request)
-
-    def offer(self, request: Request) -> None:
-        """Keeps the pages of a request that hands off for another worker, each from when it is in the host's memory on."""
-        assert self._tiers is not None and self._tiers.leases is not None, "the front lets no such request through"
-        self._tiers.leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
-
-    def hand_off_in_parts(self, chunks: Sequence[tuple[Request, int]]) -> None:
-        """Says which pages the chunks of the coming step fill of prompts that are handed off, where there are many."""
-        if self._tiers is None or self._tiers.leases is None or not self._tiers.leases.in_parts:
-            return
-        size = self._config.page_size
-        for request, count in chunks:
-            end = min(request.planned + count, request.prompt_length)
-            first, last = request.planned // size, end // size
-            if request.hands_off and not request.over and last - first >= self._tiers.leases.in_parts:
-                pages, _ = self._running.pages_of(np.array([request.slot]), np.array([end]))
-                prompt = request.token_ids[: request.prompt_length]
-                width = -(-end // size)
-                self._tiers.computes(
-                    request.slot, request.serial, prompt, first, pages.reshape(-1, width)[:, first:last]
-                )
-
-    def handed_off(self) -> list[RequestOutput]:
-        """Ends leases whose time is over; returns outputs of requests whose pages are kept for another worker now."""
-        if self._tiers is None:
-            return []
-        if self._tiers.pulls is not None:
-            self._tiers.pulls.lapse()
-        given = [] if self._tiers.leases is None else self._tiers.leases.poll()
-        return [
-            RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket)
-            for serial, ticket, complete in given
-        ]
-
-    def discard(self, copies: Copies | None) -> None:
-        """A step has failed: what was copied while it ran is good for nothing."""
-        if self._tiers is not None and copies is not None and copies.during is not None:
-            self._tiers.failed(copies.during)
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""
@@ -176,8 +131,7 @@ class Lifecycle:
 
     def end(self, request: Request) -> None:
         """Ends a request once no step in flight computes it."""
-        if request.hands_off and self._tiers is not None and self._tiers.leases is not None:
-            self._tiers.leases.withdraw(request.serial)
+        self._handoffs.withdraw(request)
         if request.in_flight:
             request.over = True
         else:

@@ -27,6 +27,7 @@ from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.consistency import check_requests
+from sapwood_worker.core.scheduler.handoffs import Handoffs
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
 from sapwood_worker.core.scheduler.load_meter import Demand, measure_demand, measure_load
 from sapwood_worker.core.scheduler.request import Request
@@ -45,7 +46,6 @@ from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.policy import make_policy
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 from sapwood_worker.records.grammar_state import MaskFiller
-from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
@@ -66,6 +66,7 @@ class Scheduler:
 
     Attributes:
         lanes, depth: ``count`` and ``depth`` of :class:`Lanes`.
+        handoffs: Its part in hand-offs.
     """
 
     def __init__(
@@ -112,15 +113,16 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, self._running, self._order, self._fairness, self._retraction, self._ratio, tiers
         )
+        self.handoffs = Handoffs(tiers, self._cache, self._running, config.page_size)
         self._lifecycle = Lifecycle(
-            config, self._limit, self._waiting, self._running, self._fairness, self._cache, tiers
+            config, self._limit, self._waiting, self._running, self._fairness, self._cache, tiers, self.handoffs
         )
         self._requests = self._lifecycle.requests
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         if tiers is not None:
             tiers.steps = lambda: (self._steps, self._steps - len(self._in_flight))
-        self._results = StepResults(self._running, self._lifecycle, self._fairness)
+        self._results = StepResults(self._running, self._lifecycle, self._fairness, self.handoffs)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
         # The pages of a draft and the check of it belong to one step, so with drafts there is one lane.
@@ -181,34 +183,6 @@ class Scheduler:
             Whether there was such a request. It gets no further output.
         """
         return self._lifecycle.abort(serial)
-
-    def handed_off(self) -> list[RequestOutput]:
-        """Ends leases whose time is over, and returns outputs for requests of which pages are now kept for another worker.
-        While the prompt is still being computed, an output names the pages so far; the request's last output names all.
-        """
-        return self._lifecycle.handed_off()
-
-    @property
-    def owes_tickets(self) -> bool:
-        """Whether prompts have been computed for which :meth:`handed_off` has given no ticket yet."""
-        return self._tiers is not None and self._tiers.leases is not None and self._tiers.leases.offering
-
-    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
-        """Reads pages for a request that is likely to come, unless they are here already.
-
-        Args:
-            ticket: For some of its prompt's pages.
-            prompt: Empty if an earlier call for the same transfer had it.
-            namespace: The request's.
-        """
-        if self._tiers is not None and self._tiers.pulls is not None:
-            self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
-
-    def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
-        """Renews the leases of some tickets and ends those of others; unknown tickets are ignored."""
-        if self._tiers is not None and self._tiers.leases is not None:
-            self._tiers.leases.renew(renewed)
-            self._tiers.leases.release(released)
 
     def expire(self) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed, as :meth:`abort` does; returns their last outputs."""
@@ -289,7 +263,7 @@ class Scheduler:
             self._admission.admit(adder, self._steps)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
-        self._lifecycle.hand_off_in_parts(chunks)
+        self.handoffs.offer_chunks(chunks)
         copies = self._tiers.take() if self._tiers is not None else None  # all pages of the step have been allocated
         step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
         if drafts and self._speculation is not None:
@@ -325,7 +299,9 @@ class Scheduler:
         """Ends the requests of the steps in flight, which have failed. What the steps computed does not enter the cache."""
         failed, self._in_flight = self._in_flight, deque()
         for step in failed:
-            self._lifecycle.discard(step.plan.copies)
+            copies = step.plan.copies
+            if self._tiers is not None and copies is not None and copies.during is not None:
+                self._tiers.failed(copies.during)
         return self._results.fail(failed, error)
 
     def flush_cache(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sapwood_worker.core.scheduler.completion import end_output, take_tokens
+from sapwood_worker.core.scheduler.handoffs import Handoffs
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
@@ -22,15 +23,19 @@ class StepResults:
         running: The requests that steps compute.
         lifecycle: Ends those that are done.
         fairness: Is told of the tokens that prompts' last chunks sampled.
+        handoffs: Keeps the pages of prompts for other workers.
 
     Attributes:
         forced_tokens: Tokens that grammars have forced since the start.
     """
 
-    def __init__(self, running: RunningBatch, lifecycle: Lifecycle, fairness: TenantFairness) -> None:
+    def __init__(
+        self, running: RunningBatch, lifecycle: Lifecycle, fairness: TenantFairness, handoffs: Handoffs
+    ) -> None:
         self._running = running
         self._lifecycle = lifecycle
         self._fairness = fairness
+        self._handoffs = handoffs
         self.forced_tokens = 0
 
     def take(self, step: StepInFlight, output: ModelOutput) -> list[RequestOutput]:
@@ -100,9 +105,10 @@ class StepResults:
         if taken is not None and taken.finish_reason is not None:
             self._lifecycle.end(request)
         elif taken is not None and request.hands_off:
-            self._lifecycle.hand_off(request)
+            self._handoffs.offer_whole(request)
+            self._lifecycle.end(request)
         elif request.hands_off:  # more of the prompt is to come
-            self._lifecycle.offer(request)
+            self._handoffs.offer(request)
         if request.state is RequestState.RUNNING:
             self._running.commit(request)  # other requests find the prompt from now on
         return taken

@@ -14,6 +14,7 @@ MOST_STEPS = 200_000
 LANDING = "core/cache/handoff/landing.py"
 LEASES, PULLS = "core/cache/handoff/leases.py", "core/cache/handoff/pulls.py"
 RECORD = "core/cache/storage/record.py"
+HANDOFFS = "core/scheduler/handoffs.py"
 ARRIVALS, HOST, TIERS = "core/cache/host/arrivals.py", "core/cache/host/host_pages.py", "core/cache/hierarchical.py"
 
 MUTATIONS = [
@@ -66,19 +67,19 @@ MUTATIONS = [
     Mutation(TIERS, "            self.leases.lost(entries)\n", "            pass\n"),
     # What a step has not filled is not passed on.
     Mutation(
-        "core/scheduler/lifecycle.py",
-        "request.planned // size, end // size",
-        "request.planned // size, -(-end // size)",
+        HANDOFFS,
+        "request.planned // self._page_size, end // self._page_size",
+        "request.planned // self._page_size, -(-end // self._page_size)",
     ),
     # What was kept for a request is given back when it starts.
     Mutation(TIERS, "None if self.pulls is None else self.pulls.settle(serial)", "None"),
     # A request that is aborted while its pages are on their way to the host gets no ticket.
-    Mutation("core/scheduler/lifecycle.py", "return leases is not None and leases.cancel(serial)", "return False"),
+    Mutation(HANDOFFS, "return self._leases is not None and self._leases.cancel(serial)", "return False"),
     # A prompt that is handed off ends with its first token.
     Mutation(
-        "core/scheduler/lifecycle.py",
-        "leases.computed(request.serial)\n        self.end(request)\n",
-        "leases.computed(request.serial)\n",
+        "core/scheduler/step_results.py",
+        "self._handoffs.offer_whole(request)\n            self._lifecycle.end(request)\n",
+        "self._handoffs.offer_whole(request)\n",
     ),
     # What came for nobody is given back, but for what is shared.
     Mutation(LANDING, "        self._drop(entry for", "        list(entry for"),

@@ -10,7 +10,6 @@ tokens.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -18,17 +17,14 @@ from functools import partial
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.ranks.balance import choose_rank, decode_work, prompt_tokens
+from sapwood_worker.core.scheduler.ranks.handoffs import RankHandoffs
 from sapwood_worker.core.scheduler.ranks.merged_events import MergedEvents
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load, RankLoad, sum_loads
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, Step
-
-_MOST_PROMISED = 1024
-"""Requests that are likely to come of which it is known where; of an older one the pages are read again."""
 
 
 class RankPlanner:
@@ -40,6 +36,7 @@ class RankPlanner:
 
     Attributes:
         lanes, depth: Always 1.
+        handoffs: The ranks' part in hand-offs.
     """
 
     lanes = depth = 1
@@ -52,8 +49,7 @@ class RankPlanner:
         # For each step in flight the number that each rank's scheduler has given its part; -1: it has none.
         self._in_flight: deque[list[int]] = deque()
         self._requests = [0] * len(schedulers)
-        # Where pages are read for a request that is likely to come, by the transfer.
-        self._promised: dict[bytes, int] = {}
+        self.handoffs = RankHandoffs([each.handoffs for each in schedulers], self._choose)
 
     @property
     def speculates(self) -> bool:
@@ -95,7 +91,7 @@ class RankPlanner:
             raise ResourceExhaustedError(
                 f"the queue is full: {self._config.max_waiting} requests wait", retry_after=1.0
             )
-        rank = None if request.ticket is None else self._promised.pop(request.ticket.transfer_id, None)
+        rank = self.handoffs.take_rank(request.ticket)
         if rank is None:
             rank = self._choose([request.remaining - each.cached_tokens(request) for each in self._ranks])
         self._ranks[rank].add(request)
@@ -104,31 +100,6 @@ class RankPlanner:
     def abort(self, serial: int) -> bool:
         """As :meth:`Scheduler.abort`."""
         return any(each.abort(serial) for each in self._ranks)
-
-    def handed_off(self) -> list[RequestOutput]:
-        """As :meth:`Scheduler.handed_off`."""
-        return [output for each in self._ranks for output in each.handed_off()]
-
-    @property
-    def owes_tickets(self) -> bool:
-        """As :attr:`Scheduler.owes_tickets`."""
-        return any(each.owes_tickets for each in self._ranks)
-
-    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
-        """As :meth:`Scheduler.announced`, at the rank that is to have the request."""
-        rank = self._promised.get(ticket.transfer_id)
-        if rank is None:
-            if not prompt:  # its first announcement has been forgotten
-                return
-            while len(self._promised) >= _MOST_PROMISED:
-                del self._promised[next(iter(self._promised))]
-            rank = self._promised[ticket.transfer_id] = self._choose([len(prompt)] * len(self._ranks))
-        self._ranks[rank].announced(ticket, prompt, namespace)
-
-    def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
-        """As :meth:`Scheduler.keep_handoffs`."""
-        for each in self._ranks:
-            each.keep_handoffs(renewed, released)
 
     def expire(self) -> list[RequestOutput]:
         """As :meth:`Scheduler.expire`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,10 +36,8 @@ from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.lanes.lanes_trial import try_lanes
 from sapwood_worker.model.runner.memory.chosen_sizes import chosen_sizes
-from sapwood_worker.model.runner.memory.device_tier import build_device_pool
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
-from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
-from sapwood_worker.model.runner.memory.page_counts import plan_pages
+from sapwood_worker.model.runner.memory.pool_builder import SCRATCH_PAGES, PoolBuilder
 from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
@@ -54,8 +51,6 @@ if TYPE_CHECKING:
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
-# Pages beyond those that the scheduler knows of, to which padding rows write.
-_SCRATCH_PAGES = 1
 _TRIED_TOKENS = 512
 
 
@@ -162,6 +157,7 @@ class _Builder:
         if float8:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._parallel.exchange(own))
+        self._pools = PoolBuilder(options, self._layout, self._sizes, self._device, self._scales, self._parallel)
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
         beside = None if options.kernels_wait else compiling
         self._attention = AttentionBuilder(
@@ -197,10 +193,11 @@ class _Builder:
         if self._ahead is not None:
             self._ahead.compile(self._rehearse, self._tp)
         self._tp.exchange("")  # what one rank compiles for all of a host is there
-        pool = self._build_pool(self._page_counts(beside, num_pages or options.num_pages))
+        counts = self._pools.page_counts(num_pages or options.num_pages, beside, self._try_largest_step)
+        pool = self._pools.build(counts)
         # Pages that no layer keeps anything in are many.
         windows = pool.counts[1:] if not self._whole.group_bytes(0) else ()
-        num_pages = max(windows, default=pool.num_pages) - _SCRATCH_PAGES
+        num_pages = max(windows, default=pool.num_pages) - SCRATCH_PAGES
         host_pool = build_host_pool(options, pool.layout, self._whole, num_pages, self._parallel)
         if (head := self._head) is not None:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
@@ -210,7 +207,7 @@ class _Builder:
         if self._ops.asynchronous:  # what libraries compile when it is first used, in minutes, is there for requests
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
-        length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
+        length = min(config.max_position, (pool.num_pages - SCRATCH_PAGES) * pool.page_size)
         runner = (DraftingRunner if drafts else ModelRunner)(
             info=self._info(config, pool, length),
             ops=self._ops,
@@ -251,7 +248,7 @@ class _Builder:
         layout = head.layout(self._dtype_name, page_size)
         features = page_size * config.hidden_size * torch.finfo(self._dtype).bits // 8
         runner = self.build(layout.page_bytes + features)
-        pool = DevicePool(layout, [runner.info.num_pages + _SCRATCH_PAGES], self._device, None)
+        pool = DevicePool(layout, [runner.info.num_pages + SCRATCH_PAGES], self._device, None)
         # One layer's prompts are not worth waiting for FlashInfer's compilers.
         kernels = "triton" if self._ops.captures and self._dtype != torch.float32 else "auto"
         own = replace(self._options, attention_backend=kernels, shared_prefix_attention=False, parallel=Parallel())
@@ -286,7 +283,7 @@ class _Builder:
             vocab_size=config.vocab_size,
             eos_token_ids=self._eos_token_ids,
             page_size=pool.page_size,
-            num_pages=pool.num_pages - _SCRATCH_PAGES,
+            num_pages=pool.num_pages - SCRATCH_PAGES,
             embedding_size=config.hidden_size if config.labels is None else 0,
             pooling=sentences.pooling if config.labels is None else "labels",
             normalizes=sentences.normalizes and config.labels is None,
@@ -303,7 +300,7 @@ class _Builder:
             special_ids=sentences.special_ids,
             weights=self._weights,
             windows=tuple(
-                WindowGroup(self._layout.reach(group), count - _SCRATCH_PAGES)
+                WindowGroup(self._layout.reach(group), count - SCRATCH_PAGES)
                 for group, count in enumerate(pool.counts)
                 if group
             ),
@@ -329,46 +326,10 @@ class _Builder:
         computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"
         return cache_identity(self._options, computed, self._whole, self._scales, self._model.config.rotary_variants)
 
-    def _build_pool(self, counts: Sequence[int]) -> DevicePool:
-        options = self._options
-        running = self._sizes.max_running
-        if counts[0] < running:
-            raise ConfigError(
-                f"the KV cache holds {counts[0]} pages of {options.page_size} tokens, fewer than the "
-                f"{running} requests that may run: give it more memory or lower --max-running"
-            )
-        return build_device_pool(self._layout, [count + _SCRATCH_PAGES for count in counts], self._device, self._scales)
-
-    def _page_counts(self, beside: int, num_pages: int | None) -> tuple[int, ...]:
-        sizes = self._sizes
-        memory = sizes.cache_bytes
-        if num_pages is None and memory is None:
-            memory = measure_pool_bytes(self._device, self._options.memory_fraction, self._try_largest_step)
-        share = self.page_bytes / (self.page_bytes + beside)
-        own = plan_pages(
-            self._layout,
-            num_pages,
-            int((memory or 0) * share),
-            sizes.max_running,
-            sizes.max_step_tokens,
-            alone=not beside,
-        )
-        return tuple(map(min, zip(*self._parallel.exchange(own), strict=True)))
-
-    def _trial_pool(self) -> tuple[list[int], DevicePool]:
-        """The prompts of a step with the most tokens, by their lengths, and a cache that holds them."""
-        running, step_tokens = self._sizes.max_running, self._sizes.max_step_tokens
-        longest = self._config.max_position
-        prompts = [min(longest, step_tokens)]
-        while sum(prompts) < step_tokens and len(prompts) < running:
-            prompts.append(min(longest, step_tokens - sum(prompts)))
-        needed = sum(-(-length // self._options.page_size) for length in prompts)
-        return prompts, self._build_pool([max(needed, running)] * len(self._layout.groups))
-
     @torch.inference_mode()
     def _rehearse(self) -> None:
         """Goes through the steps that graphs are captured of, and prompts, without a graph."""
-        prompts, pool = self._trial_pool()
+        prompts, pool = self._pools.trial(self._config.max_position)
         backend, _ = self._attention.backend(
             pool, self._last_tokens, self._largest_graph, whole_ladder=True, capture=False
         )
@@ -379,7 +340,7 @@ class _Builder:
     @torch.inference_mode()
     def _try_largest_step(self) -> int:
         """Computes a step with the most tokens and samples beside the largest decode graph; returns the bytes of its pool."""
-        prompts, pool = self._trial_pool()
+        prompts, pool = self._pools.trial(self._config.max_position)
         backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=False)
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         hidden = compute_trial(prompts, self._model, pool, backend, self._ops)
@@ -394,7 +355,7 @@ class _Builder:
         """How steps are cut for the stages of a pipeline, by what steps of few tokens and of many take; None: there is one."""
         if self._parallel.pp.size == 1:
             return None
-        room = (min(pool.counts) - _SCRATCH_PAGES) * pool.page_size
+        room = (min(pool.counts) - SCRATCH_PAGES) * pool.page_size
         most = min(_TRIED_TOKENS, self._sizes.max_step_tokens, self._config.max_position, room)
         cuts = measured(self._parallel, lambda n: compute_trial([n], self._model, pool, backend, self._ops).cpu(), most)
         own, step = self._model.own, self._sizes.max_step_tokens

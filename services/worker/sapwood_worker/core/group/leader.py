@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from sapwood_worker.core.group.follower import attempt
-from sapwood_worker.core.group.followers import Followers
+from sapwood_worker.core.group.leading import GroupStep, LeadingRunner
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
@@ -25,43 +25,26 @@ from sapwood_worker.records.step import (
 from sapwood_worker.records.step_wire import encode, encode_masks
 
 
-class GroupRunner:
-    """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0 of a group.
+class GroupRunner(LeadingRunner):
+    """The runner of rank 0 of a group whose ranks compute the same requests.
 
     Ranks exchange what the layers need among themselves, and each samples from the same logits; so a step goes one way, and
     nothing comes back but a report. No tokens leave before all ranks have reported the same.
 
     Args:
-        runner: This rank's part of the model.
-        followers: The ways to ranks 1 and up, whose models are waited for.
-        waits: Shows for which of them this one waits; None: nobody looks.
+        runner, followers, waits: As :class:`LeadingRunner` takes them.
 
     Raises:
-        ConfigError: A rank could not load its part of the model.
+        ConfigError: As :class:`LeadingRunner`.
     """
 
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
-        self._followers = group = Followers(followers, waits, asynchronous=runner.asynchronous)
-        experts = runner.experts
-        self.experts = None if experts is None else lambda: group.shown(experts())
-        self.sums = runner.sums
-        self.info = runner.info
-        self.vocabulary = runner.vocabulary
-        self.exchanged_bytes = runner.exchanged_bytes
+        super().__init__(runner, followers, waits)
         self.draft = runner.draft
-        self.host_pool = runner.host_pool
-        self.asynchronous = runner.asynchronous
-        self._runner = runner
         self._copies = _GroupCopies(1 + len(followers))
 
     def cache_identity(self) -> str:
         return self._runner.cache_identity()
-
-    def own_pool(self) -> None:
-        """None: a rank has but a part of a page."""
-
-    def execute(self, step: Step) -> ModelOutput:
-        return self.launch(step).result()
 
     def launch(self, step: Step) -> LaunchedStep:
         with self._followers.waits.launch(len(step.token_ids), asynchronous=self.asynchronous):
@@ -71,13 +54,13 @@ class GroupRunner:
                 masks = _SentMasks(step.masks, self)
                 # Among the messages of several lanes they come right after their step.
                 step = replace(step, masks=masks if self.info.lanes == 1 else ReadyMasks(masks.result().copy()))
-            return _GroupStep(self, attempt(self._runner, step))
+            return GroupStep(attempt(self._runner, step), self._collect)
 
     def tell(self, message: bytes | bytearray) -> None:
         """Sends a message to all followers. Raises RankLostError if one is gone."""
         self._followers.tell(message)
 
-    def collect(self, launched: LaunchedStep | Exception) -> ModelOutput:
+    def _collect(self, launched: LaunchedStep | Exception) -> ModelOutput:
         """Waits until all ranks have computed the oldest unfinished step.
 
         Args:
@@ -95,26 +78,6 @@ class GroupRunner:
                 raise RankLostError(f"rank {rank} diverged: in step {own.step} it sampled other tokens than rank 0")
         output.copied = self._copies.merge([own.copied, *(report.copied for report in reports)])
         return output
-
-
-class _GroupStep:
-    """Implements :class:`~sapwood_worker.records.step.LaunchedStep`.
-
-    Args:
-        group: The runner that has launched it.
-        launched: What rank 0 computes of it, or has failed with.
-    """
-
-    def __init__(self, group: GroupRunner, launched: LaunchedStep | Exception) -> None:
-        self._group = group
-        self._launched = launched
-
-    def result(self) -> ModelOutput:
-        return self._group.collect(self._launched)
-
-    def check(self) -> None:
-        if not isinstance(self._launched, Exception):
-            self._launched.check()
 
 
 class _SentMasks:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from sapwood_worker.core.group.follower import attempt
-from sapwood_worker.core.group.followers import Followers
+from sapwood_worker.core.group.leading import GroupStep, LeadingRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
 from sapwood_worker.records.ranks.waits import Waits
@@ -20,35 +20,24 @@ from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankLostError
 from sapwood_worker.records.step_wire import encode, encode_masks
 
 
-class SplitRequestsRunner:
-    """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0 of ranks with requests of their own.
+class SplitRequestsRunner(LeadingRunner):
+    """The runner of rank 0 of ranks with requests of their own.
 
     The ranks compute a step's parts at the same time, as their layers wait for each other: a rank without a part keeps pace with
     the others. Each samples for its own requests, and its report brings all that it has sampled. What goes into the layers that
     all compute together is the same on all ranks, so the reports have a digest of it; no token leaves before all are equal.
 
     Args:
-        runner: This rank's part of the model.
-        followers: The ways to ranks 1 and up, whose models are waited for.
-        waits: Shows for which of them this one waits; None: nobody looks.
+        runner, followers, waits: As :class:`LeadingRunner` takes them.
 
     Raises:
-        ConfigError: A rank could not load its part of the model.
+        ConfigError: As :class:`LeadingRunner`.
     """
 
     draft = None
 
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
-        self._followers = group = Followers(followers, waits, asynchronous=runner.asynchronous)
-        experts = runner.experts
-        self.experts = None if experts is None else lambda: group.shown(experts())
-        self.sums = runner.sums
-        self.info = runner.info
-        self.vocabulary = runner.vocabulary
-        self.exchanged_bytes = runner.exchanged_bytes
-        self.host_pool = runner.host_pool
-        self.asynchronous = runner.asynchronous
-        self._runner = runner
+        super().__init__(runner, followers, waits)
         self._identity = functools.cache(runner.cache_identity)
         self._asking = threading.Lock()
 
@@ -56,12 +45,6 @@ class SplitRequestsRunner:
         """As the runner's, read once for all ranks."""
         with self._asking:
             return self._identity()
-
-    def own_pool(self) -> None:
-        """None: a rank has but a part of a page."""
-
-    def execute(self, step: Step) -> ModelOutput:
-        return self.launch(step).result()
 
     def launch(self, step: Step) -> LaunchedStep:
         """Begins a step that has a part for each rank; one without parts is rank 0's alone."""
@@ -74,9 +57,9 @@ class SplitRequestsRunner:
             for rank, part in enumerate(others, 1):  # each rank reads its masks in the middle of a step that all are in
                 if part.masks is not None:
                     self._followers.tell_one(rank, encode_masks(part.masks.result()))
-            return _SplitStep(self, step.number, attempt(self._runner, own))
+            return GroupStep(attempt(self._runner, own), functools.partial(self._collect, step.number))
 
-    def collect(self, number: int, launched: LaunchedStep | Exception) -> ModelOutput:
+    def _collect(self, number: int, launched: LaunchedStep | Exception) -> ModelOutput:
         """Waits until all ranks have computed the oldest unfinished step, and returns their answers as its parts.
 
         Args:
@@ -119,23 +102,3 @@ def together(step: Step) -> list[Step]:
         )
         for part in step.parts
     ]
-
-
-class _SplitStep:
-    """Implements :class:`~sapwood_worker.records.step.LaunchedStep`.
-
-    Args:
-        group: The runner that has launched it.
-        number: Its number.
-        launched: What rank 0 computes of it, or has failed with.
-    """
-
-    def __init__(self, group: SplitRequestsRunner, number: int, launched: LaunchedStep | Exception) -> None:
-        self._group, self._number, self._launched = group, number, launched
-
-    def result(self) -> ModelOutput:
-        return self._group.collect(self._number, self._launched)
-
-    def check(self) -> None:
-        if not isinstance(self._launched, Exception):
-            self._launched.check()

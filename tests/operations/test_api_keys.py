@@ -75,9 +75,8 @@ def test_a_keys_rate_ends_in_a_retry_delay(start_router, connect, keys: Path) ->
     assert refused.value.retry_after is not None
     assert 0 < refused.value.retry_after <= 5
     connect(cluster.grpc, api_key=free).list_models()
-    with pytest.raises(
-        SapwoodError, match=r"UNIMPLEMENTED.*--admin-port"
-    ):  # a client's key is none to the router itself
+    # A client's key is none to the router itself.
+    with pytest.raises(SapwoodError, match=r"UNIMPLEMENTED.*--admin-port"):
         connect(cluster.grpc, api_key=free).list_workers()
 
 

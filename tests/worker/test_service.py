@@ -275,9 +275,8 @@ async def test_a_full_queue_and_a_taken_id_are_refused(start) -> None:
     async with grpc.aio.insecure_channel(start("--max-running", "1", "--max-waiting", "1", *ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         calls = []
-        for number, counts in enumerate(
-            [(1, 0), (1, 1)]
-        ):  # together they would both wait for the first step, one too many
+        # One after the other: together they would both wait for the first step, one too many.
+        for number, counts in enumerate([(1, 0), (1, 1)]):
             calls.append(stub.Generate(request(f"r{number}", [number])))
             await load_where(stub, lambda load: (load.running_requests, load.waiting_requests) == counts)  # noqa: B023
         for name, code in (("r0", grpc.StatusCode.ALREADY_EXISTS), ("r9", grpc.StatusCode.RESOURCE_EXHAUSTED)):

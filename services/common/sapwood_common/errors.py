@@ -69,8 +69,10 @@ class ConfigError(Exception):
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Frees what the frames hold through which an error, and what it was made of, came: where one of them refers to the error, as
-    the frame of a future's awaiter does, they would keep a request of many megabytes until the collector comes.
+    """Drops the traceback of an error, and those of the errors that led to it.
+
+    A frame in a traceback that refers to the error, as the frame of a future's awaiter does, makes a cycle: it would keep a
+    request of many megabytes until the garbage collector comes.
     """
     left = [error]
     while left:  # each may be made of others, or of itself where it was raised again

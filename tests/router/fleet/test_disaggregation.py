@@ -311,9 +311,8 @@ async def test_roles_change_with_work_in_flight_and_no_token_does(workers: dict[
         await _role_is(router, changing, "prefill")
         tokens: list[int] = []
         async for response in router.stream(new := new_prompt(), 150):
-            if (
-                len(tokens) < 5 <= len(tokens) + len(response.token_ids)
-            ):  # its ticket's lease is renewed over the change
+            # Its ticket's lease is renewed over the change.
+            if len(tokens) < 5 <= len(tokens) + len(response.token_ids):
                 await _set_role(changing, "decode")
                 await _set_role(other, "prefill")
                 await _role_is(router, changing, "decode")

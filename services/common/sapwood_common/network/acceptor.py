@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _BEGUN, _ENCRYPTED_BEGUN = 8, 1
 """Connections that begin in a turn; over TLS the handshake costs a millisecond or two."""
 _PROMPT = 0.05
-"""Seconds within which a client that has not many others to see to begins its handshake: the last packet with which it opens the
-connection and the first of the handshake leave it together, however far away it is."""
+"""Seconds within which an ordinary client begins its handshake, however far away it is: it sends the last packet that opens the
+connection and the first of the handshake together. One that opens very many connections takes longer."""
 _PROMPT_REST, _LATE_REST = 1.0, 3.0
 """Handshakes of prompt clients have half of the time, those of the others a quarter."""
 _MOST_QUEUED, _BREAK = 2, 0.001

@@ -1,9 +1,9 @@
 """TLS on the event loop, a little at a time.
 
-What a client sends over TLS costs time before any protocol sees some of it: a change of keys has 27 bytes and takes 20 us, and a
-byte of content may come in a record of its own. asyncio and uvloop decrypt all that they have read, uvloop up to 8 MB between two
-polls: seconds. Here a connection has its share of the loop's time (:class:`TimeShare`), keeps the rest, and reads no more until
-it is done. A client whose records hold next to nothing is closed.
+What a client sends over TLS costs time before any protocol sees it: a change of keys has 27 bytes and takes 20 us, and each
+byte of content may come in a record of its own. asyncio and uvloop decrypt all that they have read, uvloop up to 8 MB between
+two polls, which can take seconds. Here a connection has its share of the loop's time (:class:`TimeShare`), keeps the rest, and
+reads no more until it is done. A client whose records hold next to nothing is closed.
 """
 
 from __future__ import annotations

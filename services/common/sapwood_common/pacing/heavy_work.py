@@ -1,9 +1,8 @@
 """Spaces out work that takes the event loop many milliseconds in one piece: to parse 16 MB, or to write them.
 
 One piece at a time has the loop, each caller's in turn, and all else then has as long before the next one. A caller whose piece
-took long waits longer for its own next one, by the square of it: whoever needs the loop at any moment waits on average for half
-of a piece, as often as one is in progress, so that a long piece costs others as little as a short one only if it comes that much
-more seldom.
+took long waits longer for its own next one, by the square of its time. For whoever needs the loop at some moment waits for a long
+piece more often, and longer: it costs others as little as a short one only if it comes that much more seldom.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ every entry in constant time. The file is read again when it has changed, within
 
 Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute,
 ``weight=`` the share of busy workers (1 if not given) and ``priority=`` the highest priority that requests may have (0 if not
-given). Lines of one name are keys of one tenant, which share what the first of them says; its cache salt is minted from name
-and first hash, so that it is the same on all routers and nobody can guess it.
-``#`` begins a comment.
+given). Lines of one name are keys of one tenant, and the first of them says what holds for all. The tenant's cache salt is minted
+from name and first hash: so it is the same on all routers, and nobody can guess it. ``#`` begins a comment.
 """
 
 from __future__ import annotations

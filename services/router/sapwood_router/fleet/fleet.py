@@ -1,9 +1,9 @@
 """Which workers the router knows: named by several sources, added, drained and removed while it runs.
 
 A worker is there as long as some source names it: the configuration, a watched file, a DNS name, or its registration, which
-lapses unless it is renewed within its lease. A worker that no source names any more drains: it gets nothing new, what runs on it
-finishes, and it is removed once it is idle or gone. (Kubernetes stops naming a pod when its grace period begins, not when it is
-over.) A worker that an operator removes is removed at once, and what runs on it goes on elsewhere.
+lapses unless it is renewed in time. When no source names it any more, it drains: it gets nothing new, its requests finish, and
+it is removed once it is idle or gone. (Kubernetes stops naming a pod when its grace period begins, not when it is over.) When
+an operator removes it, it is gone at once, and its requests go on elsewhere.
 """
 
 from __future__ import annotations

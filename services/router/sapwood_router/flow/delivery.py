@@ -102,9 +102,8 @@ class Delivery:
         if len(runs) == 1:
             await runs[0].start(self, 0)
         else:
-            for first in range(
-                0, len(runs), A_FEW
-            ):  # a few at a time: all together would block the event loop until each of them waits
+            # A few at a time: all together would block the event loop until each of them waits.
+            for first in range(0, len(runs), A_FEW):
                 if self._error is None:
                     part = enumerate(runs[first : first + A_FEW], first)
                     await asyncio.gather(*(run.start(self, index) for index, run in part))

@@ -219,9 +219,8 @@ class GenerationAttempts(Attempts):
 
     def _goes_on(self, error: SapwoodError) -> bool:
         context = self._context
-        if (
-            len(context.output_ids) >= context.sampling.max_tokens
-        ):  # the lost worker had only to say that it was at its end
+        if len(context.output_ids) >= context.sampling.max_tokens:
+            # The lost worker had only to say that it was at its end.
             context.worker_finish = FinishReason.LENGTH
             self._stream.push((), end=True)
             return False

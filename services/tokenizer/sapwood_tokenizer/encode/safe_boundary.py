@@ -2,14 +2,14 @@
 
 The library takes added tokens (``<|im_end|>``) out of a text first; the text between two of them is then normalised, split into
 words and encoded on its own. So the place after such a token is a safe boundary, if the token is found there whatever
-surrounds it. That holds for a token which
+surrounds it. That holds if
 
-- is matched in the raw text: not ``normalized``, or the tokenizer has no normalizer;
-- takes nothing of what is around it and asks for nothing: neither ``lstrip``, ``rstrip`` nor ``single_word``, and it neither
-  begins nor ends with white space, which a neighbour with ``lstrip`` or ``rstrip`` would take, nor with a letter or digit,
-  which would keep a neighbour with ``single_word`` from being found;
-- shares no character with another match wherever both occur: it is part of no other added token, none is part of it, and
-  no end of it is the beginning of an added token, itself included, nor the other way round.
+- it is matched in the raw text: it is not ``normalized``, or the tokenizer has no normalizer;
+- it does not depend on its neighbours: it has neither ``lstrip``, ``rstrip`` nor ``single_word``;
+- its neighbours do not depend on it: it neither begins nor ends with white space, which a neighbour with ``lstrip`` or ``rstrip``
+  would take, nor with a letter or digit, which would keep a neighbour with ``single_word`` from being found;
+- it cannot overlap another added token: it is part of none, none is part of it, and none begins with its end or ends with its
+  beginning, itself included.
 
 Only one thing still depends on the place: whether a part is the first of its text (Metaspace's ``prepend_scheme`` "first"). So
 that belongs to a part's key, and later parts are encoded behind a boundary token whose id is dropped.

@@ -53,8 +53,8 @@ from sapwood_worker.records.step import RankGoneError, RankLostError
 logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 2e-4
-"""Seconds after which a thread gives Python's lock to another that waits for it: the loop that launches steps waits no longer for
-those that answer reads of pages, or read some, than they need to (by default it could be 5 ms each time)."""
+"""Seconds after which a thread gives Python's lock to another that waits for it; Python's default is 5 ms. The loop that launches
+steps would wait for so long, again and again, for threads that read pages or answer reads."""
 _COMING_SECONDS = 120.0
 """Seconds that ranks of other hosts get to come for their steps, before they load anything."""
 

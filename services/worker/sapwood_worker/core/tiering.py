@@ -232,7 +232,6 @@ def _build_leases(
         engines[mover] = _ENGINES[mover](tls, pool)
     device = None
     if (own := _own_pool(config, runner)) is not None and (exported := _on_gpu(config, own.export)) is not None:
-        # The scheduler, which knows, is made afterwards.
         device = ExportedPages(exported, cache.device_epoch)
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
     fingerprint = page_fingerprint(runner, pool)

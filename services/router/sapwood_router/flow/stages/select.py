@@ -114,9 +114,6 @@ def _shortlist(
     listed = (registry.find(address) for address in dict.fromkeys((session_at, *named)))
     try:
         found = eligible([worker for worker in listed if worker is not None], demand).workers
-    except (
-        InvalidArgumentError,
-        UnavailableError,
-    ):  # others may; if none can, the error should name what all of them lack
-        return None
+    except (InvalidArgumentError, UnavailableError):
+        return None  # others may; if none can, the error should name what all of them lack
     return found if found[0].room else None  # ``eligible`` names workers without room only if none has any

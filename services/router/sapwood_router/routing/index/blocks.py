@@ -3,9 +3,9 @@
 Algorithm: for each tier one dictionary from page hash to the set of workers that hold the page there, the set as the bits of
 an integer. A page's hash covers everything before it (``sapwood_common.contract.page_hash``), so a prompt's overlap with *all*
 workers is one walk along its hashes: the workers still on the prefix are the intersection of the sets so far, and pages that
-the same workers hold in the same tiers are counted as one run. Where there is one tier, the places where workers leave are found
-by halving: a cache drops the end of a prefix before its start, so a worker that holds a page holds what is before it, even where
-the index has refused that for want of room. Each look at a page of ten million misses the processor's caches.
+the same workers hold in the same tiers are counted as one run. Where there is one tier, the places where workers leave the prefix
+are found by halving, since each look at a page of ten million misses the processor's caches. That is exact, as a cache drops the
+end of a prefix before its start: a worker that holds a page holds all before it, even if the index had no room for that.
 
 Complexity: overlaps O(log pages) for each length that is found, with several tiers O(pages walked + runs x workers), and the walk
 ends with the last of them; holders O(log pages) for each that is found; an event O(1) a page; forgetting a worker O(its pages).

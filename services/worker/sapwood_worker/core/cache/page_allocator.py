@@ -6,7 +6,7 @@ that an owner keeps beyond its end, is an error at that moment and not a wrong t
 one for whom the page was allocated last.
 
 A page's epoch counts its allocations. Code that relies on a page later (at the end of a step in flight or of a transfer) holds
-a :class:`PageHandle` and has it confirmed: that finds a page that was given away meanwhile, even if its new owner is the old one.
+a :class:`PageHandle` and has it confirmed. That fails if the page was given away meanwhile, even if its new owner is the old one.
 """
 
 from __future__ import annotations

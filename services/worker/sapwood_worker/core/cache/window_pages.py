@@ -1,12 +1,12 @@
-"""The pages of layers that see a window of tokens only: a ledger and rows of their own beside those of the layers that see all.
+"""Pages for layers that see only a window of tokens: they have a ledger and rows of their own, beside those of the other layers.
 
 Entry i of a row stands for the same positions as in the page table. A row keeps the pages that its next query sees, and those of
-the tokens being computed; what slides out of the window is freed, or left to the cache where the tree has the prefix.
+the tokens being computed. What slides out of the window is freed, or left to the cache where the tree has the prefix.
 
-The tree knows nothing of these pages: a page of it may have one of ours *beside* it, or none (any more). So a cached prefix can
-be used up to a page before which all that the next query sees lies beside the tree's pages (:meth:`WindowPages.usable`). What no
-row uses is evicted when room is needed: first what has slid out of a window, then the ends of sequences and the places where one
-was left for another, which are what is asked for again; each the least recently used first.
+The tree knows nothing of these pages: a page of it may have one of ours *beside* it, or none (any more). So of a cached prefix
+only so much can be used that all pages which the next query sees lie beside the tree's (:meth:`WindowPages.usable`). What no
+row uses is evicted when room is needed: first pages that have slid out of a window, then those at which a sequence ended or
+another branched off, since these are asked for again. Of either kind the least recently used goes first.
 
 Complexity: O(pages) for each page that enters or leaves a row, O(pages of the prefix), vectorised, to match. Bound: one entry for
 each page.

@@ -1,13 +1,12 @@
 """Which ranks a layer's experts are on, and the next change that evens out what the ranks compute.
 
-An expert may be on several ranks, among which its tokens are shared out equally. From where the experts are now, one change after
-another is chosen that takes most from the busiest rank, so that few experts move: one is copied to another rank or moved there,
-perhaps in the place of one that is on further ranks too or that goes the other way, or a copy is
-given up.
+An expert may be on several ranks, among which its tokens are shared out equally. So that few experts move, changes are chosen one
+after another, each the one that takes most from the busiest rank. A change copies an expert to another rank, moves it there, or
+gives a copy up. If the other rank is full, an expert that is elsewhere too makes room, or one goes the other way.
 
 Source: greedy replication as in DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), made incremental by local search, as for
-the makespan of parallel machines (Finn and Horowitz, "A linear time approximation
-algorithm for multiprocessor scheduling", 1979).
+the makespan of parallel machines (Finn and Horowitz, "A linear time approximation algorithm for multiprocessor scheduling",
+1979).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Loads = npt.NDArray[np.float64]
 Places = npt.NDArray[np.bool_]
 
 _POWER = 16
-"""Of the norm of ranks' loads that a change lowers: high, so that the busiest rank counts; finite, so that of two that are
-equally busy one may be relieved before the other."""
+"""A change has to lower the sum of the ranks' loads to this power. It is high, so that the busiest rank counts, and finite, so
+that of two equally busy ranks one may be relieved before the other."""
 LEAST_GAIN = 0.1
-"""Part of that norm's power that a change has to take away: what lowers the busiest rank's load by about 0.7 %."""
+"""The least part of that sum that a change takes away: the busiest rank's load then sinks by about 0.7 %."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,8 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
                 coming = _ComingMasks(leader, len(step.masked), waits)
                 step.masks = coming if not lanes else ReadyMasks(coming.result())
             failed = attempt(runner, step)
-            if (
-                lanes and not runner.asynchronous and not launched and not isinstance(failed, DeferredStep | Exception)
-            ):  # the leader must not wait until this rank has computed the next step too
+            computed = not runner.asynchronous and not isinstance(failed, DeferredStep | Exception)
+            if lanes and computed and not launched:  # the leader must not wait until the next step is computed too
                 leader.send_bytes(_report(step.number, failed, waits.entered).to_bytes())
                 unasked += 1
                 continue

@@ -88,8 +88,11 @@ def measure_load(
         used_window_pages=sum(window.num_used for window in cache.windows),
         passed_window_pages=sum(window.num_freed for window in cache.windows),
     )
-    if tiers is None:
-        return load
+    return load if tiers is None else _with_tiers(load, tiers, page_size)
+
+
+def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
+    """A load with what the tiers below the device count."""
     load = msgspec.structs.replace(
         load,
         device_hit_tokens=tiers.counters.device_hits * page_size,

@@ -45,7 +45,7 @@ class Request:
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
         waited: Steps that it waited in the queue before it ran last.
-        rank: Set when it is admitted; requests of lower rank are retracted later.
+        rank: Set when it is admitted, and sorts running requests: the last of them is retracted first.
         retractions: How often it was sent back to the queue.
         capacity: Tokens that its pages hold; 0 without a row.
         reach: Tokens that its pages of windows hold, those let go of included; 0 without a row.

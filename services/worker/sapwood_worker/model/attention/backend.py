@@ -165,9 +165,8 @@ class StepAttention(Protocol):
     def plan(self, batch: AttentionBatch) -> None:
         """Prepares a step; its layers then share the plan, which is valid until the next call.
 
-        Does not mutate the batch. May keep and mutate buffers of its own; what it copies from the host must be in memory of its
-        own by the end of the call, or be read by the device before work that is queued later (the caller plans the next step
-        only then).
+        Does not mutate the batch. May keep and mutate buffers of its own. The caller may change the batch as soon as the call has
+        returned and later work is queued: what the device is to copy must be in memory of this object by then, or be read first.
         """
         ...
 
@@ -284,9 +283,9 @@ class AttentionBackend:
         decode: Makes the attention of one token for each of any number of requests; None: it has none.
         graphs: Makes what makes the attention of so many decodes that can be captured in a CUDA graph: ``plan`` writes to the
             addresses that a captured ``attend`` reads. None: steps run without graphs.
-        shared: Likewise makes what makes the attention of decodes that share keys (``AttentionBatch.runs``), of so many or, for
-            None, of any number; it may give None, if it cannot for this model. Only with ``graphs`` is it captured. None: each
-            request reads its keys by itself.
+        shared: Likewise for decodes that share keys (``AttentionBatch.runs``), of so many or, for None, of any number. It may
+            return None for a model that it cannot serve. It is captured only with ``graphs``. None: each request reads its keys
+            by itself.
         shared_prompts: Makes the attention of chunks of prompts of which some share keys, likewise; not asked for latent
             attention. None: each request reads its keys by itself.
         prompt_tile: Tokens of a request that read keys together, without ``shared_prompts``.

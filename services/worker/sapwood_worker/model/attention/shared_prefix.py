@@ -1,5 +1,5 @@
-"""Which requests of a step share which pages: found in their page tables, which name a page of the prefix cache in every row
-that uses it. So the ranks of a group find the same, and a step carries nothing for it.
+"""Finds which requests of a step share which pages, in their page tables: every row that uses a page of the prefix cache names
+it. So the ranks of a group all find the same, and a step need not say it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Runs = tuple[SharedRuns | None, ...]
 """What requests share in each page table."""
 
 LEAST_SPARED = 8192
-"""Keys that have to be spared for sharing to pay: their reading takes as long as the kernel more in each layer."""
+"""Keys whose reading has to be spared for sharing to pay: to read so many takes as long as the additional kernel in each
+layer."""
 _LEAST_RUN = 128
 """Keys of the shortest run that is read for itself."""
 _LEVELS = 8

@@ -47,9 +47,15 @@ class RowWays(Protocol):
         ...
 
     def combine(self, part: Tensor, holders: Tensor, rows: int) -> Tensor:
-        """Sends what experts made of rows back: the rank's part of each row that it got, [ranks * rows, N] -> the sums for this
-        rank's own rows, [T, N], in the order of the ranks in float32, rounded once; ``holders`` and ``rows`` as for
-        :meth:`dispatch`."""
+        """Sends back what experts made of rows.
+
+        Args:
+            part: [ranks * rows, N]: what this rank's experts made of each row that it got.
+            holders, rows: As for :meth:`dispatch`.
+
+        Returns:
+            [T, N]: the sums for this rank's own rows, added up in the order of the ranks in float32 and rounded once.
+        """
         ...
 
 

@@ -1,7 +1,8 @@
-"""Long products of which ranks have parts, in pieces: while one is summed over the ranks, the next is multiplied.
+"""Long products of which ranks have parts, in pieces: while one piece is summed over the ranks, the next is multiplied.
 
-Where a norm reads the sums next, they are left under way, and what comes after the norm is computed piece by piece, too: a sum
-then runs beside the products of the next layer, and only the first of a step's and the last are waited for by nothing else.
+Where a norm reads the sums next, nobody waits for the last pieces. What comes after the norm is computed piece by piece, too,
+each when its sum is there, so that sums also run beside the products of the next layer. Only around the first and the last sum
+of a step is there nothing else to compute.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class SharedMeeting:
 class SharedParts:
     """A place for each rank's part of what they exchange; made by all ranks together.
 
-    Each rank has two slots, which take turns: one that writes into a slot for the second time knows that all have read what
-    it wrote first, since they have all come to the exchange between.
+    Each rank has two slots, which take turns. When it writes into a slot again, all have read what it wrote there before: they
+    have all come to the exchange in between.
 
     Args:
         group: The ranks; exchanges where the memory is.

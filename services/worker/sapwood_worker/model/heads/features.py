@@ -1,8 +1,8 @@
-"""How a head's steps are shifted: it has the token at p + 1 where the model has that at p.
+"""How a head's steps are shifted: at position p, where the model has token p, a head has token p + 1.
 
-The scheduler plans a head's steps as a draft model's, by the tokens' own positions. A head computes them a position earlier, in
-the slots where the model has left the features; and what it makes of the last of them is left in the slot after, which the model
-has not computed yet, for the step that drafts on.
+The scheduler plans a head's steps as a draft model's, by the tokens' own positions. A head computes each token a position
+earlier, in the slot where the model has left its features. What it makes of a request's last token it leaves in the slot after
+that, which the model has not computed yet: there the step that drafts on finds it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class ShiftedSteps:
         return replace(step, starts=step.starts - 1)
 
     def left(self, step: Step) -> npt.NDArray[np.int64]:
-        """int64 [T]: the slots for what the head makes of each token of a step, not yet shifted: of the last token of each part,
-        if the step drafts, that after; of the others no token's."""
+        """int64 [T]: the slot in which to leave what the head makes of each token of a step that is not shifted yet.
+
+        If the step drafts, that is for the last token of each part the slot after it; for all others it is the scratch slot.
+        """
         slots = np.full(len(step.token_ids), self._scratch, np.int64)
         if step.samples.all():
             last, size = step.starts + step.counts - 1, self._page_size

@@ -46,8 +46,9 @@ class PageOrder:
 
     def __init__(self, whole: KVLayout, parts: Sequence[RankPart]) -> None:
         self.object_bytes = whole.page_bytes
-        # Of each part's component: its layers times a layer's parts; where it begins among the ranks' parts, and the bytes of a
-        # piece; where it begins in the whole, the bytes of all heads, and where its own begin among them.
+        # For each component of each part: how many pieces it has (its layers times a layer's parts); where it begins among the
+        # ranks' parts, and a piece's bytes there; where it begins in the whole, a piece's bytes there (of all heads), and where
+        # the part's own heads begin among these.
         self._pieces: list[tuple[int, int, int, int, int, int]] = []
         offsets = whole.offsets()
         for part in parts:

@@ -52,8 +52,8 @@ class PartsOfPages:
     """The parts that steps fill, by page. The step's thread changes it, others look.
 
     Attributes:
-        groups: Which bytes of a page's content each group of layers has, in the order in which steps compute them; empty: what
-            steps fill is not known before they end.
+        groups: The ranges of bytes in a page's content that belong to each group of layers, in the order in which steps compute
+            them; empty: nothing is known of a step's pages before it ends.
     """
 
     def __init__(self) -> None:
@@ -78,15 +78,18 @@ class PartsOfPages:
 
 
 def layer_groups(layers: Sequence[int], most: int) -> list[list[int]]:
-    """Cuts layers, in the order in which they are computed, into at most so many groups, at least two where there are more; the
-    last layer, whose copy nothing is computed beside, is alone."""
+    """Cuts layers, in the order in which they are computed, into at most so many groups, and at least two where there are two
+    layers.
+
+    The last layer is alone: nothing is computed beside its copy, so that should be short.
+    """
     *others, last = sorted(layers)
     parts = np.array_split(np.array(others), min(most - 1, len(others))) if others else []
     return [*(part.tolist() for part in parts), [last]]
 
 
 def ranges_of(layers: Iterable[int], offsets: Mapping[int, int], sizes: Mapping[int, int]) -> Ranges:
-    """Where the bytes of some layers are in a page's content, of which it is given where each begins and how long it is."""
+    """The ranges of some layers' bytes in a page's content, given where each layer begins there and how many bytes it has."""
     ranges: Ranges = []
     for layer in sorted(layers, key=offsets.__getitem__):
         start, end = offsets[layer], offsets[layer] + sizes[layer]

@@ -254,9 +254,8 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
     )
     rows = OwnRows(parallel.tp, device_ops(device)) if config.data_parallel_attention else None
     parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows, dispatch=config.expert_dispatch)
-    if (
-        config.redundant_experts
-    ):  # NCCL connects when it is first used: the first move would take far longer than the others
+    if config.redundant_experts:
+        # NCCL connects when it is first used: the first move would take far longer than the others.
         parallel.ep.connect(torch.device(device))
     choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
     return parallel

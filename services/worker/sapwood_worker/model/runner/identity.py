@@ -29,8 +29,8 @@ def cache_identity(
 ) -> str:
     """What a page in a store is named after, beside its tokens: runners with the same identity may read each other's pages.
 
-    The number of ranks is part of it where their weights are not parts of the same numbers: scales of a part of a quantised
-    matrix may differ from those of the whole, and random weights differ.
+    The number of ranks is part of it where another number of ranks would have other weights: scales of a part of a quantised
+    matrix may differ from those of the whole, and made-up weights do.
 
     Args:
         options: The runner's.

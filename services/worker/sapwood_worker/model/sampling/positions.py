@@ -1,8 +1,8 @@
 """Which positions a step samples: one for each request, or several where a draft of its next tokens is checked.
 
-Position j of a request counts only if the tokens sampled before it are those of the draft. So what sampling needs to know of the
-tokens before position j, it takes from the draft: all positions are sampled at once, and what comes after the first token that
-is not the draft's is thrown away, on the device for its state and on the host for the answer.
+Position j of a request counts only if the tokens sampled before it are the draft's. So sampling takes the tokens before
+position j from the draft, and all positions are sampled at once. What comes after the first token that is not the draft's is
+thrown away: on the device out of its state, on the host out of the answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a source says of the pages of a read: had, not had, or coming, layer by layer, while it still computes them.
 
-Where pages are coming, the source answers ``LATER`` for each, and once it has said something of every page of the read, which
-bytes of those that come are there, again and again until that is all; none says that it goes on. Then follows for each of them,
-in order, whether the source has it after all, with the header over all of its content: not before the step that computed it is
-known to have gone well. The bytes follow whenever some are named (TCP), or the reader takes them out of the source's memory.
+The source first answers for every page of the read: yes, no, or ``LATER`` for one that is coming. Then it says again and again
+which bytes of the coming pages are there, until all are; an empty answer says that it is still at it. The bytes follow whenever
+some are named (TCP), or the reader takes them out of the source's memory. When the step that computed the pages is known to have
+gone well, the source says of each coming page, in order, whether it has it after all, with the header over all of its content.
 
 Where the bytes never pass through a host's memory there is no checksum, and in place of the header stands the proof of the page's
 tokens and tenant alone.
@@ -41,9 +41,12 @@ def send_headers(
     sealed: bool = True,
     still: Callable[[int], bool] = lambda index: True,
 ) -> None:
-    """Of pages that the reader takes out of the source's memory itself: says which there are, with their sealed headers (or
-    proofs), waits until they are read (a yes; a no now and then until then), and says which of them still are what the ticket
-    says, and what else was said (``still``): those that were there at first, then those that came."""
+    """The source's side of a read whose reader takes the pages out of the source's memory itself.
+
+    It says which pages there are, with their sealed headers (or proofs), and waits until the reader says that it has read them (a
+    yes; until then a no now and then). At last it says of each page, first those that were there at once, then those that came,
+    whether it still is what the ticket says and passes ``still``.
+    """
     had: list[int] = []
     coming: list[int] = []
     for index in indices:
@@ -110,9 +113,8 @@ def send_parts(
     reached("all layers said")
     had = []
     for place, index in enumerate(coming):
-        if _comes(
-            wire, source, lease, index, _SHORT_NAP_SECONDS, on_device=not sealed
-        ):  # the step has ended, or is about to
+        # The step has ended, or is about to.
+        if _comes(wire, source, lease, index, _SHORT_NAP_SECONDS, on_device=not sealed):
             wire.put(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
             had.append(index)
         else:

@@ -3,10 +3,10 @@
 A retracted request gives up its row and its pages and goes back to the head of the queue. What it has generated is kept, and
 its pages stay in the prefix cache as long as there is room, so that computing it again is mostly a cache hit.
 
-The victim is always the running request of lowest rank: of the lowest priority, where priorities count, and of these the
-youngest. So the first in rank is never retracted for want of pages; alone it always fits (admission sees to that), hence it
-ends, and there is neither deadlock nor livelock. Only a waiting request of higher priority can push it out (preemption), and
-only until it has starved (``admission_order.py``), when nothing ranks above it but older starved requests.
+The victim is always the last running request by rank: of the lowest priority, where priorities count, and of these the youngest.
+So the first by rank is never retracted for want of pages. Alone it always fits (admission sees to that), hence it ends, and there
+is neither deadlock nor livelock. Only a waiting request of higher priority can push it out (preemption), and only until it has
+starved (``admission_order.py``): then only older starved requests come before it.
 
 :class:`NewTokenRatio` estimates which share of their remaining ``max_tokens`` running requests will generate (SGLang's estimate):
 admission leaves as many pages free. The ratio sinks with each step without a retraction and rises with each retraction.
@@ -86,7 +86,7 @@ class Retraction:
         self._waiting.put_back(request)
 
     def for_pages(self, step: int) -> None:
-        """Sends the running request of lowest rank back for want of pages."""
+        """Sends the last running request by rank back for want of pages."""
         self.put_back(choose_victim(self._running.requests), step)
         self._ratio.retracted(self._running.requests)
         self.num_retractions += 1

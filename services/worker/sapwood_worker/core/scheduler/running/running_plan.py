@@ -27,7 +27,7 @@ def plan_running(
 
     Args:
         running: The batch. Mutated.
-        retraction: Makes room; it takes requests of lower rank than all that are in the step so far.
+        retraction: Makes room. It takes the last by rank, which is none of those that are in the step so far.
         step: The number of the step being planned.
         lanes: How steps in flight share the requests.
         in_flight: Whether another step is in flight.

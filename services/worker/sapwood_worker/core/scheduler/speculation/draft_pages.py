@@ -1,9 +1,8 @@
 """Which pages hold a draft model's keys and values too.
 
-A draft model has a pool of its own with as many pages as the model's: what a page of the ledger is for the one, it is for the
-other, so that a request's row of the page table serves both, and prefixes are shared by both. But the draft model computes only
-what is drafted after. So it is noted of each page with which of its allocations (its epoch) the draft model has filled it: a page
-that is given out anew is empty again, and nobody has to say so.
+A draft model has a pool of its own with as many pages as the model's, under the same page ids. So a request's row of the page
+table serves both, and both share prefixes. But the draft model computes only requests for which it drafts. So each page's epoch
+is noted when the draft model fills it: a page that is given out anew has another epoch, and counts as empty.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ or a prompt), then token after token. It draws with the request's own seed, and 
 so it draws what the model will, as far as they agree, at any temperature. Penalties, bans and grammars are left out: what they
 forbid is found when the draft is checked.
 
-It follows its requests late: nothing is computed for one that nothing is drafted for. What it has computed lies in pages that
-are those of the ledger (``draft_pages.py``), and goes with them where requests go: shared, retracted, resumed, evicted.
+It follows its requests late: nothing is computed for one that nothing is drafted for. Its keys and values lie in the pages of the
+ledger (``draft_pages.py``), and share their fate: shared, retracted, resumed, evicted.
 """
 
 from __future__ import annotations

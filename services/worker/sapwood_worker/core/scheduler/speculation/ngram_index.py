@@ -41,8 +41,11 @@ class NgramIndex:
         self._end = max(LENGTH, len(tokens))
 
     def find(self) -> int | None:
-        """The index of the token that followed when the last tokens stood there before: of the latest places that have the last
-        ``LENGTH``, the one with most equal tokens before it, and of these the latest; None: never."""
+        """Where the last tokens stood before: the index of the token that followed there; None: nowhere.
+
+        Of the latest places after the same last ``LENGTH`` tokens it takes the one with most equal tokens before it, and of these
+        the latest.
+        """
         tokens, count = self._tokens, len(self._tokens)
         while self._end < count:
             self._later.setdefault(self._key(self._end), []).append(self._end)

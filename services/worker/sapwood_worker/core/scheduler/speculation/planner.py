@@ -4,11 +4,11 @@ Each row has offered its draft with what each token is worth: the chance that it
 of the likeliest as bring the most tokens a second by the measured times of steps. Times that are not known are tried from the
 smallest draft up, as long as they would pay if one more rung of the ladder cost nothing.
 
-What all that may lose is bounded by two accounts, in durations of steps without drafts. Each gets a share of the time that passes
-and what drafts have gained, up to a bound. It pays for drafts that brought less than their time was worth, for the slow step
-after them, and for looking in vain. Nothing is looked for, tried or drafted that the accounts cannot pay. On one of them drafts
-bring what was promised, times how much of promises is kept, so that it can be small: a run of luck neither pays nor costs. On
-the other, which bounds the loss whatever happens, they bring what was right.
+What all that may lose is bounded by two accounts, in durations of steps without drafts. Each gets a share of the time that
+passes and what drafts have gained, up to a bound. It pays for drafts that brought less than their time was worth, for the slow
+step after them, and for looking in vain. Nothing is looked for, tried or drafted that the accounts cannot pay. The first
+account books what drafts promised, times the share of promises that is kept: a run of luck neither pays nor costs, so this
+account can be small. The second books what was right, and bounds the loss whatever happens.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.grammar_state import GrammarState
 
 _SLICES = (r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+')
-"""Tokens that are allowed or not as one, wherever all text that matches is: in strings of JSON, and in those of a most length, of
-which ten characters are left. The library's own have two more, of white space and of thirty characters: no slower a mask is the
-slowest without them, and each is another index of nearly all tokens."""
+"""Sets of tokens, each of which is allowed or forbidden as a whole wherever a grammar allows all text that matches: inside JSON
+strings, and inside those of a limited length while at least ten characters are left. The library has two more by default, for
+white space and for thirty characters. Without them the slowest mask is no slower, and each would be another index of nearly all
+tokens."""
 
 
 class GrammarStore:

@@ -1,5 +1,5 @@
-"""Steps of made-up requests that make drafts and check them, so that what compiles or is loaded at its first use is there for
-the first real draft: the scheduler measures what drafts cost, and would take it for dear."""
+"""Steps of made-up requests that make drafts and check them. They compile and load all that a draft uses: else the first real
+draft would, and the scheduler, which measures what drafts cost, would take drafts for expensive."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a head has computed behind a check, before the host knew how much of the draft was right.
 
-A check of a draft leaves the model's features of all its positions, and the tokens sampled there. So the head can compute all of
-them at once, while the host waits for the check's result and plans; what it made of the last position that counts is then where
-the next draft begins. What it has written of later positions lies where it will write again before it reads.
+A check of a draft leaves the model's features of all its positions, and the tokens sampled there. So the head can compute all
+these positions at once, while the host waits for the check's result and plans. The next draft then begins with what the head
+made of the last position that counts. What it has written for later positions is written again before it is read.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Decodes of the same requests one after another, each of the token that the one before found: what the host would prepare for
-each of them, prepared for all at once, so that the device need not wait for the host in between.
+"""A chain of decodes of the same requests: each computes the token that the one before has sampled. The host prepares all of
+them at once, so that the device need not wait for the host in between.
 
 A head's step takes an H200 0.25 ms, and the host as long to prepare it. In a chain nothing is prepared between the steps: a copy
 on the device brings positions and slots, and the attention's plan is moved by a key.
@@ -23,8 +23,8 @@ class StagedChain:
 
     Attributes:
         inputs: int64 [K, N, S]: the graph's inputs in each step. Columns that a step does not compute write to scratch.
-        lengths: int64 [S]: the keys of each column in the last step, those that are left out by then counted on; in the step
-            before there was one less.
+        lengths: int64 [S]: the keys of each column in the last step, counted on for columns that are left out by then; in the
+            step before each has one less.
         pages: int32 [S, W]: the pages of so many keys, scratch where a request has no more.
     """
 

@@ -23,8 +23,8 @@ class DraftedTokens:
 
     Attributes:
         begun: The argument.
-        share: Which part of their time is told: less than 1 if fewer of them are used than were made.
-        tokens: int64 [K * B] on the device, step after step: what the draft says, 0 where nothing could be told.
+        share: The part of their time that :meth:`seconds` tells: less than 1 if fewer tokens are used than were made.
+        tokens: int64 [K * B] on the device, step after step; 0 for a token that could not be told.
     """
 
     def __init__(self, steps: Sequence[Tensor], ops: DeviceOps, begun: Moment) -> None:

@@ -1,5 +1,5 @@
-"""Steps of made-up requests that tell from how many on it pays that stages of a pipeline compute several steps at once, where
-their devices compute by themselves; and whether what comes of it is right."""
+"""Steps of made-up requests, which tell from how many requests on it pays that the stages of a pipeline compute several steps
+at once (lanes), and whether the tokens of such steps are right. For devices that compute while their host goes on."""
 
 from __future__ import annotations
 

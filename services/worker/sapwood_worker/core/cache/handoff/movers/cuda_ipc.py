@@ -1,11 +1,14 @@
 """Pages out of the source's GPU, within a host: the reader's copy engines take them from there, into its own GPU's pages or into
 its host pages.
 
-The source answers with what its device pool is among processes, and for each page where it lies there: those that were copied
-to host memory from a page of the device which still is theirs (its epoch tells). Of them it says the rest as it does of shared
-memory (``answers.py``): what is there, which layers of those that come, the headers. The reader says that it is done, and then
-the source says for each whether both pages, the host's and the device's, still were what they are named for. Pages that are not
-on the device, and sources on another machine, without this mover or without a GPU, are read as ``QuickestMover`` reads them.
+1. The source says how other processes reach its device pool, and where in it each page lies. That is known of a page that was
+   copied to host memory, as long as the device's page has not been given to another (its epoch tells).
+2. It says which pages and which layers are there, with their headers, as for shared memory (``answers.py``).
+3. The reader copies and says that it is done.
+4. The source says for each page whether both, the host's and the device's, still were what they are named for.
+
+Pages that are not on the device, and sources on another machine, without this mover or without a GPU, are read as
+``QuickestMover`` reads them.
 """
 
 from __future__ import annotations

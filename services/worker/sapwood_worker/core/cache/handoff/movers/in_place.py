@@ -1,9 +1,9 @@
 """What a mover does whose reader takes pages out of the source's memory itself, by a transfer engine of somebody else.
 
-The source answers with what the engine's reader needs to know, where its host pages begin, and a byte for each page that says
-whether it has it, followed by the sealed header if so. The reader has its engine read the pages into its host pages, in place,
-and says that it is done; then the source says for each page that it had whether it still was what the ticket says. Only who has a
-good ticket is told how to read, since whoever knows it can read all of the source's host pages.
+1. The source says what the engine's reader needs to know, where its host pages begin, and for each page whether it has it, with
+   the sealed header if so. Only who has a good ticket is told, since whoever knows can read all of the source's host pages.
+2. The reader has its engine read the pages into its host pages, in place, and says that it is done.
+3. The source says for each page that it had whether it still was what the ticket says.
 
 A transfer is over when its engine says so and not before: NIXL 1.5 and Mooncake 0.3.13 over TCP still write for reads that were
 given up on, once a stopped source goes on. So a read lasts as long as its transfer, its pages stay reserved, and ``Room`` keeps

@@ -1,10 +1,12 @@
 """Pages by way of memory that two workers of one host share: no byte of them goes through a socket.
 
-The source's host pages lie, unless they are in parts of ranks, in a file without a name (``model/pools/shared_memory.py``). It
-answers with where that is, and with a byte for each page that says whether it has it, followed by the sealed header if so. The
-reader opens the file through ``/proc``, which the kernel lets only processes of the same user do, makes sure that it is that file
-of this boot of this machine, reads the pages out of it, and says that it is done; then the source says for each page that it had
-whether it still was what the ticket says. A file that cannot be opened is another machine's, container's or user's.
+The source's host pages lie, unless they are in parts of ranks, in a file without a name (``model/pools/shared_memory.py``).
+
+1. The source says where that file is, and for each page whether it has it, with the sealed header if so.
+2. The reader opens the file through ``/proc``, which the kernel lets only processes of the same user do. It makes sure that
+   this is the file, of this boot of this machine, reads the pages out of it, and says that it is done. A file that cannot be
+   opened is another machine's, container's or user's.
+3. The source says for each page that it had whether it still was what the ticket says.
 """
 
 from __future__ import annotations

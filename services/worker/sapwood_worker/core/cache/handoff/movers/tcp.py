@@ -1,8 +1,7 @@
 """Pages over the connection itself. Always there.
 
-The source answers, page by page, a byte that says whether it has the page; if so the sealed record follows, and a byte that says
-whether the page still was what the ticket says after all of it had been sent. Pages that are coming follow in parts: see
-``answers.py``.
+Page by page the source says whether it has the page. If so the sealed record follows, and at last whether the page still was what
+the ticket says when all of it had been sent. Pages that are coming follow in parts (``answers.py``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.attention.latent.heads import LatentHeads
 
 HEADS, FLAT, ROTARY, VALUE, RANK, KEYS, QUERIES = 5, 8, 6, 10, 24, 19, 4
 

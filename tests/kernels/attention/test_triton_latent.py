@@ -10,7 +10,7 @@ from sapwood_kernels.ops.contracts import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernel = pytest.importorskip("sapwood_kernels.attention.triton_latent")
+kernel = pytest.importorskip("sapwood_kernels.attention.latent.triton_decode")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

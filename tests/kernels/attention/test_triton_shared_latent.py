@@ -11,7 +11,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.reference import quantise
 
 pytest.importorskip("triton", reason="Triton is not installed")
-latent_decode = pytest.importorskip("sapwood_kernels.attention.latent_decode")
+latent_decode = pytest.importorskip("sapwood_kernels.attention.latent.decode")
 shared_decode = pytest.importorskip("sapwood_kernels.attention.shared_decode")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.attention import shared_prefix
 from sapwood_worker.model.attention.shared_prefix import SharedPrefixes, find_runs

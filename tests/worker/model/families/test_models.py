@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_testing.models.same_logits import assert_same_logits
 
 K2_YARN = {

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, Variant
 from sapwood_kernels.ops.contracts import KVDestination
 from sapwood_kernels.ops.device import DeviceOps

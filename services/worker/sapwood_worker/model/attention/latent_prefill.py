@@ -8,7 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, PromptOrder
 from sapwood_worker.model.pools.device_pool import DevicePool

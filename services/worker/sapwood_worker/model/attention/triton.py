@@ -78,7 +78,7 @@ def _decode(parts: AttentionParts) -> StepAttention:
 
 
 def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
-    from sapwood_kernels.attention.latent_decode import LatentDecodeAttention
+    from sapwood_kernels.attention.latent.decode import LatentDecodeAttention
     from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 
     needs, ops = parts.needs, parts.ops
@@ -90,7 +90,7 @@ def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
 
 def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
     """Makes the attention of so many decodes that share keys, or of any number (None)."""
-    from sapwood_kernels.attention.latent_decode import SharedLatentDecodeAttention
+    from sapwood_kernels.attention.latent.decode import SharedLatentDecodeAttention
     from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
 
     needs, ops = parts.needs, parts.ops

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.ops.contracts import StoreLatent
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.layers.context import LayerContext

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sapwood_kernels.attention.latent.triton_shared import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 from sapwood_kernels.attention.triton_block import LOG2_E
 from sapwood_kernels.attention.triton_decode import SharedWork, _first, _merge_kernel, _stretches
-from sapwood_kernels.attention.triton_shared_latent import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 
 _KEYS_OF_BLOCK, _WARPS, _STAGES = 32, 4, 2
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sapwood_kernels.attention.latent.triton_decode import latent_decode
+from sapwood_kernels.attention.latent.triton_shared import HEADS_OF_BLOCK, tile_requests
 from sapwood_kernels.attention.planned import StoredPages
 from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
 from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 from sapwood_kernels.attention.triton_decode import num_splits
-from sapwood_kernels.attention.triton_latent import latent_decode
-from sapwood_kernels.attention.triton_shared_latent import HEADS_OF_BLOCK, tile_requests
 
 
 class LatentDecodeAttention(SplitDecodeAttention):

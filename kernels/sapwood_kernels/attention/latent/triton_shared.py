@@ -1,7 +1,7 @@
 """Triton: latent attention of the decodes of several requests over vectors that all of them have, read once for many of them.
 
 As ``triton_shared``, whose items it takes: a program has a stretch of the run, a block of heads, and as many requests as fill the
-rows of its products. What it finds is a part of each request's result, beside those that ``triton_latent`` reads for the request
+rows of its products. What it finds is a part of each request's result, beside those that ``triton_decode`` reads for the request
 alone. Nothing of it has been measured on a GPU yet.
 """
 
@@ -138,7 +138,7 @@ def attend_shared_latent(
     """Writes the parts of the items to ``part`` and ``sums``; does not wait for the device.
 
     Args:
-        query, stored, rank, indptr, pages, scale, kv_scale: As in ``triton_latent.latent_decode``.
+        query, stored, rank, indptr, pages, scale, kv_scale: As in ``triton_decode.latent_decode``.
         order, items, first_slot: As in ``triton_shared.attend_shared``; items of at most :func:`tile_requests` requests.
         part: float32 [B * H, S, R].
         sums: float32 [B * H, S]: the logarithms, to base 2, of the sums of weights.

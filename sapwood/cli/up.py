@@ -193,13 +193,14 @@ def configure(verbs: Any, *, with_services: bool) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     from sapwood.cli.fetch import fetch_models
-    from sapwood.cli.local.checks import check_ports
+    from sapwood.cli.local.checks import check_files, check_ports
     from sapwood_common.network.socket_folder import SocketFolder  # of the services' packages
 
     folder = SocketFolder("sapwood-up-") if arguments.no_router else None
     try:
         services = _services(arguments, None if folder is None else folder.path)
         check_ports(services)
+        check_files(services)
         fetch_models(services)
         terminal = open_terminal(sys.stdout)
         try:

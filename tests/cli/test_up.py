@@ -118,6 +118,12 @@ def test_a_taken_port_is_named_by_a_flag_also_without_a_router(
     assert f"cannot listen on 127.0.0.1:{taken_port}" in error and "choose another with --http-port" in error
 
 
+def test_an_address_that_is_not_this_machines_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--ports", "auto", "--host", "203.0.113.9"]) == 1  # an address of documentation (RFC 5737)
+    error = capsys.readouterr().err
+    assert "203.0.113.9 is no address of this machine; choose another with --host\n" in error
+
+
 def test_each_further_worker_has_the_next_ports() -> None:
     services = read("--worker-port", "6000", "--worker-kv-events-port", "7000", "--worker-metrics-port", "0")
     assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0, "handoff_port": 0}
@@ -146,6 +152,14 @@ def test_ports_auto_leaves_those_that_are_named() -> None:
         (["--router-heartbeat-ms", "x"], "--router-heartbeat-ms / SAPWOOD_ROUTER_HEARTBEAT_MS: "),
         (["--router-worker-silence", "0.1"], "--router-worker-silence / SAPWOOD_ROUTER_WORKER_SILENCE: "),
         (["--tokenizer-config", "/nowhere.yaml"], "--tokenizer-config: cannot read /nowhere.yaml"),
+        (
+            ["--ports", "auto", "--router-api-keys", "/nowhere"],
+            "--router-api-keys: cannot read /nowhere: No such file or directory\n",
+        ),
+        (
+            ["--ports", "auto", "--worker-tls-cert", "/nowhere", "--worker-tls-key", "/nowhere"],
+            "--worker-tls-cert /nowhere, --worker-tls-key /nowhere: No such file or directory\n",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_before_anything_starts(

@@ -6,33 +6,39 @@ import socket
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood.cli.services import Services
+from sapwood_common.errors import ConfigError
+from sapwood_common.network.listen import is_foreign, why_not
+from sapwood_common.network.tls import server_tls
+from sapwood_common.tenants.api_keys import parse_keys
 from sapwood_common.unix_socket import is_unix
+from sapwood_router.config import RouterConfig
 
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 
 
 def check_ports(services: Services) -> None:
-    """Finds a taken port before anything is started, so that the message can name its flag.
+    """Finds what cannot be listened on before anything is started, so that the message can name its flag.
 
     Raises:
-        CliError: One is taken, or meant twice.
+        CliError: A port is taken or meant twice, or an address is not this machine's.
     """
     wanted = [
         (
             _PORT_FLAGS.get((service.name, name), f"--{service.name}-{name.replace('_', '-')}"),
+            "--host" if service is services.router else f"--{service.name}-host",
             service.host_of(name),
             port,
         )
         for service, count in ((services.router, 1), (services.tokenizer, 1), (services.worker, services.workers))
         for index in range(count)
         for name, port in service.ports(index).items()
-        if port and not is_unix(service.host_of(name))
+        if not is_unix(service.host_of(name))
     ]
     seen: dict[int, str] = {}
-    for flag, host, port in wanted:
+    for flag, host_flag, host, port in wanted:
         if port > 65535:
             raise CliError(f"{flag}: the ports of {services.workers} workers exceed 65535", REFUSED)
-        if port in seen:
+        if port and port in seen:
             raise CliError(f"{flag} and {seen[port]} both mean port {port}", REFUSED)
         seen[port] = flag
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -40,7 +46,24 @@ def check_ports(services: Services) -> None:
             try:
                 probe.bind((host.strip("[]"), port))
             except OSError as error:
+                free = "" if is_foreign(error) else ", or free ones with --ports auto"
                 raise CliError(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}, or free ones with "
-                    "--ports auto"
+                    f"cannot listen on {host}:{port}: {why_not(error, host)}; choose another with "
+                    f"{host_flag if is_foreign(error) else flag}{free}"
                 ) from None
+
+
+def check_files(services: Services) -> None:
+    """Reads keys and certificates as the services will, minutes before they would.
+
+    Raises:
+        CliError: A file is missing or wrong.
+    """
+    for service in (services.router, services.tokenizer, services.worker):
+        config = service.config
+        try:
+            server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
+            if isinstance(config, RouterConfig) and config.api_keys is not None:
+                parse_keys(config.api_keys)
+        except ConfigError as error:
+            raise CliError(service.reworded(str(error)), REFUSED) from None

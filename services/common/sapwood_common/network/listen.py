@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from sapwood_common.errors import ConfigError
@@ -56,5 +57,19 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; is the port in use?") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {why_not(error, host)}") from error
     return listener
+
+
+def why_not(error: OSError, host: str) -> str:
+    """What the error of a socket that is to listen on ``host`` means, in words."""
+    if is_foreign(error):
+        return f"{host} is no address of this machine"
+    if error.errno == errno.EADDRINUSE:
+        return "another process listens there"
+    return error.strerror or str(error)
+
+
+def is_foreign(error: OSError) -> bool:
+    """Whether the address, and not the port, is what cannot be listened on."""
+    return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL

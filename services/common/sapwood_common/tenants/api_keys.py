@@ -148,7 +148,8 @@ def parse_keys(path: Path) -> list[KeyEntry]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-keys: cannot read {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--api-keys: cannot read {path}: {why}") from None
     return [
         _parse(words, f"--api-keys: {path}, line {number}")
         for number, line in enumerate(lines, start=1)

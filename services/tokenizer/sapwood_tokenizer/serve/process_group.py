@@ -23,6 +23,7 @@ from multiprocessing.context import ForkProcess
 from types import FrameType
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.listen import why_not
 from sapwood_common.unix_socket import is_unix
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind((address, port))
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; is the port in use?") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {why_not(error, host)}") from error
     return reserved
 
 

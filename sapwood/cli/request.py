@@ -218,7 +218,9 @@ def _unreachable(problem: str, address: str, service: str) -> str:
         return f"{address} is a URL; this takes the {service}'s gRPC address, HOST:PORT"
     unconnected = problem.startswith("failed to connect")  # grpc's words, not a service's
     if unconnected and "parsing HTTP/2" in problem:
-        return f"{address} speaks HTTP; this takes the {service}'s gRPC port ({problem})"
+        return f"{address} speaks HTTP; this takes the {service}'s gRPC port"
     if unconnected and "Connection refused" in problem:
         return f"no {service} answers at {address}: connection refused; `sapwood up` starts one here"
+    if problem.startswith("errors resolving"):
+        return f"no {service} answers at {address}: it is not HOST:PORT, or there is no such host"
     return f"UNAVAILABLE: {problem} ({service}: {address}; `sapwood up` starts one here)"

@@ -75,7 +75,8 @@ def test_a_wrong_address_is_told_from_a_router_that_is_not_there(capsys: pytest.
     try:
         for address, problem in (
             (f"http://{web}/v1", f"http://{web}/v1 is a URL; this takes the router's gRPC address, HOST:PORT"),
-            (web, f"{web} speaks HTTP; this takes the router's gRPC port"),
+            (web, f"{web} speaks HTTP; this takes the router's gRPC port\n"),
+            ("::::", "no router answers at ::::: it is not HOST:PORT, or there is no such host\n"),
         ):
             assert main(["generate", "--address", address, "Hi"]) == exit_codes.UNREACHABLE
             assert problem in capsys.readouterr().err

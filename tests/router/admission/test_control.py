@@ -19,7 +19,7 @@ from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.outcome import Outcome
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
-from sapwood_router.fleet.worker import Worker
+from sapwood_router.fleet.worker import Lease, Worker
 from sapwood_router.request.caller import Caller, caller_of
 from sapwood_router.request.spending import Spending
 from sapwood_testing.clock import Clock
@@ -203,3 +203,65 @@ async def test_who_comes_while_many_of_another_begin_does_not_wait_for_all_of_th
     assert chosen.count("many") == 399
     for task in many:
         task.cancel()
+
+
+async def test_who_has_nothing_running_begins_at_once_though_anothers_thousand_have_all_other_places() -> None:
+    clock = Clock()
+    worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
+    registry = Registry([worker], most_requests=lambda model: 2 * model.max_running)
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1, max_running=16))
+    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+    begun: dict[str, list[Lease]] = {name: [] for name in ("many", "one", "two", "three", "low")}
+
+    async def ask(tenant: str, priority: int = 0) -> None:
+        place = control.reserve("m", Caller(tenant, priority), 1, FAR)
+        await asyncio.sleep(0)  # it is prepared
+        if not place.ready():
+            await place.turn()
+        begun[tenant].append(worker.lease(1, tenant))
+
+    async def settle() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    asked = [asyncio.ensure_future(ask("many")) for _ in range(200)]
+    await settle()
+    assert len(begun["many"]) == 30 >= 16, "all that the worker runs at once are one tenant's"
+    asked += [asyncio.ensure_future(ask(name, -(name == "low"))) for name in ("low", "one", "one", "two", "three")]
+    await settle()
+    assert {name: len(leases) for name, leases in begun.items()} == {"many": 30, "one": 1, "two": 1, "three": 0, "low": 0}
+    begun["one"].pop().release()
+    control.pump()
+    await settle()
+    assert len(begun["three"]) == 1, "the place that was kept goes to the next who has nothing running"
+    assert len(begun["many"]) == 30
+    for _ in range(3):
+        begun["many"].pop().release()
+    control.pump()
+    await settle()
+    assert worker.in_flight == 30, "all but those that are kept are for who has waited"
+    for task in asked:
+        task.cancel()
+
+
+@pytest.mark.parametrize(("most", "running", "kept"), [(512, 256, 32), (32, 16, 2), (16, 16, 0), (8, 16, 0), (18, 16, 1)])
+def test_no_place_is_kept_of_those_that_a_worker_runs_at_once(most, running, kept) -> None:
+    worker = Worker("w", CircuitBreaker(BreakerSettings(), Clock()), Clock())
+    registry = Registry([worker], most_requests=lambda model: most)
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1, max_running=running))
+    assert worker.kept == kept
+    assert worker.open_room == most - kept
+
+
+def test_a_tenant_whose_requests_have_ended_has_nothing_running() -> None:
+    worker = Worker("w", CircuitBreaker(BreakerSettings(), Clock()), Clock())
+    registry = Registry([worker], most_requests=lambda model: 512)
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1, max_running=256))
+    leases = [worker.lease(1, "one") for _ in range(8)]
+    assert not registry.has_few("m", "one")
+    assert registry.has_few("m", "two")
+    for lease in leases:
+        lease.release()
+        lease.release()
+    assert registry.has_few("m", "one")
+    assert worker.running == {}

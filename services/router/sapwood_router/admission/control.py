@@ -1,4 +1,8 @@
-"""Lets requests through to the workers as these have room, and queues them model by model while they have not."""
+"""Lets requests through to the workers as these have room, and queues them model by model while they have not.
+
+Some places of each worker are for tenants who have few requests running: these begin at once, though a thousand requests of
+another tenant have all other places, and wait. Among those who wait for a place of that kind who came first goes first.
+"""
 
 from __future__ import annotations
 
@@ -40,29 +44,62 @@ class _Line:
         self.let_go = 0
         self._more = False
         """Whether more go in a later turn."""
+        self._few: dict[Ticket, None] = {}
+        """Of those that wait, the requests of tenants who have few running, in the order in which they came."""
 
-    def has_room(self, taken: int) -> bool:
-        """Whether the workers have room for more than ``taken`` requests, or there are none."""
+    def has_room(self, taken: int, *, few: bool = False) -> bool:
+        """Whether the workers have room for more than ``taken`` requests, or there are none.
+
+        Args:
+            taken: How many.
+            few: Whether it is for a tenant who has few running: some places are kept for such.
+        """
         room, any_admits = 0.0, False
         for worker in self._registry.available(self._model):
             breaker = worker.breaker
             if breaker.closed or breaker.admits():
                 any_admits = True
                 # A half-open breaker admits one probe only: more would go to other workers, which have no room.
-                room += worker.room if breaker.closed else min(1.0, worker.room)
+                free = worker.room if few else worker.open_room
+                room += free if breaker.closed else min(1.0, free)
                 if room > taken:  # the first worker mostly has it
                     return True
         return not any_admits
 
+    def goes_ahead(self, caller: Caller, taken: int) -> bool:
+        """Whether there is kept room for more than ``taken`` requests, and this one's tenant is the next who may have of it."""
+        if self._next_few() is not None or (self.queue.waiting and self.queue.highest > caller.priority):
+            return False
+        return self._registry.has_few(self._model, caller.tenant) and self.has_room(taken, few=True)
+
+    def enter(self, ticket: Ticket) -> None:
+        """A request is to wait. Raises ResourceExhaustedError: It is refused."""
+        self.queue.enter(ticket)
+        if self._registry.has_few(self._model, ticket.tenant):
+            self._few[ticket] = None
+
+    def _next_few(self) -> Ticket | None:
+        """Who is the next to have a place that is kept."""
+        for ticket in tuple(self._few):
+            if not ticket.waiting or not self._registry.has_few(self._model, ticket.tenant):
+                del self._few[ticket]
+            elif ticket.ready and ticket.priority == self.queue.highest:
+                return ticket
+        return None
+
     def pump(self) -> None:
         """Lets go as many as fit, a few a turn. No room is kept for who is still being prepared: that may take long."""
-        while self.queue.waiting and self.has_room(self.let_go):
+        while self.queue.waiting:
+            is_open = self.has_room(self.let_go)
+            few = None if is_open or not self._few or not self.has_room(self.let_go, few=True) else self._next_few()
+            if not is_open and few is None:
+                return
             if self._exits.busy:
                 if not self._more:
                     self._more = True
                     self._exits.enter(self._go_on)
                 return
-            if not self.queue.release():
+            if not self.queue.release(few):
                 return
             self._exits.enter(_nothing)
 
@@ -87,7 +124,8 @@ class Place:
         self._turn: asyncio.Future[None] | None = None
         self._let_go = False
         self._error: ResourceExhaustedError | None = None
-        self._coming = not line.queue.waiting and line.has_room(line.coming + line.let_go)
+        taken = line.coming + line.let_go
+        self._coming = (not line.queue.waiting and line.has_room(taken)) or line.goes_ahead(caller, taken)
         if self._coming:
             line.coming += 1
         else:
@@ -105,7 +143,7 @@ class Place:
         line = self._line
         if self._ticket is None:
             self.leave()
-            if line.has_room(line.let_go):  # it came before all that wait
+            if line.has_room(line.let_go) or line.goes_ahead(self._caller, line.let_go):  # it came before all that wait
                 return True
             self._enter(ready=True)
             return False
@@ -148,7 +186,7 @@ class Place:
             *(caller.tenant, caller.priority, self._cost, self._deadline, self._go, self._refuse, caller.weight),
             ready=ready,
         )
-        self._line.queue.enter(ticket)
+        self._line.enter(ticket)
         self._ticket = ticket
 
     def _go(self) -> None:

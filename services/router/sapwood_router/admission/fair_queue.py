@@ -130,9 +130,13 @@ class _Class:
                 return ticket
         return None
 
+    def take(self, ticket: Ticket) -> None:
+        """Takes out one that goes, whether or not it is the first."""
+        del self.entries[bisect.bisect_left(self.entries, (ticket.start, ticket.number))]
+
     def remove(self, ticket: Ticket) -> None:
         """Takes out one that does not go; if its tenant had none after it, nothing is charged for it."""
-        del self.entries[bisect.bisect_left(self.entries, (ticket.start, ticket.number))]
+        self.take(ticket)
         if not ticket.ready:
             if self._coming.get(ticket.tenant) == ticket.finish:
                 del self._coming[ticket.tenant]
@@ -160,6 +164,11 @@ class Admission:
         self._busy_since: float | None = None
         self.waiting = 0
         """Requests in the queue."""
+
+    @property
+    def highest(self) -> int:
+        """The highest priority that waits, if any does."""
+        return max(self._classes)
 
     def enter(self, ticket: Ticket) -> None:
         """Puts a request at its place.
@@ -210,16 +219,23 @@ class Admission:
             self._classes[ticket.priority].remove(ticket)
             self._gone(ticket)
 
-    def release(self) -> bool:
-        """Lets the next request go, if one waits that is ready."""
+    def release(self, chosen: Ticket | None = None) -> bool:
+        """Lets the next request go, if one waits that is ready; or the one that is chosen, which does."""
+        if chosen is not None:
+            self._classes[chosen.priority].take(chosen)
+            self._let_go(chosen)
+            return True
         for priority in sorted(self._classes, reverse=True):
             ticket = self._classes[priority].pop()
             if ticket is not None:
-                self._gone(ticket)
-                self._left.add()
-                ticket.go()
+                self._let_go(ticket)
                 return True
         return False
+
+    def _let_go(self, ticket: Ticket) -> None:
+        self._gone(ticket)
+        self._left.add()
+        ticket.go()
 
     def expire(self) -> None:
         """Refuses those that waited too long; to be called now and then."""

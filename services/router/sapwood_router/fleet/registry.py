@@ -14,6 +14,10 @@ from sapwood_router.routing.load import Load
 
 RETRY_AFTER = 1.0
 """Seconds a client is told to wait when nobody can take its request: about when a restarted worker is found again."""
+_SHARERS = 4
+"""Tenants who share those places at least: none of them may have more of them than a part of all."""
+_KEPT = 1 / 16
+"""Of a worker's places, that are kept for tenants who have few requests running."""
 
 
 class Registry:
@@ -45,6 +49,8 @@ class Registry:
         self._on_change = on_change
         self._on_reset = on_reset
         self._most_requests = most_requests
+        self._running: dict[str, dict[str, int]] = {}
+        """By model and tenant."""
         self._changed = asyncio.Event()
 
     def all(self) -> tuple[Worker, ...]:
@@ -155,6 +161,11 @@ class Registry:
         """The sizes of the pages that available workers of a model have, each once; not those of backends."""
         return tuple({size for _, size in self._kinds.get(model, ())})
 
+    def has_few(self, model: str, tenant: str) -> bool:
+        """Whether a tenant has so few requests running that the places are his that workers keep for such."""
+        running = self._running.get(model, {}).get(tenant, 0)
+        return not running or running < sum(worker.kept for worker in self.available(model)) // _SHARERS
+
     def find(self, address: str) -> Worker | None:
         """The worker of an address."""
         return self._workers.get(address)
@@ -177,6 +188,8 @@ class Registry:
         restarted = worker.model is None or worker.model.epoch != model.epoch
         worker.model = model
         worker.most_requests = self._most_requests(model)
+        worker.kept = _kept(worker.most_requests, model.max_running)
+        worker.running = self._running.setdefault(model.model, {})
         worker.problem = None
         worker.available = True
         if restarted:
@@ -216,6 +229,13 @@ class Registry:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
+
+
+def _kept(most: float, max_running: int) -> int:
+    """Places of a worker that are kept for tenants who have few requests running: no more than it has beyond those that run."""
+    if not max_running or most == math.inf:
+        return 0
+    return int(max(0.0, min(most * _KEPT, most - max_running)))
 
 
 def _relayed(workers: Iterable[Worker]) -> set[str]:

@@ -27,8 +27,11 @@ _REQUEST_WORK = 256
 class Lease:
     """A request's share of its worker's load, from selection until it is released, whatever happens in between."""
 
-    def __init__(self, worker: Worker, tokens: int, *, hands_off: bool) -> None:
+    def __init__(self, worker: Worker, tokens: int, tenant: str, *, hands_off: bool) -> None:
         self._worker = worker
+        self._tenant = tenant
+        self._running = worker.running
+        self._running[tenant] = self._running.get(tenant, 0) + 1
         self._tokens = tokens
         self._hands_off = hands_off
         self._held = True
@@ -56,6 +59,11 @@ class Lease:
             worker.generating -= self._generating
             worker.handing_off -= self._hands_off
             worker.in_flight -= 1
+            left = self._running[self._tenant] - 1
+            if left:
+                self._running[self._tenant] = left
+            else:
+                del self._running[self._tenant]
             worker.on_room()
 
 
@@ -75,8 +83,8 @@ class Worker:
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
     __slots__ = (
         "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
-        "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "leaving", "load",
-        "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "session",
+        "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "kept", "leaving", "load",
+        "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "running", "session",
         "step_seconds",
     )  # fmt: skip
 
@@ -104,6 +112,10 @@ class Worker:
         self.problem: str | None = "not reached yet"
         self.most_requests = math.inf
         """The most requests that this router has running on it at a time."""
+        self.kept = 0
+        """How many of these places are for tenants who have few requests running."""
+        self.running: dict[str, int] = {}
+        """Requests running by tenant, on all workers of its model."""
         self.in_flight = 0
         self.pending_tokens = 0
         self.generating = 0
@@ -138,6 +150,11 @@ class Worker:
         """How many more requests it may be given; not less than 0."""
         return max(0.0, self.most_requests - self.in_flight)
 
+    @property
+    def open_room(self) -> float:
+        """The same of whoever has many running."""
+        return max(0.0, self.most_requests - self.kept - self.in_flight)
+
     def report(self, load: Load) -> None:
         """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""
         self.load = load
@@ -146,17 +163,18 @@ class Worker:
         self._foreign_requests = max(0, load.running_requests + load.waiting_requests - self.in_flight)
         self._foreign_tokens = max(0, load.queued_tokens - self.pending_tokens)
 
-    def lease(self, tokens: int, *, hands_off: bool = False) -> Lease:
+    def lease(self, tokens: int, tenant: str = "", *, hands_off: bool = False) -> Lease:
         """Counts a request with ``tokens`` prompt tokens to prefill. The caller releases it.
 
         Args:
             tokens: How many.
+            tenant: Whose it is.
             hands_off: Whether another worker will generate.
         """
         now = self._clock()
         self._recent = self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE) + tokens + _REQUEST_WORK
         self._recent_at = now
-        return Lease(self, tokens, hands_off=hands_off)
+        return Lease(self, tokens, tenant, hands_off=hands_off)
 
     def view(self) -> WorkerView:
         """The worker as of now, for a policy. Needs ``model``."""

@@ -90,7 +90,8 @@ class EmbeddingAttempts(Attempts):
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
         part = self._parts[0]
         permit = worker.breaker.begin()
-        return Gathering(len(part), self._answered, worker.lease(sum(map(len, part))), permit, self._tried)
+        lease = worker.lease(sum(map(len, part)), self._request.caller.tenant)
+        return Gathering(len(part), self._answered, lease, permit, self._tried)
 
     def _send(self, worker: Worker, execution: Execution) -> None:
         dispatch(to_embed_request(self._request, self._parts[0], self._max_tokens), worker, self._deadline, execution)

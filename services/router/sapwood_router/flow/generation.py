@@ -163,7 +163,8 @@ class GenerationAttempts(Attempts):
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
             hands_off = self._part is Part.PREFILL
-            lease, permit = acquire(worker, choice, self._prompt, self._policy, hands_off=hands_off)
+            tenant = self._context.caller.tenant
+            lease, permit = acquire(worker, choice, self._prompt, self._policy, tenant, hands_off=hands_off)
         assert worker.model is not None, "it was chosen for its model"
         self._executing = None
         self._watch.selected(choice.reason)

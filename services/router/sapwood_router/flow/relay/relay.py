@@ -156,7 +156,7 @@ class _Relayed:
                 worker, choice = choose(demand, self._prompt, registry, self._policy)
             except SapwoodError as error:
                 raise failed or error from None
-        lease, permit = acquire(worker, choice, self._prompt, self._policy)
+        lease, permit = acquire(worker, choice, self._prompt, self._policy, context.caller.tenant)
         context.worker, context.reason = choice.address, choice.reason
         self._watch.selected(choice.reason)
         if progress.sent:

@@ -9,7 +9,7 @@ from sapwood_router.routing.shadowed import Shadowed
 
 
 def acquire(
-    worker: Worker, choice: Choice, prompt: PromptPages, policy: Shadowed, *, hands_off: bool = False
+    worker: Worker, choice: Choice, prompt: PromptPages, policy: Shadowed, tenant: str = "", *, hands_off: bool = False
 ) -> tuple[Lease, Permit]:
     """Counts the request on the worker and tells the policy of the placement. The caller releases the lease, and ends
     the permit of the worker's breaker.
@@ -19,9 +19,11 @@ def acquire(
         choice: Why.
         prompt: The request's.
         policy: Is told.
+        tenant: Whose request it is.
         hands_off: Whether the worker only computes the prompt.
     """
     assert worker.model is not None
     permit = worker.breaker.begin()
     policy.placed(worker.address, worker.model.page_size, prompt)
-    return worker.lease(max(1, len(prompt.token_ids) - choice.cached_tokens), hands_off=hands_off), permit
+    lacking = max(1, len(prompt.token_ids) - choice.cached_tokens)
+    return worker.lease(lacking, tenant, hands_off=hands_off), permit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sapwood_common.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
@@ -17,7 +17,9 @@ if TYPE_CHECKING:  # its HTTP client takes 15 MB, also where there is no backend
     from sapwood_router.transport.backend.client import Backend
 
 RATE_SECONDS = 10.0
-"""Over how many seconds ``Worker.generated`` and ``Worker.prompted`` count."""
+"""Over how many seconds ``Worker.generated`` counts."""
+PROMPT_SECONDS = 20.0
+"""Over how many seconds ``Worker.prompted`` and ``Worker.prompts`` count."""
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
@@ -39,24 +41,22 @@ class Lease:
         worker.in_flight += 1
         worker.handing_off += hands_off
         worker.pending_tokens += tokens
-        worker.prompted.add(tokens)
 
     def prefilled(self) -> None:
         """The first token came: nothing of the prompt is left to do. May be called again."""
-        self._worker.pending_tokens -= self._tokens
-        self._tokens = 0
+        self._prompt_is_over()
         if self._held and not self._generating:
             self._generating = True
-            self._worker.generating += 1
+            self._worker.generates(1)
 
     def release(self) -> None:
         """The request is over. May be called again."""
         if self._held:
             self._held = False
             worker = self._worker
-            worker.pending_tokens -= self._tokens
-            self._tokens = 0
-            worker.generating -= self._generating
+            self._prompt_is_over()
+            if self._generating:
+                worker.generates(-1)
             worker.handing_off -= self._hands_off
             worker.in_flight -= 1
             left = self._running[self._tenant] - 1
@@ -65,6 +65,24 @@ class Lease:
             else:
                 del self._running[self._tenant]
             worker.on_room()
+
+    def _prompt_is_over(self) -> None:
+        """It is computed, or given up with the request."""
+        if self._tokens:
+            self._worker.has_computed(self._tokens)
+            self._tokens = 0
+
+
+class Work(NamedTuple):
+    """What a worker has done for this router.
+
+    Attributes:
+        generating: Seconds that requests have generated, summed over the requests.
+        prompt_tokens: Computed.
+    """
+
+    generating: float
+    prompt_tokens: int
 
 
 class Worker:
@@ -82,10 +100,10 @@ class Worker:
 
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
     __slots__ = (
-        "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
-        "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "kept", "leaving", "load",
-        "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "proposed", "running", "session",
-        "step_seconds",
+        "_clock", "_foreign_requests", "_foreign_tokens", "_generating_changed", "_recent", "_recent_at", "_storage_id",
+        "_used_share", "_work", "address", "available", "backend", "breaker", "draining", "generated", "generating",
+        "handing_off", "in_flight", "kept", "leaving", "load", "loop_lag", "model", "most_requests", "on_room",
+        "pending_tokens", "problem", "prompted", "prompts", "proposed", "running", "session", "step_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -122,8 +140,10 @@ class Worker:
         """This router's requests on it that have their first token."""
         self.handing_off = 0
         """Of those in flight, how many it only computes the prompt of: another worker will generate."""
-        self.prompted = SlidingCount(RATE_SECONDS, clock)
-        """Prompt tokens that it was given lately to prefill."""
+        self.prompted = SlidingCount(PROMPT_SECONDS, clock)
+        """Prompt tokens that it has computed lately."""
+        self.prompts = SlidingCount(PROMPT_SECONDS, clock)
+        """Of how many prompts these were."""
         self.step_seconds = 0.0
         """Seconds that it has been at its current step, as last reported."""
         self.loop_lag = 0.0
@@ -139,6 +159,8 @@ class Worker:
         self._foreign_tokens = 0
         self._recent = 0.0
         self._recent_at = clock()
+        self._work = Work(0.0, 0)
+        self._generating_changed = clock()
 
     @property
     def takes_new(self) -> bool:
@@ -154,6 +176,26 @@ class Worker:
     def open_room(self) -> float:
         """The same of whoever has many running."""
         return max(0.0, self.most_requests - self.kept - self.in_flight)
+
+    def work(self) -> Work:
+        """All that it has done until now: what it did meanwhile is the difference of two of these."""
+        now = self._clock()
+        generating, prompt_tokens = self._work
+        self._work = Work(generating + self.generating * (now - self._generating_changed), prompt_tokens)
+        self._generating_changed = now
+        return self._work
+
+    def generates(self, more: int) -> None:
+        """It generates for so many requests more, or with -1 for one less. Called by leases."""
+        self.work()
+        self.generating += more
+
+    def has_computed(self, tokens: int) -> None:
+        """It has computed a prompt of so many tokens, all of which were pending. Called by leases."""
+        self.pending_tokens -= tokens
+        self.prompted.add(tokens)
+        self.prompts.add()
+        self._work = self._work._replace(prompt_tokens=self._work.prompt_tokens + tokens)
 
     def report(self, load: Load) -> None:
         """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""

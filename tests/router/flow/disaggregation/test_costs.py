@@ -12,7 +12,8 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
-from sapwood_router.flow.disaggregation.decision import PROBE_SECONDS, Disaggregation, Part
+from sapwood_router.flow.disaggregation.decision import PROBE_SECONDS, Disaggregation, Estimate, Part
+from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook
@@ -47,6 +48,11 @@ class Pair:
         for requests in (1, 10):
             self.costs.generated(100, 1.0, requests, 0.0)
         self.costs.answered(101)
+
+    def weighed(self) -> dict[tuple[str, str], Estimate]:
+        """What each way would cost, by who computes the prompt and who else generates."""
+        estimates = self.deciding.decide(DEMAND, PROMPT, 100).estimates
+        return {(estimate.worker, estimate.decode_worker): estimate for estimate in estimates}
 
     def decide(self) -> bool:
         return self.deciding.decide(DEMAND, PROMPT, 100).disaggregated
@@ -108,3 +114,62 @@ def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why
     assert pair.deciding.decide(DEMAND, PROMPT, 100, probe=False).disaggregated
     assert pair.decide()
     assert not pair.decide()
+
+
+def test_prompts_slow_whom_they_are_computed_beside_and_not_who_is_queued_behind_them() -> None:
+    pair = Pair()
+    pair.measure(handover=0.001)
+    alone = pair.weighed()["prefill", ""]
+    lease = pair.workers[Role.PREFILL].lease(50_000, hands_off=True)
+    behind = pair.weighed()["prefill", ""]
+    assert behind.prefill == pytest.approx(alone.prefill + 5.0)
+    assert (behind.generate, behind.delay) == (alone.generate, 0.0)
+    lease.prefilled()
+    lease.release()
+    beside = pair.weighed()["prefill", ""]  # as much is expected of the next seconds
+    assert beside.generate > 1.2 * alone.generate
+    assert beside.delay > 0
+
+
+def test_a_pair_waits_for_what_the_decode_worker_computes_longer_than_the_prompt_takes() -> None:
+    pair = Pair()
+    pair.measure(handover=0.02)
+    assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02)
+    pair.workers[Role.DECODE].lease(20_000)
+    assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02 + 2.0 - 0.1)
+
+
+def test_that_wait_is_no_part_of_what_a_hand_over_is_measured_to_take() -> None:
+    pair = Pair()
+    pair.measure(handover=0.02)
+    decode = pair.workers[Role.DECODE]
+    prompt = decode.lease(20_000)
+    timing = Timing(pair.costs, lambda: pair.now)
+    timing.handed_off()
+    lease = decode.lease(1)
+    timing.sent(decode, Part.DECODE, 1000)
+    pair.now += 2.02
+    prompt.prefilled()
+    lease.prefilled()
+    timing.answers()
+    assert pair.costs.handover(1000) == pytest.approx(0.02)
+
+
+def test_a_step_is_measured_with_those_who_generated_meanwhile_and_without_the_prompts_that_were_computed() -> None:
+    pair = Pair()
+    decode = pair.workers[Role.DECODE]
+    pair.costs.prefilled(Role.DECODE, 1000, 0.1)
+    timing = Timing(pair.costs, lambda: pair.now)
+    lease, other, prompt = decode.lease(1), decode.lease(1), decode.lease(10_000)
+    timing.sent(decode, Part.DECODE, 1000)
+    lease.prefilled()
+    other.prefilled()
+    timing.answers()
+    pair.now += 1.0
+    other.release()
+    pair.now += 3.0
+    prompt.release()
+    timing.ended(101, 102)
+    # Of four seconds the prompt took one; the other was beside it for one.
+    assert pair.costs.generate(100, requests=0.25, prefilling=0.0) == pytest.approx(3.0)
+    assert pair.costs.generate(100, requests=1.5, prefilling=0.0) == pytest.approx(6.0)

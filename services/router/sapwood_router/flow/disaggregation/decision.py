@@ -16,12 +16,13 @@ Roles are preferences: where nobody else can be asked, any worker serves any req
 ``auto`` takes the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom)::
 
     cost = its own seconds (wait and prefill, hand-over, generating)
-         + seconds that its prompt takes from each other request of that worker: those that generate wait for it, and as many
-           as are queued before it will come to queue behind it
+         + seconds that its prompt takes from each other request of that worker: those that generate wait for it, and those who
+           will have come to queue behind it when it is computed, if as many come as in the last seconds
          + seconds that its place in each step takes from those that its worker generates for
 
 Beside whom a request will generate counts those that are on their way, too: who waits at the worker, and for decode workers their
-share of the prompts that are computed to be handed off. Of many that come at once none generates yet.
+share of the prompts that are computed to be handed off. Of many that come at once none generates yet. In the next seconds as many
+are believed to come as were computed in the last, not as were asked for: many that come at once queue before it, and none behind.
 
 The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
 chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
@@ -40,7 +41,7 @@ from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role
-from sapwood_router.fleet.worker import RATE_SECONDS, Worker
+from sapwood_router.fleet.worker import PROMPT_SECONDS, Worker
 from sapwood_router.flow.disaggregation.costs import Costs, ModelCosts
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
@@ -49,7 +50,8 @@ Disaggregate = Literal["auto", "always", "never"]
 
 PROBE_SECONDS = 30.0
 """This long after the last hand-over one is tried whatever it is believed to cost: what was measured then may no longer hold."""
-_MOST_PREFILLING = 0.9
+MOST_PREFILLING = 0.9
+"""The largest share of a worker's time that prompts are believed to take."""
 _MOST_WEIGHED = 32
 """Workers of each role: a decision on a thousand would take 30 ms."""
 
@@ -196,7 +198,8 @@ class Disaggregation:
             len(able[Role.DECODE]) or 1
         )
         alone: dict[Role, Estimate] = {}
-        decoding: list[tuple[float, float, float, str]] = []
+        paired: list[tuple[Estimate, float, float]] = []
+        """Of each decode worker what it would cost alone, and seconds of a hand-over and of the prompts that are queued there."""
         for role in Role:
             views = {worker: worker.view() for worker in able[role]}
             held = policy.explain(list(views.values()), prompt) if views else {}
@@ -207,23 +210,20 @@ class Disaggregation:
                 generate = costs.generate(output - 1, beside, prefilling(worker, costs))
                 crowding = costs.crowding(output - 1, beside)
                 until_first = costs.prefill(role, view.queued_tokens + lacking)
-                taken = until_first - (costs.prefill(role, view.queued_tokens) if view.queued_tokens else 0.0)
-                delay = view.requests * taken
+                queue = costs.prefill(role, view.queued_tokens)
+                behind = until_first * worker.prompts.total() / PROMPT_SECONDS
+                foreign = view.requests - worker.in_flight
+                delay = (worker.generating + foreign + behind) * (until_first - queue)
                 estimates.append(Estimate(worker.address, "", role, until_first, 0.0, generate, delay, crowding))
                 if role is Role.DECODE:
-                    decoding.append((costs.handover(lacking), generate, crowding, worker.address))
+                    paired.append((estimates[-1], costs.handover(lacking), queue))
             if estimates:
                 alone[role] = min(estimates, key=_total)
                 if role is Role.PREFILL:
                     first = min(estimates, key=lambda each: each.prefill + each.delay)
         ways = list(alone.values())
-        if Role.PREFILL in alone and decoding:
-            transfer, generate, crowding, address = min(decoding, key=lambda each: sum(each[:3]))
-            ways.append(
-                msgspec.structs.replace(
-                    first, decode_worker=address, transfer=transfer, generate=generate, crowding=crowding
-                )
-            )
+        if Role.PREFILL in alone and paired:
+            ways.append(min((_pair(first, *each) for each in paired), key=_total))
         if not ways:
             return Decision(False, "no worker can be asked now")
         least = min(ways, key=_total)
@@ -242,6 +242,17 @@ class Disaggregation:
             return []
 
 
+def _pair(first: Estimate, then: Estimate, handover: float, queue: float) -> Estimate:
+    """One worker computes the prompt, and another generates, who has that many seconds of prompts queued now."""
+    return msgspec.structs.replace(
+        first,
+        decode_worker=then.worker,
+        transfer=handover + max(0.0, queue - first.prefill),
+        generate=then.generate,
+        crowding=then.crowding,
+    )
+
+
 def _total(estimate: Estimate) -> float:
     return estimate.total
 
@@ -250,4 +261,4 @@ def prefilling(worker: Worker, costs: ModelCosts) -> float:
     """The share of a worker's time that prompts have taken lately."""
     assert worker.model is not None
     tokens = worker.prompted.total()
-    return min(_MOST_PREFILLING, costs.prefill(worker.model.role, tokens) / RATE_SECONDS) if tokens else 0.0
+    return min(MOST_PREFILLING, costs.prefill(worker.model.role, tokens) / PROMPT_SECONDS)

@@ -15,7 +15,8 @@ from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_kernels.experts.payload import RowShape
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
-from sapwood_worker.model.checkpoint.gguf_source import GgufSource, read_tensor
+from sapwood_worker.model.checkpoint.gguf_numbers import read_tensor
+from sapwood_worker.model.checkpoint.gguf_source import GgufSource
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos, read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights

@@ -13,13 +13,11 @@ from dataclasses import replace
 from functools import partial
 
 import gguf
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
+from sapwood_worker.model.checkpoint.gguf_numbers import dequantize_into, type_name, unreadable
 from sapwood_worker.model.checkpoint.place import places
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
@@ -42,9 +40,6 @@ _BLOCK = {
     "attn_norm": "input_layernorm",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
-# Elements dequantised at a time: small enough that temporary arrays stay in the processor's cache.
-_CHUNK = 1 << 18
-_Q8_0_SIZE = 32
 _MATRIX = 2
 
 
@@ -81,7 +76,7 @@ class GgufSource:
             try:
                 per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
             except (ValueError, KeyError) as error:
-                raise _unreadable(self._file, tensor, error) from error
+                raise unreadable(self._file, tensor, error) from error
             offset = tensor.offset + rows.start * width // per_block * block_bytes
             yield ours, replace(tensor, shape=(rows.size, *tensor.shape[1:]), offset=offset)
 
@@ -89,7 +84,7 @@ class GgufSource:
         return {
             name: StoredTensor(
                 tensor.shape,
-                _type_name(tensor),
+                type_name(tensor),
                 blocks=partial(self._blocks, name) if len(tensor.shape) == _MATRIX else None,
             )
             for name, tensor in self._found.items()
@@ -117,7 +112,7 @@ class GgufSource:
             width = columns // per_block * block_bytes
             end = tensor.offset + len(self._file.data(tensor, rows * width))
         except (ValueError, KeyError, GgufError) as error:
-            raise _unreadable(self._file, tensor, error) from error
+            raise unreadable(self._file, tensor, error) from error
         if self._mapped is None:
             size = self._file.path.stat().st_size
             # Pages of a private mapping are the file's own, shared by all who map it, as long as nobody writes to them.
@@ -132,81 +127,6 @@ class GgufSource:
         """The file has the rows of pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves."""
         pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def read_tensor(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:
-    """A tensor's values, float32.
-
-    Raises:
-        ConfigError: Its type is unknown or the file ends before it.
-    """
-    values = np.empty(tensor.shape, dtype=np.float32)
-    dequantize_into(file, tensor, values, (slice(None),) * len(tensor.shape))
-    return values
-
-
-def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.float32], index: tuple[slice, ...]) -> None:
-    """Writes a part of a tensor's values to ``out``, contiguous and of its shape; reads the blocks that it lies in.
-
-    Args:
-        file: The open file.
-        tensor: With one or two dimensions.
-        out: Where the values go.
-        index: The part, for each dimension.
-
-    Raises:
-        ConfigError: Its type is unknown or the file ends before it.
-    """
-    try:
-        kind = gguf.GGMLQuantizationType(tensor.type)
-        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        size = math.prod(tensor.shape)
-        raw = np.frombuffer(file.data(tensor, size // per_block * block_bytes), dtype=np.uint8)
-        width = tensor.shape[-1]
-        first, last, _ = index[-1].indices(width)
-        # Those of a row's blocks that hold the columns.
-        blocks = raw.reshape(-1, width // per_block, block_bytes)[:, first // per_block : -(-last // per_block)]
-        if len(index) > 1:
-            blocks = blocks[index[0]]
-        cut = slice(first % per_block, first % per_block + last - first)
-        rows = out.reshape(len(blocks), -1)
-        step = max(_CHUNK // (blocks.shape[1] * per_block), 1)
-        for start in range(0, len(blocks), step):
-            part = blocks[start : start + step].reshape(-1, block_bytes)
-            into = rows[start : start + step]
-            wide = (
-                into
-                if into.size == len(part) * per_block
-                else np.empty((len(into), blocks.shape[1] * per_block), np.float32)
-            )
-            if kind == gguf.GGMLQuantizationType.Q8_0:
-                _q8_0(part, wide)
-            else:
-                # One row, since gguf loops over rows in Python.
-                wide[:] = gguf.dequantize(part.reshape(1, -1), kind).reshape(wide.shape)
-            if wide is not into:
-                into[:] = wide[:, cut]
-    # NotImplementedError is what the gguf library raises for a type that it cannot widen.
-    except (ValueError, KeyError, NotImplementedError, GgufError) as error:
-        raise _unreadable(file, tensor, error) from error
-
-
-def _unreadable(file: GgufFile, tensor: GgufTensor, error: Exception) -> ConfigError:
-    return ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}")
-
-
-def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
-    """Dequantises blocks of a float16 scale and 32 int8 into ``out``; several times faster than ``gguf.dequantize``."""
-    result = out.reshape(-1, _Q8_0_SIZE)
-    result[:] = blocks[:, 2:].view(np.int8)
-    result *= blocks[:, :2].copy().view(np.float16).astype(np.float32)
-
-
-def _type_name(tensor: GgufTensor) -> str:
-    try:
-        return gguf.GGMLQuantizationType(tensor.type).name
-    except ValueError:
-        return str(tensor.type)
 
 
 def _canonical(stored: str, names: Mapping[str, str]) -> str:

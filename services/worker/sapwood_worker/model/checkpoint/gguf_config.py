@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
@@ -29,12 +30,13 @@ def read_gguf_config(
         ConfigError: The architecture or something in it is not supported, or a key is missing; names the file.
     """
     name = file.metadata.get("general.architecture")
-    known = {family.name: family for family in families() if family.from_gguf is not None}
+    known = {family.gguf_name or family.name: family for family in families() if family.from_gguf is not None}
     family = known.get(str(name))
     if family is None or family.from_gguf is None:
         raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
     try:
-        return family, family.from_gguf(GgufValues(file, family.name, rope_tensors or {}))
+        config = family.from_gguf(GgufValues(file, str(name), rope_tensors or {}))
+        return family, replace(config, architecture=family.name)
     except KeyError as error:
         raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -14,6 +15,43 @@ from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
 # Elements dequantised at a time: small enough that temporary arrays stay in the processor's cache.
 _CHUNK = 1 << 18
 _Q8_0_SIZE = 32
+
+
+def slab(file: GgufFile, tensor: GgufTensor, first: int, shape: tuple[int, ...]) -> GgufTensor:
+    """A part of a tensor that lies together in the file.
+
+    Args:
+        file: The open file.
+        tensor: The whole.
+        first: Numbers before it; whole blocks.
+        shape: Its own.
+
+    Raises:
+        ConfigError: The tensor's type is unknown.
+    """
+    per_block, block_bytes = block_size(file, tensor)
+    return replace(tensor, shape=shape, offset=tensor.offset + first // per_block * block_bytes)
+
+
+def expert_of(file: GgufFile, tensor: GgufTensor, expert: int) -> GgufTensor:
+    """An expert's matrix of a tensor [E, N, K] that holds those of all.
+
+    Raises:
+        ConfigError: The tensor's type is unknown.
+    """
+    return slab(file, tensor, expert * math.prod(tensor.shape[1:]), tensor.shape[1:])
+
+
+def block_size(file: GgufFile, tensor: GgufTensor) -> tuple[int, int]:
+    """Numbers of a block of a tensor, and its bytes.
+
+    Raises:
+        ConfigError: Its type is unknown.
+    """
+    try:
+        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+    except (ValueError, KeyError) as error:
+        raise unreadable(file, tensor, error) from error
 
 
 def read_tensor(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:

@@ -7,17 +7,24 @@ and the query and key rows of Llama in interleaved rotary order, which is undone
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import gguf
 import torch
 from torch import Tensor
 
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
-from sapwood_worker.model.checkpoint.gguf_numbers import dequantize_into, type_name, unreadable
+from sapwood_worker.model.checkpoint.gguf_made import made_tensors
+from sapwood_worker.model.checkpoint.gguf_names import EACH, block_of, canonical
+from sapwood_worker.model.checkpoint.gguf_numbers import (
+    block_size,
+    dequantize_into,
+    expert_of,
+    slab,
+    type_name,
+    unreadable,
+)
 from sapwood_worker.model.checkpoint.place import places
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
@@ -25,22 +32,9 @@ from sapwood_worker.model.families.fused import FusedRows
 from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-}
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 _MATRIX = 2
+_ROW = ".shared_expert_gate.weight"
+"""How the name of a matrix of one row ends, which files have without that dimension."""
 
 
 class GgufSource:
@@ -57,31 +51,35 @@ class GgufSource:
         self._config = config
         self._interleaved = family.gguf_interleaves
         self._mapped: Tensor | None = None
+        self._made = dict(made_tensors(file, config))
+        used = {part.name for made in self._made.values() for part in made.parts}
         self._found = {
             ours: part
             for name, tensor in file.tensors.items()
-            if name not in ROPE_TENSORS
-            for ours, part in self._parts(_canonical(name, family.gguf_names), tensor, family.fused(config))
+            # Blocks after the model's are for drafts.
+            if name not in used and name not in ROPE_TENSORS and (block_of(name) or 0) < config.num_layers
+            for ours, part in self._parts(canonical(name, family.gguf_names), tensor, family.fused(config))
         }
 
     def _parts(self, name: str, tensor: GgufTensor, fused: FusedRows) -> Iterator[tuple[str, GgufTensor]]:
-        """A tensor, or the rows of each of the projections that it holds."""
+        """A tensor, or each expert's of it, or the rows of each of the projections that it holds."""
+        if EACH in name:
+            for expert in range(tensor.shape[0]):
+                yield name.replace(EACH, str(expert)), expert_of(self._file, tensor, expert)
+            return
+        if name.endswith(_ROW) and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))
         for ours, place in places(name, self._file.path, tensor.name, fused):
             part = place.part(tensor.shape)
             if part is None:
                 yield ours, tensor
                 continue
             _, rows = part
-            width = math.prod(tensor.shape[1:])
-            try:
-                per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
-            except (ValueError, KeyError) as error:
-                raise unreadable(self._file, tensor, error) from error
-            offset = tensor.offset + rows.start * width // per_block * block_bytes
-            yield ours, replace(tensor, shape=(rows.size, *tensor.shape[1:]), offset=offset)
+            first = rows.start * math.prod(tensor.shape[1:])
+            yield ours, slab(self._file, tensor, first, (rows.size, *tensor.shape[1:]))
 
     def tensors(self) -> dict[str, StoredTensor]:
-        return {
+        found = {
             name: StoredTensor(
                 tensor.shape,
                 type_name(tensor),
@@ -89,12 +87,17 @@ class GgufSource:
             )
             for name, tensor in self._found.items()
         }
+        return found | {name: StoredTensor(made.shape, made.dtype) for name, made in self._made.items()}
 
     def where(self, name: str) -> str:
-        tensor = self._found.get(name)
-        return f"{self._file.path}: {tensor.name}" if tensor is not None else str(self._file.path)
+        made, tensor = self._made.get(name), self._found.get(name)
+        names = [part.name for part in made.parts] if made is not None else [] if tensor is None else [tensor.name]
+        return ": ".join([str(self._file.path), *([", ".join(names)] if names else [])])
 
     def read_into(self, name: str, slot: WeightSlot) -> None:
+        if name in self._made:
+            self._made[name].read_into(slot)
+            return
         tensor, target = self._found[name], slot.target
         interleaved = self._is_interleaved(name)
         if target.dtype == torch.float32 and target.device.type == "cpu" and target.is_contiguous() and not interleaved:
@@ -108,10 +111,10 @@ class GgufSource:
         tensor = self._found[name]
         rows, columns = tensor.shape
         try:
-            per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+            per_block, block_bytes = block_size(self._file, tensor)
             width = columns // per_block * block_bytes
             end = tensor.offset + len(self._file.data(tensor, rows * width))
-        except (ValueError, KeyError, GgufError) as error:
+        except GgufError as error:
             raise unreadable(self._file, tensor, error) from error
         if self._mapped is None:
             size = self._file.path.stat().st_size
@@ -127,14 +130,3 @@ class GgufSource:
         """The file has the rows of pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves."""
         pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def _canonical(stored: str, names: Mapping[str, str]) -> str:
-    match = _NAME.fullmatch(stored)
-    if match is None:
-        return stored
-    block, part, kind = match.groups()
-    if block is None:
-        return f"{_TOP[part]}.{kind}" if part in _TOP else stored
-    ours = {**_BLOCK, **names}.get(part)
-    return f"model.layers.{block}.{ours}.{kind}" if ours is not None else stored

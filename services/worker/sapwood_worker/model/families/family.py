@@ -23,13 +23,14 @@ class ModelFamily:
     """A family of decoder-only models: all that its files say of it, and what they mean.
 
     Attributes:
-        name: Its name in ``GetModelInfo`` and in GGUF files (``general.architecture``).
+        name: Its name in ``GetModelInfo``.
         architectures: Its names in ``config.json``.
         classifiers: The same of those with a head that classifies.
         layer: The class of its layers. Their weights have the names of Hugging Face checkpoints.
         defaults: Settings that ``config.json`` may leave out: the defaults of transformers' configuration classes.
         from_hf: The configuration that ``config.json`` gives. Raises ValueError, saying what is not supported.
         from_gguf: The same for the metadata of a GGUF file. None: it is not read from such files.
+        gguf_name: What GGUF files call it (``general.architecture``); empty: ``name``.
         gguf_names: Names of a layer's tensors in GGUF files that differ from family to family, and in Hugging Face's.
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
         prefixes: How names in Hugging Face checkpoints may begin, and how ours do instead.
@@ -44,6 +45,7 @@ class ModelFamily:
     defaults: Mapping[str, Any]
     from_hf: Callable[[HfValues], ModelConfig] = HfValues.llama
     from_gguf: Callable[[GgufValues], ModelConfig] | None = GgufValues.llama
+    gguf_name: str = ""
     gguf_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NORMS)
     gguf_interleaves: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict)

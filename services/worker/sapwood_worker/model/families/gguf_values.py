@@ -10,13 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sapwood_common.models.gguf_file import GgufFile
+from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 from sapwood_worker.model.layers.rotary import RopeConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT)
 """Tensors that divide rotary frequencies: always, in long contexts and in short ones."""
+
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
+"""What files call the scores of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +47,23 @@ class GgufValues:
         name = f"{self.architecture}.{key}"
         return self.file.metadata[name] if default is None else self.file.metadata.get(name, default)
 
-    def llama(self, *, partly_rotated: bool = False) -> ModelConfig:
+    def llama(self, *, partly_rotated: bool = False, head_dim: int | None = None) -> ModelConfig:
         """The configuration that the metadata gives a Llama; families that are like it change what differs.
 
         Args:
             partly_rotated: Whether the family's heads may be turned in part.
+            head_dim: Elements of a head where the file's sizes of keys and values mean something else; None: they say it.
 
         Raises:
             KeyError: A setting is missing.
             ValueError: One is not supported.
         """
         get, tensors = self.get, self.file.tensors
-        hidden, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
-        head_dim = get("attention.key_length", hidden // heads)
-        if get("attention.value_length", head_dim) != head_dim:
-            raise ValueError("keys and values of different size are not supported")
+        hidden, heads, layers = get("embedding_length"), get("attention.head_count"), self.layers
+        if head_dim is None:
+            head_dim = int(get("attention.key_length", hidden // heads))
+            if get("attention.value_length", head_dim) != head_dim:
+                raise ValueError("keys and values of different size are not supported")
         rotated = get("rope.dimension_count", head_dim)
         if rotated != head_dim and not partly_rotated:
             raise ValueError("rotary embedding of part of a head is not supported")
@@ -81,6 +88,43 @@ class GgufValues:
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
         )
+
+    def experts(self, *, renormalise: bool, shared: SharedExpert | None = None) -> SparseConfig:
+        """The mixtures of experts: softmax scores, in the layers that have a router.
+
+        Args:
+            renormalise: Whether a token's weights sum to one, where the file does not say.
+            shared: The expert of all tokens.
+
+        Raises:
+            KeyError: A setting is missing.
+            ValueError: One is not supported.
+        """
+        get, tensors = self.get, self.file.tensors
+        routers = {index for index in range(self.layers) if f"blk.{index}.ffn_gate_inp.weight" in tensors}
+        gating = int(get("expert_gating_func", _SOFTMAX))
+        if gating not in (_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN):
+            raise ValueError(f"expert_gating_func {gating} is not supported")
+        routing = Routing(
+            int(get("expert_count")),
+            int(get("expert_used_count")),
+            scores="sigmoid" if gating == _SIGMOID else "softmax",
+            renormalise=bool(get("expert_weights_norm", renormalise)) or gating == _SOFTMAX_OF_CHOSEN,
+            scale=float(get("expert_weights_scale", 1.0)) or 1.0,
+            groups=int(get("expert_group_count", 1)),
+            chosen_groups=int(get("expert_group_used_count", 1)),
+        )
+        return SparseConfig(
+            routing,
+            int(get("expert_feed_forward_length", int(get("feed_forward_length")))),
+            dense_layers=frozenset(range(self.layers)) - routers,
+            shared=shared,
+        )
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model; files may hold more, for drafts."""
+        return int(self.get("block_count")) - int(self.get("nextn_predict_layers", 0))
 
     def rope(self, theta: float) -> RopeConfig:
         """The rotary embedding, with the base ``theta`` where the file does not say.

@@ -1,4 +1,4 @@
-"""What ``config.json`` of a model with latent attention (MLA) says of it, by DeepSeek's names."""
+"""What files of a model with latent attention (MLA) say of it: ``config.json`` by DeepSeek's names, GGUF by llama.cpp's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.layers.latent_attention import LatentConfig
-from sapwood_worker.model.layers.rope_scaling import yarn_magnitude
+from sapwood_worker.model.layers.rope_scaling import YarnScaling, yarn_magnitude
 
 LATENT_DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "tie_word_embeddings": False, "rope_theta": 10_000.0, "rope_interleave": True,
 }  # fmt: skip
 """DeepSeek's defaults."""
+LATENT_GGUF_NAMES = {
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+"""What GGUF files call tensors of such a layer, and Hugging Face's checkpoints."""
+_LOG_FACTOR = 0.1
+"""By which those files' ``yarn_log_multiplier`` is less than ``mscale_all_dim``."""
 
 
 def read_latent(found: HfValues) -> ModelConfig:
@@ -46,6 +59,34 @@ def read_latent(found: HfValues) -> ModelConfig:
         latent=latent,
         draft_layers=int(values.get("num_nextn_predict_layers", 0)),
     )
+
+
+def read_gguf_latent(values: GgufValues) -> ModelConfig:
+    """The same of a GGUF file.
+
+    Raises:
+        KeyError: A setting is missing.
+        ValueError: One is not supported.
+    """
+    get = values.get
+    rotated = int(get("rope.dimension_count"))
+    # Newer files say as the size of keys and values what the cache holds.
+    queries = int(get("attention.key_length_mla", get("attention.key_length")))
+    latent = LatentConfig(
+        kv_lora_rank=int(get("attention.kv_lora_rank")),
+        qk_nope_head_dim=queries - rotated,
+        qk_rope_head_dim=rotated,
+        v_head_dim=int(get("attention.value_length_mla", get("attention.value_length"))),
+        q_lora_rank=int(get("attention.q_lora_rank", 0)) or None,
+    )
+    config = values.llama(head_dim=rotated)
+    [rope] = set(config.ropes)
+    scale, share = latent.query_dim**-0.5, float(get("rope.scaling.yarn_log_multiplier", 0.0)) / _LOG_FACTOR
+    if rope is not None and isinstance(rope.scaling, YarnScaling) and share:
+        # They do not say what cosines and sines are multiplied by: in all published models it is 1.
+        rope = replace(rope, scaling=replace(rope.scaling, magnitude=1.0))
+        scale *= yarn_magnitude(float(get("rope.scaling.factor")), share) ** 2
+    return replace(config, num_kv_heads=1, attention_scale=scale, latent=latent, ropes=(rope,) * config.num_layers)
 
 
 def _temper(rope: Mapping[str, Any]) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.rotary import Angles
 
@@ -32,11 +35,18 @@ class LlamaDecoderLayer(DecoderLayer):
         return hidden
 
 
+def _from_gguf(values: GgufValues) -> ModelConfig:
+    config = values.llama()
+    # Files of Mixtral, and of Llamas joined to a mixture of experts, are called so, too.
+    return replace(config, sparse=values.experts(renormalise=True)) if values.get("expert_count", 0) else config
+
+
 LLAMA = ModelFamily(
     name="llama",
     architectures=("LlamaForCausalLM",),
     classifiers=("LlamaForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    from_gguf=_from_gguf,
     gguf_interleaves=True,
 )

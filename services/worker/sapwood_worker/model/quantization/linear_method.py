@@ -173,9 +173,11 @@ class LinearFormat:
         keep: Makes the method that takes weights as the checkpoint stores them. None: no checkpoint stores them so.
         keep_table: The same for a table with a row for each token. None: tables are read in the model's dtype.
         widens: Whether checkpoints can also be read in the model's dtype where they store this format.
+        keep_expert: What ``keep`` is for an expert's projections. None: ``keep`` itself, or of a format that widens nothing.
     """
 
     quantise: Callable[[LinearShape, torch.dtype, DeviceOps], LinearMethod | None] | None = None
     keep: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None] | None = None
     keep_table: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], TableMethod | None] | None = None
     widens: bool = False
+    keep_expert: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,6 +45,8 @@ FORMATS = {
     "bitsandbytes": BITSANDBYTES,
     "gguf": GGUF,
 }
+Keep = Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None]
+"""Makes the method of a layer as the checkpoint stores it; None: it is in another format."""
 AS_STORED = " as stored"
 """What follows the name of a format in which a checkpoint stores weights that are kept."""
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -87,7 +89,8 @@ class LinearMethods:
         self._name, self._quantise = quantization, wanted
         formats = {name: each for name, each in formats.items() if not (widen and each.widens)}
         self._keep = [(name, each.keep) for name, each in formats.items() if each.keep is not None]
-        self._widens = {name for name, each in formats.items() if each.widens}
+        experts = ((name, each.keep_expert or (None if each.widens else each.keep)) for name, each in formats.items())
+        self._keep_expert = [(name, keep) for name, keep in experts if keep is not None]
         self._keep_table = [(name, each.keep_table) for name, each in formats.items() if each.keep_table is not None]
         self._dtype = dtype
         self._ops = ops
@@ -124,21 +127,19 @@ class LinearMethods:
         return DenseMethod(shape, self._dtype, self._ops)
 
     def stored_expert(self, shape: LinearShape) -> LinearMethod | None:
-        """The method of an expert's projections in a format whose numbers can be read in no other way; None: there is none.
+        """The method of an expert's projections in the format that they are stored in; None: they are held otherwise.
 
         Raises:
             ConfigError: They are in such a format, and cannot be read; names a tensor.
         """
-        return self._kept(shape, but=self._widens)
+        return self._kept(shape, self._keep_expert)
 
-    def _kept(self, shape: LinearShape, but: Container[str] = ()) -> LinearMethod | None:
+    def _kept(self, shape: LinearShape, formats: Sequence[tuple[str, Keep]] | None = None) -> LinearMethod | None:
         if self._stored is None:
             return None
         if self._made_up is not None:
             self._stored = replace(self._stored, tensors={**self._stored.tensors, **self._made_up(shape)})
-        for name, keep in self._keep:
-            if name in but:
-                continue
+        for name, keep in self._keep if formats is None else formats:
             kept = keep(shape, self._dtype, self._ops, self._stored)
             if kept is not None:
                 self.used.add(name + AS_STORED)

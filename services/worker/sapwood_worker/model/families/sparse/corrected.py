@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.exaone4 import EXAONE4
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
@@ -45,6 +47,23 @@ def corrected_experts(found: HfValues, experts: str, shared: str, correction: st
     )
 
 
+def corrected_gguf_experts(values: GgufValues, **changes: Any) -> SparseConfig:
+    """The same of a GGUF file, whose groups are chosen by their two best.
+
+    Args:
+        values: The file's settings.
+        changes: What differs in the routing.
+    """
+    found = values.experts(renormalise=False)
+    width, count = found.intermediate_size, int(values.get("expert_shared_count", 0))
+    return replace(
+        found,
+        routing=replace(found.routing, scores="sigmoid", group_score="two_best", **changes),
+        shared=SharedExpert("shared_experts", width * count) if count else None,
+        correction=CORRECTION,
+    )
+
+
 def _dots1(found: HfValues) -> ModelConfig:
     values = found.values
     windowed = found.given.get("sliding_window", values["sliding_window"]) is not None
@@ -54,6 +73,10 @@ def _dots1(found: HfValues) -> ModelConfig:
     windows = found.windows(kinds) if "sliding_attention" in kinds else (None,) * found.layers
     sparse = corrected_experts(found, "n_routed_experts", "n_shared_experts")
     return replace(found.llama(), windows=windows, qk_norm=True, sparse=sparse)
+
+
+def _dots1_gguf(values: GgufValues) -> ModelConfig:
+    return replace(values.llama(), qk_norm=True, sparse=corrected_gguf_experts(values))
 
 
 def _exaone(found: HfValues) -> ModelConfig:
@@ -80,7 +103,7 @@ DOTS1 = ModelFamily(
         "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62,
     },
     from_hf=_dots1,
-    from_gguf=None,
+    from_gguf=_dots1_gguf,
 )  # fmt: skip
 EXAONE_MOE = ModelFamily(
     name="exaone_moe",

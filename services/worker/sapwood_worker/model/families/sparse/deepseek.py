@@ -7,8 +7,14 @@ from dataclasses import replace
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
+from sapwood_worker.model.families.latent_values import (
+    LATENT_DEFAULTS,
+    LATENT_GGUF_NAMES,
+    read_gguf_latent,
+    read_latent,
+)
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
@@ -31,6 +37,19 @@ def _sparse(found: HfValues, routing: Routing) -> SparseConfig | None:
         shared=SharedExpert("shared_experts", shared * width) if shared else None,
         correction=CORRECTION if routing.scores == "sigmoid" else "",
     )
+
+
+def _from_gguf(values: GgufValues) -> ModelConfig:
+    sparse = values.experts(renormalise=False)
+    corrected = sparse.routing.scores == "sigmoid"
+    width, shared = sparse.intermediate_size, int(values.get("expert_shared_count", 0))
+    sparse = replace(
+        sparse,
+        routing=replace(sparse.routing, group_score="two_best" if corrected else "best"),
+        shared=SharedExpert("shared_experts", shared * width) if shared else None,
+        correction=CORRECTION if corrected else "",
+    )
+    return replace(read_gguf_latent(values), sparse=sparse)
 
 
 def _routing_v2(found: HfValues) -> Routing:
@@ -83,7 +102,9 @@ DEEPSEEK_V2 = ModelFamily(
         "routed_scaling_factor": 1.0, "topk_method": "greedy",
     },
     from_hf=lambda found: _from_hf(found, _routing_v2(found)),
-    from_gguf=None,
+    from_gguf=_from_gguf,
+    gguf_name="deepseek2",  # of V3, R1, Kimi K2 and GLM 4.7 Flash, too
+    gguf_names=LATENT_GGUF_NAMES,
 )  # fmt: skip
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",

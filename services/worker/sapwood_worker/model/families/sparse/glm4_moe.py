@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.sparse.corrected import corrected_experts
+from sapwood_worker.model.families.sparse.corrected import corrected_experts, corrected_gguf_experts
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 
@@ -24,6 +25,14 @@ def _from_hf(found: HfValues) -> ModelConfig:
         output_bias=False,
         draft_layers=int(values.get("num_nextn_predict_layers", 0)),
         sparse=_sparse(found),
+    )
+
+
+def _from_gguf(values: GgufValues) -> ModelConfig:
+    return replace(
+        values.llama(partly_rotated=True),
+        qk_norm="blk.0.attn_q_norm.weight" in values.file.tensors,
+        sparse=corrected_gguf_experts(values),
     )
 
 
@@ -46,7 +55,9 @@ GLM4_MOE = ModelFamily(
         "first_k_dense_replace": 1, "use_qk_norm": False,
     },
     from_hf=_from_hf,
-    from_gguf=None,
+    from_gguf=_from_gguf,
+    gguf_name="glm4moe",
+    gguf_names={"post_attention_norm": "post_attention_layernorm"},
 )  # fmt: skip
 GLM4_MOE_LITE = ModelFamily(
     name="glm4_moe_lite",

@@ -8,6 +8,7 @@ from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.layer_orders import PostNormDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
@@ -22,6 +23,10 @@ def _from_hf(found: HfValues) -> ModelConfig:
     return replace(config, qk_norm=True, qk_norm_kind="width", sparse=SparseConfig(routing, config.intermediate_size))
 
 
+def _from_gguf(values: GgufValues) -> ModelConfig:
+    return replace(values.llama(), qk_norm=True, qk_norm_kind="width", sparse=values.experts(renormalise=False))
+
+
 _DEFAULTS = {"tie_word_embeddings": False, "norm_topk_prob": False}
 
 OLMOE = ModelFamily(
@@ -32,7 +37,7 @@ OLMOE = ModelFamily(
         **_DEFAULTS, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
     },
     from_hf=_from_hf,
-    from_gguf=None,
+    from_gguf=_from_gguf,
 )  # fmt: skip
 FLEX_OLMO = ModelFamily(
     name="flex_olmo",

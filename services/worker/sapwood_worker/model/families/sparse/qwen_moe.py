@@ -7,6 +7,7 @@ from dataclasses import replace
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
@@ -54,6 +55,15 @@ def _qwen3(found: HfValues) -> ModelConfig:
     return replace(found.llama(), windows=(window,) * found.layers, qk_norm=True, sparse=_sparse(found))
 
 
+def _qwen2_gguf(values: GgufValues) -> ModelConfig:
+    shared = SharedExpert("shared_expert", values.get("expert_shared_feed_forward_length"), gated=True)
+    return replace(values.llama(), qkv_bias=True, sparse=values.experts(renormalise=False, shared=shared))
+
+
+def _qwen3_gguf(values: GgufValues) -> ModelConfig:
+    return replace(values.llama(), qk_norm=True, sparse=values.experts(renormalise=True))
+
+
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
@@ -68,7 +78,15 @@ QWEN2_MOE = ModelFamily(
         "shared_expert_intermediate_size": 5632,
     },
     from_hf=_qwen2,
-    from_gguf=None,
+    from_gguf=_qwen2_gguf,
+    gguf_name="qwen2moe",
+    gguf_names={
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    },
 )
 QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
@@ -81,5 +99,6 @@ QWEN3_MOE = ModelFamily(
         "moe_intermediate_size": 768,
     },
     from_hf=_qwen3,
-    from_gguf=None,
+    from_gguf=_qwen3_gguf,
+    gguf_name="qwen3moe",
 )

@@ -48,7 +48,9 @@ class StoredMatrices:
             if here:
                 self._methods[shape.parts[0].name] = method
             # Of those of other ranks nothing is read.
-            self._slots |= {name: replace(slot, filled=not here) for name, slot in method.slots().items()}
+            self._slots |= {
+                name: replace(slot, filled=slot.filled or not here) for name, slot in method.slots().items()
+            }
 
     def slots(self) -> WeightSlots:
         """The tensors that a checkpoint fills."""

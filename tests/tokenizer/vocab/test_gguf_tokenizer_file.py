@@ -65,7 +65,10 @@ def test_a_sentencepiece_vocabulary_without_a_space_before_the_text(tmp_path: Pa
     ("pre", "text", "words"),
     [
         ("gpt-2", "it's 12345 x\n\n y", ["it", "'s", " 12345", " x", "\n\n", " y"]),
+        ("olmo", "it's 12345 x\n\n y", ["it", "'s", " 12345", " x", "\n\n", " y"]),
+        ("refact", "it's 12345 x\n\n y", ["it", "'s", " ", "1", "2", "3", "4", "5", " x", "\n\n", " y"]),
         ("llama-bpe", "it's 12345 x\n\n y", ["it", "'s", " ", "123", "45", " x", "\n\n", " y"]),
+        ("dbrx", "IT'S 12345 x\n\n y", ["IT", "'S", " ", "123", "45", " x", "\n\n", " y"]),
         ("qwen2", "it's 12345 x\n\n y", ["it", "'s", " ", "1", "2", "3", "4", "5", " x", "\n\n", " y"]),
     ],
 )

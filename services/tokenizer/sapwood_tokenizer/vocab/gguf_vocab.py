@@ -19,10 +19,12 @@ from sapwood_tokenizer.vocab.sentencepiece_vocab import SentencePieceVocabulary,
 from sapwood_tokenizer.vocab.special_tokens import NORMAL, UNKNOWN, VocabularyError, add_special_tokens, put_around
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
 
+_DIGITS_APART = ("refact", "starcoder", "smollm", "command-r")
+"""Pre-tokenizers that cut digits from each other before GPT-2's expression cuts the rest: Granite 3's among them."""
 # llama.cpp's name of the pre-tokenizer -> the family of expressions; None is GPT-2's own.
 _FAMILIES: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2"), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe"), "cl100k"),
+    **dict.fromkeys(("default", "gpt-2", "olmo", *_DIGITS_APART), None),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), "cl100k"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
     **dict.fromkeys(("gpt-4o", "llama4"), "o200k"),
     "tekken": "tekken",
@@ -105,7 +107,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) ->
     )
     if family == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = split_as_gpt2() if family is None else split_at(PATTERNS[family])
+    tokenizer.pre_tokenizer = (
+        split_as_gpt2(digits_apart=pre in _DIGITS_APART) if family is None else split_at(PATTERNS[family])
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

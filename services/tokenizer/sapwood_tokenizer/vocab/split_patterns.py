@@ -57,6 +57,7 @@ def split_at(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def split_as_gpt2() -> pre_tokenizers.PreTokenizer:
-    """Cuts by GPT-2's own expression, which the library knows."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+def split_as_gpt2(*, digits_apart: bool = False) -> pre_tokenizers.PreTokenizer:
+    """Cuts by GPT-2's own expression, which the library knows; first between digits if asked for."""
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), cut]) if digits_apart else cut

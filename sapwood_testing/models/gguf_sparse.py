@@ -62,7 +62,13 @@ LAYOUTS = {
 
 
 def write_sparse_gguf(
-    folder: Path, tiny: Tiny, name: str, kinds: Mapping[str, str] | None = None, *, halves: bool = True
+    folder: Path,
+    tiny: Tiny,
+    name: str,
+    kinds: Mapping[str, str] | None = None,
+    *,
+    halves: bool = True,
+    says_groups: bool = True,
 ) -> tuple[Path, Any]:
     """Writes the file; returns it, and transformers' model of the file's numbers.
 
@@ -72,13 +78,14 @@ def write_sparse_gguf(
         name: Its name among ``LAYOUTS``.
         kinds: The types of matrices by their names in the file (``ffn_up_exps``); float32 unless given.
         halves: Whether what expands latent vectors is in two tensors, as newer files have it.
+        says_groups: Whether it says in which groups experts are, as newer files do.
     """
     import transformers
 
     layout, config, kinds = LAYOUTS[name], tiny.oracle.config, kinds or {}
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, layout.architecture)
-    _settings(writer, layout, tiny.oracle)
+    _settings(writer, layout, tiny.oracle, says_groups=says_groups)
     tensors = load_file(tiny.path / "model.safetensors")
     tensors = {key: tensors[key] for key in sorted(tensors, key=_by_number)}
     rounded = dict(tensors)
@@ -188,7 +195,7 @@ def _interleave(tensor: Tensor, head_dim: int) -> Tensor:
     return heads.reshape(tensor.shape)
 
 
-def _settings(writer: Any, layout: Layout, model: Any) -> None:
+def _settings(writer: Any, layout: Layout, model: Any, *, says_groups: bool) -> None:
     config = model.config
     given = config.to_dict()
 
@@ -215,7 +222,7 @@ def _settings(writer: Any, layout: Layout, model: Any) -> None:
         sigmoid = given["model_type"] != "deepseek_v2"
         kinds = gguf.ExpertGatingFuncType
         writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
-        if first("n_group"):
+        if says_groups and first("n_group"):
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)
     if layout.architecture == "qwen2moe":

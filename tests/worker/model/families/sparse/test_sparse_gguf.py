@@ -64,6 +64,14 @@ def test_logits_equal_transformers(tiny_model, tmp_path, name):
     assert_near(logits_of(load(path), TOKENS), oracle)
 
 
+@pytest.mark.parametrize(("name", "experts", "groups"), [("deepseek-v3", 256, (8, 4)), ("deepseek-v2", 160, (8, 3))])
+def test_older_files_of_deepseek_have_whole_matrices_and_name_no_groups(tiny_model, tmp_path, name, experts, groups):
+    changes = {"n_routed_experts": experts, "n_group": groups[0], "topk_group": groups[1], "moe_intermediate_size": 8}
+    tiny = tiny_model(name, **changes, num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    path, oracle = write_sparse_gguf(tmp_path, tiny, name, halves=False, says_groups=False)
+    assert_near(logits_of(load(path), TOKENS), oracle)
+
+
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "num_hidden_layers": 2}
 KINDS = {
     "ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q5_0", "ffn_down_exps": "Q8_0", "attn_q": "Q4_1", "attn_k": "Q8_0",

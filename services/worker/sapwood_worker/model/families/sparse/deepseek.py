@@ -39,13 +39,21 @@ def _sparse(found: HfValues, routing: Routing) -> SparseConfig | None:
     )
 
 
+_UNSAID_GROUPS = {256: (8, 4), 160: (8, 3)}
+"""Groups of V3's and of V2's experts, and how many a token goes to, by the number of experts: older GGUF files do not say."""
+
+
 def _from_gguf(values: GgufValues) -> ModelConfig:
     sparse = values.experts(renormalise=False)
     corrected = sparse.routing.scores == "sigmoid"
     width, shared = sparse.intermediate_size, int(values.get("expert_shared_count", 0))
+    routing = replace(sparse.routing, group_score="two_best" if corrected else "best")
+    if not values.get("expert_group_count", 0):
+        groups, chosen = _UNSAID_GROUPS.get(routing.experts, (1, 1))
+        routing = replace(routing, groups=groups, chosen_groups=chosen)
     sparse = replace(
         sparse,
-        routing=replace(sparse.routing, group_score="two_best" if corrected else "best"),
+        routing=routing,
         shared=SharedExpert("shared_experts", shared * width) if shared else None,
         correction=CORRECTION if corrected else "",
     )

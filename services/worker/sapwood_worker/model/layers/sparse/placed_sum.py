@@ -49,7 +49,7 @@ class PlacedSum:
         if places.movable and not (gate_up.tensors and down.tensors):
             raise ConfigError(
                 f"--redundant-experts: {context.prefix}: on this device experts in few bits stay where they are; "
-                "--stored-weights widen widens float8"
+                "--stored-weights widen widens float8 and GGUF's types"
             )
         self._sum = context.ops.expert_sum(gate_up, down, activation, chosen)
         self._group = context.parallel.ep

@@ -229,7 +229,13 @@ async def test_who_has_nothing_running_begins_at_once_though_anothers_thousand_h
     assert len(begun["many"]) == 30 >= 16, "all that the worker runs at once are one tenant's"
     asked += [asyncio.ensure_future(ask(name, -(name == "low"))) for name in ("low", "one", "one", "two", "three")]
     await settle()
-    assert {name: len(leases) for name, leases in begun.items()} == {"many": 30, "one": 1, "two": 1, "three": 0, "low": 0}
+    assert {name: len(leases) for name, leases in begun.items()} == {
+        "many": 30,
+        "one": 1,
+        "two": 1,
+        "three": 0,
+        "low": 0,
+    }
     begun["one"].pop().release()
     control.pump()
     await settle()
@@ -244,7 +250,9 @@ async def test_who_has_nothing_running_begins_at_once_though_anothers_thousand_h
         task.cancel()
 
 
-@pytest.mark.parametrize(("most", "running", "kept"), [(512, 256, 32), (32, 16, 2), (16, 16, 0), (8, 16, 0), (18, 16, 1)])
+@pytest.mark.parametrize(
+    ("most", "running", "kept"), [(512, 256, 32), (32, 16, 2), (16, 16, 0), (8, 16, 0), (18, 16, 1)]
+)
 def test_no_place_is_kept_of_those_that_a_worker_runs_at_once(most, running, kept) -> None:
     worker = Worker("w", CircuitBreaker(BreakerSettings(), Clock()), Clock())
     registry = Registry([worker], most_requests=lambda model: most)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.triton_qkv import _stored
+from sapwood_kernels.triton_qkv import as_stored
 
 _HEADS = 8
 """Heads of a program."""
@@ -34,9 +34,9 @@ def _turned(source, target, cos, sin, inside, factor, E: tl.constexpr, INTERLEAV
     cosine = tl.load(cos + pair, mask=pair < half, other=0.0).to(tl.float32)
     sine = tl.load(sin + pair + half, mask=pair < half, other=0.0).to(tl.float32)
     stored = target.dtype.element_ty
-    tl.store(target + pair, _stored((low * cosine - high * sine).to(kind), factor, SCALED).to(stored), mask=there)
+    tl.store(target + pair, as_stored((low * cosine - high * sine).to(kind), factor, SCALED).to(stored), mask=there)
     tl.store(
-        target + pair + half, _stored((high * cosine + low * sine).to(kind), factor, SCALED).to(stored), mask=there
+        target + pair + half, as_stored((high * cosine + low * sine).to(kind), factor, SCALED).to(stored), mask=there
     )
 
 
@@ -60,7 +60,7 @@ def _store_kernel(
         normed = (latent * scale * tl.load(weight + latent_columns, mask=within, other=0.0)).to(
             vectors.dtype.element_ty
         )
-        tl.store(page + latent_columns, _stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=within)
+        tl.store(page + latent_columns, as_stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=within)
         row = tl.zeros((1, 1), tl.int64)
         _turned(vector + R + row, page + R + row, cos, sin, row == 0, factor, E, INTERLEAVED, SCALED, HALF)
     else:

@@ -22,7 +22,7 @@ _FEW_TOKENS = 64  # up to so many tokens, programs take one head each: 1.4 inste
 
 
 @triton.jit
-def _stored(x, scale, SCALED: tl.constexpr):
+def as_stored(x, scale, SCALED: tl.constexpr):
     """``x`` as it is written to the cache; ``scale`` is one over the cache's scale."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * scale, -_LARGEST_E4M3), _LARGEST_E4M3)
@@ -79,12 +79,12 @@ def _qkv_kernel(
     is_key = ((heads >= HEADS) & (heads < HEADS + KV_HEADS))[:, None] & there
     target = keys + slot + (heads[:, None] - HEADS) * head_stride
     stored = keys.dtype.element_ty
-    tl.store(target + one, _stored(turned_low, key_factor, SCALED).to(stored), mask=is_key)
-    tl.store(target + two, _stored(turned_high, key_factor, SCALED).to(stored), mask=is_key)
+    tl.store(target + one, as_stored(turned_low, key_factor, SCALED).to(stored), mask=is_key)
+    tl.store(target + two, as_stored(turned_high, key_factor, SCALED).to(stored), mask=is_key)
     is_value = (heads >= HEADS + KV_HEADS)[:, None] & inside
     target = values + slot + (heads[:, None] - HEADS - KV_HEADS) * head_stride
-    tl.store(target + one, _stored(first, value_factor, SCALED).to(stored), mask=is_value)
-    tl.store(target + two, _stored(second, value_factor, SCALED).to(stored), mask=is_value)
+    tl.store(target + one, as_stored(first, value_factor, SCALED).to(stored), mask=is_value)
+    tl.store(target + two, as_stored(second, value_factor, SCALED).to(stored), mask=is_value)
 
 
 def norm_rope_store(

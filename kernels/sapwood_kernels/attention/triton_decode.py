@@ -82,13 +82,13 @@ def _block_of_words(
 
 
 @triton.jit
-def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
+def num_stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
     """The number of stretches into which ``length`` keys are split."""
     return tl.minimum(tl.maximum(length // LEAST, 1), SPLITS)
 
 
 @triton.jit
-def _first(length, starts, request, WINDOW: tl.constexpr, SHARED: tl.constexpr):
+def first_own_key(length, starts, request, WINDOW: tl.constexpr, SHARED: tl.constexpr):
     """The first key that a request reads by itself."""
     start = oldest_seen(length - 1, WINDOW) if WINDOW != 0 else 0
     return tl.maximum(start, tl.load(starts + request)) if SHARED else start
@@ -112,8 +112,8 @@ def _split_kernel(
     own = pages + tl.load(indptr + request)
     keys += head * head_stride
     values += head * head_stride
-    start = _first(length, starts, request, WINDOW, SHARED)
-    count = _stretches(length - start, LEAST, SPLITS)
+    start = first_own_key(length, starts, request, WINDOW, SHARED)
+    count = num_stretches(length - start, LEAST, SPLITS)
     others = tl.load(counts + request) if SHARED else 0
     if split < count:
         share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK
@@ -175,7 +175,7 @@ def _merge_kernel(
     row = tl.program_id(0)
     request = row // HEADS
     length = tl.load(lengths + request)
-    own = _stretches(length - _first(length, starts, request, WINDOW, SHARED), LEAST, SPLITS)
+    own = num_stretches(length - first_own_key(length, starts, request, WINDOW, SHARED), LEAST, SPLITS)
     others = tl.load(counts + request) if SHARED else 0
     if own + others > 1:
         slots, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)

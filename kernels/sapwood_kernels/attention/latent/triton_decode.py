@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sapwood_kernels.attention.latent.triton_shared import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 from sapwood_kernels.attention.triton_block import LOG2_E
-from sapwood_kernels.attention.triton_decode import SharedWork, _first, _merge_kernel, _stretches
+from sapwood_kernels.attention.triton_decode import SharedWork, _merge_kernel, first_own_key, num_stretches
 
 _KEYS_OF_BLOCK, _WARPS, _STAGES = 32, 4, 2
 
@@ -30,8 +30,8 @@ def _latent_kernel(
     request, split = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     own = pages + tl.load(indptr + request)
-    start = _first(length, starts, request, 0, SHARED)
-    count = _stretches(length - start, LEAST, SPLITS)
+    start = first_own_key(length, starts, request, 0, SHARED)
+    count = num_stretches(length - start, LEAST, SPLITS)
     others = tl.load(counts + request) if SHARED else 0
     if split < count:
         share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK

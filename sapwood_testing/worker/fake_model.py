@@ -88,45 +88,8 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
     return runner
 
 
-class StallingRunner:
-    """A :class:`FakeRunner` that takes its time for the first step of some prompts.
-
-    Args:
-        runner: What computes.
-        token: A prompt that begins with it stalls the step it begins in.
-        seconds: For how long.
-        computes: Whether it computes meanwhile, with the interpreter's lock held; else it waits.
-    """
-
-    def __init__(self, runner: FakeRunner, token: int, seconds: float, *, computes: bool) -> None:
-        self._runner = runner
-        self._token = token
-        self._seconds = seconds
-        self._computes = computes
-        self.info = runner.info
-        self.vocabulary = runner.vocabulary
-        self.experts = runner.experts
-        self.exchanged_bytes = runner.exchanged_bytes
-        self.sums = runner.sums
-        self.draft = runner.draft
-        self.host_pool = runner.host_pool
-        self.asynchronous = runner.asynchronous
-
-    def execute(self, step: Step) -> ModelOutput:
-        return self.launch(step).result()
-
-    def launch(self, step: Step) -> LaunchedStep:
-        firsts = step.token_ids[np.cumsum(step.counts) - step.counts]
-        if ((step.starts == 0) & (firsts == self._token)).any():
-            if self._computes:
-                _compute(self._seconds)
-            else:
-                time.sleep(self._seconds)
-        return self._runner.launch(step)
-
-
-class DivergingRunner:
-    """A :class:`FakeRunner` that answers some prompts differently, or, with requests of its own, gets other rows with them.
+class _AroundRunner:
+    """A :class:`FakeRunner` that does something else for some prompts.
 
     Args:
         runner: What computes.
@@ -149,9 +112,49 @@ class DivergingRunner:
         return self.launch(step).result()
 
     def launch(self, step: Step) -> LaunchedStep:
-        output = self._runner.launch(step).result()
+        return self._runner.launch(step)
+
+    def _begins(self, step: Step) -> bool:
+        """Whether such a prompt begins in a step."""
         firsts = step.token_ids[np.cumsum(step.counts) - step.counts]
-        if ((step.starts == 0) & (firsts == self._token)).any():
+        return bool(((step.starts == 0) & (firsts == self._token)).any())
+
+
+class StallingRunner(_AroundRunner):
+    """A :class:`FakeRunner` that takes its time for the first step of some prompts.
+
+    Args:
+        runner: What computes.
+        token: A prompt that begins with it stalls the step it begins in.
+        seconds: For how long.
+        computes: Whether it computes meanwhile, with the interpreter's lock held; else it waits.
+    """
+
+    def __init__(self, runner: FakeRunner, token: int, seconds: float, *, computes: bool) -> None:
+        super().__init__(runner, token)
+        self._seconds = seconds
+        self._computes = computes
+
+    def launch(self, step: Step) -> LaunchedStep:
+        if self._begins(step):
+            if self._computes:
+                _compute(self._seconds)
+            else:
+                time.sleep(self._seconds)
+        return self._runner.launch(step)
+
+
+class DivergingRunner(_AroundRunner):
+    """A :class:`FakeRunner` that answers some prompts differently, or, with requests of its own, gets other rows with them.
+
+    Args:
+        runner: What computes.
+        token: Such a prompt begins with it.
+    """
+
+    def launch(self, step: Step) -> LaunchedStep:
+        output = self._runner.launch(step).result()
+        if self._begins(step):
             output.seen += 1
             if self.info.attention_ranks == 1:
                 output.token_ids = [[token + 1 for token in tokens] for tokens in output.token_ids]

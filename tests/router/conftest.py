@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -22,7 +22,7 @@ from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.network.channel import open_channel
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
-from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer, encode
 from sapwood_testing.router.fake_worker import FakeWorker
 
 
@@ -56,6 +56,22 @@ class Cluster:
 
     def calls(self) -> list:
         return [call for worker in self.workers for call in worker.calls]
+
+    def answer_with(self, text: str, *, goes_on_after: int | None = None, **script: object) -> None:
+        """Has every worker answer with a text.
+
+        ``goes_on_after`` is the tokens of the client's prompt: what a worker's prompt has beyond them was answered before, by a
+        worker that was lost.
+        """
+
+        def rest(prompt: Sequence[int]) -> list[int]:
+            answered = 0 if goes_on_after is None else max(0, len(prompt) - goes_on_after)
+            return encode(text)[1 + answered :]
+
+        for worker in self.workers:
+            worker.script.tokens = rest
+            for name, value in script.items():
+                setattr(worker.script, name, value)
 
     async def ready(self) -> None:
         await until(lambda: self.router.problem() is None and all(w.available for w in self.router.registry.all()))

@@ -26,16 +26,6 @@ PROMPT = len(encode("<user>hi<assistant>"))
 CALLS = 'Let me see.<call weather>{"city": "Köln"}</call> <call time>{}</call>'
 
 
-def answer_with(cluster, text: str, *, goes_on: bool = False, **script) -> None:
-    def rest(prompt) -> list[int]:  # what was answered before another worker went on is part of the prompt
-        return encode(text)[1 + max(0, len(prompt) - PROMPT) :] if goes_on else encode(text)[1:]
-
-    for worker in cluster.workers:
-        worker.script.tokens = rest
-        for name, value in script.items():
-            setattr(worker.script, name, value)
-
-
 @pytest.fixture
 async def client(cluster):
     async with make_client(cluster) as made:
@@ -62,7 +52,7 @@ async def test_a_message_is_answered(cluster, client) -> None:
 
 
 async def test_a_stop_sequence_is_named_and_settings_reach_the_worker(cluster, client) -> None:
-    answer_with(cluster, "one, two, three")
+    cluster.answer_with("one, two, three")
     settings = {"temperature": 0.5, "top_p": 0.25, "top_k": 3, "seed": 7}
     answer = await client.messages.create(
         model="fake", max_tokens=50, messages=HI, stop_sequences=["zz", "two"], extra_body=settings
@@ -75,7 +65,7 @@ async def test_a_stop_sequence_is_named_and_settings_reach_the_worker(cluster, c
 
 
 async def test_a_stream_has_anthropics_events(cluster) -> None:
-    answer_with(cluster, "<think>hm</think>Yes.", delay=0.002)
+    cluster.answer_with("<think>hm</think>Yes.", delay=0.002)
     answer = await cluster.http.post(MESSAGES, json={"model": "fake", "max_tokens": 99, "messages": HI, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     named = [event.split("\n", 1) for event in answer.text.split("\n\n") if event]
@@ -92,7 +82,7 @@ async def test_a_stream_has_anthropics_events(cluster) -> None:
 
 
 async def test_the_clients_stream_puts_thoughts_text_and_calls_together(cluster, client) -> None:
-    answer_with(cluster, "<think>hm … so</think>" + CALLS, delay=0.002)
+    cluster.answer_with("<think>hm … so</think>" + CALLS, delay=0.002)
     whole = await client.messages.create(model="fake", max_tokens=999, messages=HI, tools=TOOLS)
     async with client.messages.stream(model="fake", max_tokens=999, messages=HI, tools=TOOLS) as stream:
         deltas = [event async for event in stream if event.type == "content_block_delta"]
@@ -110,7 +100,7 @@ async def test_the_clients_stream_puts_thoughts_text_and_calls_together(cluster,
 
 
 async def test_a_conversation_with_calls_and_results_reaches_the_tokenizer(cluster, client) -> None:
-    answer_with(cluster, "<think>Again.</think>" + CALLS)
+    cluster.answer_with("<think>Again.</think>" + CALLS)
     first = await client.messages.create(model="fake", max_tokens=99, messages=HI, tools=TOOLS)
     first, (weather, time) = first.content, [block for block in first.content if block.type == "tool_use"]
     messages = [
@@ -161,7 +151,7 @@ def test_thousands_of_texts_are_one_turn() -> None:
 
 
 async def test_calls_can_be_forced_forbidden_and_kept_to_one(cluster, client) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
 
     async def ask(**choice):
         return await client.messages.create(model="fake", max_tokens=99, messages=HI, tools=TOOLS, tool_choice=choice)
@@ -284,7 +274,7 @@ async def test_a_key_comes_in_either_header(make_cluster, tmp_path) -> None:
 
 
 async def test_a_stream_that_fails_ends_with_an_error_event(cluster, client) -> None:
-    answer_with(cluster, "abcdefgh", goes_on=True, fail_after=1, error=InternalError("it broke"))
+    cluster.answer_with("abcdefgh", goes_on_after=PROMPT, fail_after=1, error=InternalError("it broke"))
     text = ""
     with pytest.raises(anthropic.APIStatusError, match="it broke"):
         async for event in await client.messages.create(model="fake", max_tokens=9, messages=HI, stream=True):
@@ -296,7 +286,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(cluster, client) -> 
 
 async def test_a_client_that_leaves_and_a_deadline_end_the_request(cluster, client) -> None:
     gate = asyncio.Event()
-    answer_with(cluster, "abcdef", gate=gate, gate_after=1)
+    cluster.answer_with("abcdef", gate=gate, gate_after=1)
     stream = await client.messages.create(model="fake", max_tokens=9, messages=HI, stream=True)
     assert (await anext(aiter(stream))).type == "message_start"
     await stream.close()
@@ -311,7 +301,7 @@ async def test_a_client_that_leaves_and_a_deadline_end_the_request(cluster, clie
 
 async def test_a_lost_worker_costs_a_stream_nothing_but_a_pause(cluster, client) -> None:
     gate = asyncio.Event()
-    answer_with(cluster, "abcdef", goes_on=True, gate=gate, gate_after=2)
+    cluster.answer_with("abcdef", goes_on_after=PROMPT, gate=gate, gate_after=2)
     stream = await client.messages.create(model="fake", max_tokens=9, messages=HI, stream=True)
     events = aiter(stream)
     first = await anext(events)

@@ -14,13 +14,6 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARA
 CALLS = 'Let me see.<call weather>{"city": "Köln"}</call><call time>{}</call>'
 
 
-def answer_with(cluster, text: str, **script) -> None:
-    for worker in cluster.workers:
-        worker.script.tokens = lambda prompt: encode(text)[1:]
-        for name, value in script.items():
-            setattr(worker.script, name, value)
-
-
 async def streamed(cluster, **request) -> list:
     return [
         chunk
@@ -31,7 +24,7 @@ async def streamed(cluster, **request) -> list:
 
 
 async def test_an_answer_has_its_calls(cluster) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
     answer = await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=TOOLS)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
@@ -42,7 +35,7 @@ async def test_an_answer_has_its_calls(cluster) -> None:
     ]
     assert len({call.id for call in choice.message.tool_calls}) == 2
     assert answer.usage.completion_tokens == len(encode(CALLS))
-    answer_with(cluster, "<call time>{}</call>")
+    cluster.answer_with("<call time>{}</call>")
     response = await cluster.http.post(CHAT, json={"messages": HI, "tools": TOOLS, "tool_choice": "auto"})
     message = response.json()["choices"][0]["message"]
     assert message["content"] is None
@@ -50,7 +43,7 @@ async def test_an_answer_has_its_calls(cluster) -> None:
 
 
 async def test_a_stream_has_first_a_calls_id_and_name_then_its_arguments_in_pieces(cluster) -> None:
-    answer_with(cluster, CALLS, delay=0.003)
+    cluster.answer_with(CALLS, delay=0.003)
     chunks = await streamed(cluster, tools=TOOLS)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me see."
@@ -70,7 +63,7 @@ async def test_a_stream_has_first_a_calls_id_and_name_then_its_arguments_in_piec
 
 
 async def test_calls_are_looked_for_only_where_tools_are_on_offer(cluster) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
     for request in ({}, {"tools": []}, {"tools": None}, {"tools": TOOLS, "tool_choice": "none"}):
         response = await cluster.http.post(CHAT, json={"messages": HI, **request})
         choice = response.json()["choices"][0]
@@ -101,7 +94,7 @@ async def test_variables_for_the_chat_template_reach_the_tokenizer(cluster) -> N
 
 
 async def test_a_call_cut_short_by_the_limit_ends_with_length(cluster) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
     answer = await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=TOOLS, max_tokens=32)
     assert answer.choices[0].finish_reason == "length"
     (call,) = answer.choices[0].message.tool_calls
@@ -109,7 +102,7 @@ async def test_a_call_cut_short_by_the_limit_ends_with_length(cluster) -> None:
 
 
 async def test_one_call_at_most_where_parallel_ones_are_not_wanted(cluster) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
     answer = await cluster.openai.chat.completions.create(
         model="fake", messages=HI, tools=TOOLS, parallel_tool_calls=False
     )
@@ -119,7 +112,7 @@ async def test_one_call_at_most_where_parallel_ones_are_not_wanted(cluster) -> N
 
 
 async def test_the_ids_of_calls_differ_even_where_a_request_id_is_used_again(cluster) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
     ids = [
         call.id
         for _ in range(2)
@@ -139,7 +132,7 @@ async def test_the_ids_of_calls_differ_even_where_a_request_id_is_used_again(clu
 async def test_reasoning_is_told_from_the_answer(cluster, opened) -> None:
     cluster.tokenizer.reasoning_open = opened
     thoughts = "hm … </thi> so"
-    answer_with(cluster, f"{'' if opened else '<think>'}{thoughts}</think>Yes.", delay=0.003)
+    cluster.answer_with(f"{'' if opened else '<think>'}{thoughts}</think>Yes.", delay=0.003)
     answer = await cluster.openai.chat.completions.create(model="fake", messages=HI)
     message = answer.choices[0].message
     assert (message.reasoning_content, message.content, message.tool_calls) == (thoughts, "Yes.", None)
@@ -158,7 +151,7 @@ async def test_completions_are_not_parsed(cluster) -> None:
 
 
 async def test_a_conversation_with_calls_answers_and_reasoning_reaches_the_tokenizer(cluster) -> None:
-    answer_with(cluster, "<think>Again.</think>" + CALLS)
+    cluster.answer_with("<think>Again.</think>" + CALLS)
     first = (await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=TOOLS)).choices[0].message
     messages = [
         *HI,
@@ -254,7 +247,7 @@ async def test_what_asks_for_nothing_is_taken(cluster) -> None:
 async def test_what_no_parser_finds_is_text(cluster) -> None:
     cluster.tokenizer.tool_parser = ""
     text = "<call weather>{}</call>"
-    answer_with(cluster, text)
+    cluster.answer_with(text)
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     for tools in (TOOLS, strict):
         answer = await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=tools)
@@ -268,7 +261,7 @@ async def test_what_no_parser_finds_is_text(cluster) -> None:
 
 
 async def test_a_tokenizer_that_comes_back_with_other_parsers_is_asked_again(cluster, wait_until) -> None:
-    answer_with(cluster, "<think>a</think>b")
+    cluster.answer_with("<think>a</think>b")
     assert (await cluster.openai.chat.completions.create(model="fake", messages=HI)).choices[0].message.content == "b"
     await cluster.tokenizer.kill()
     cluster.tokenizer.reasoning_parser = ""
@@ -279,7 +272,7 @@ async def test_a_tokenizer_that_comes_back_with_other_parsers_is_asked_again(clu
 
 
 async def test_a_forced_call_has_a_grammar(cluster) -> None:
-    answer_with(cluster, "<call weather>{}</call>")
+    cluster.answer_with("<call weather>{}</call>")
     for choice, name, parallel in (("required", "", True), (FORCED, "weather", False)):
         answer = await cluster.openai.chat.completions.create(
             model="fake", messages=HI, tools=TOOLS, tool_choice=choice
@@ -300,7 +293,7 @@ async def test_a_forced_call_has_a_grammar(cluster) -> None:
 
 async def test_a_call_can_be_forced_where_the_model_has_no_format_of_its_own(cluster) -> None:
     cluster.tokenizer.tool_parser = ""
-    answer_with(cluster, "<call weather>{}</call>")
+    cluster.answer_with("<call weather>{}</call>")
     answer = await cluster.openai.chat.completions.create(
         model="fake", messages=HI, tools=TOOLS, tool_choice="required"
     )
@@ -310,7 +303,7 @@ async def test_a_call_can_be_forced_where_the_model_has_no_format_of_its_own(clu
 
 
 async def test_strict_tools_and_an_answers_format_are_enforced_together(cluster) -> None:
-    answer_with(cluster, "{}")
+    cluster.answer_with("{}")
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=strict)
     asked = cluster.tokenizer.grammars[-1]

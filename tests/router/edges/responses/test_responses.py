@@ -29,16 +29,6 @@ PROMPT = len(encode("<user>hi<assistant>"))
 CALLS = 'Let me see.<call weather>{"city": "Köln"}</call><call time>{}</call>'
 
 
-def answer_with(cluster, text: str, *, goes_on: bool = False, **script) -> None:
-    def rest(prompt) -> list[int]:  # what was answered before another worker went on is part of the prompt
-        return encode(text)[1 + max(0, len(prompt) - PROMPT) :] if goes_on else encode(text)[1:]
-
-    for worker in cluster.workers:
-        worker.script.tokens = rest
-        for name, value in script.items():
-            setattr(worker.script, name, value)
-
-
 async def test_a_text_is_answered(cluster) -> None:
     answer = await cluster.openai.responses.create(
         model="fake", input="hi", instructions="Be kind.", metadata={"a": "b"}, temperature=0.5
@@ -54,7 +44,7 @@ async def test_a_text_is_answered(cluster) -> None:
 
 
 async def test_the_clients_stream_puts_reasoning_text_and_calls_together(cluster) -> None:
-    answer_with(cluster, "<think>hm … so</think>" + CALLS, delay=0.002)
+    cluster.answer_with("<think>hm … so</think>" + CALLS, delay=0.002)
     whole = await cluster.openai.responses.create(model="fake", input="hi", tools=TOOLS)
     async with cluster.openai.responses.stream(model="fake", input="hi", tools=TOOLS) as stream:
         events = [event async for event in stream]
@@ -85,7 +75,7 @@ async def test_the_clients_stream_puts_reasoning_text_and_calls_together(cluster
 
 
 async def test_a_conversation_of_items_reaches_the_tokenizer(cluster) -> None:
-    answer_with(cluster, "<think>Again.</think>" + CALLS)
+    cluster.answer_with("<think>Again.</think>" + CALLS)
     first = await cluster.openai.responses.create(model="fake", input="hi", tools=TOOLS)
     weather, time = first.output[2:]
     items = [
@@ -121,7 +111,7 @@ async def test_a_conversation_of_items_reaches_the_tokenizer(cluster) -> None:
 
 async def test_a_response_is_kept_gone_on_from_and_forgotten(cluster) -> None:
     client = cluster.openai.responses
-    answer_with(cluster, "<think>hm</think>One.")
+    cluster.answer_with("<think>hm</think>One.")
     first = await client.create(model="fake", input="hi", instructions="only here")
     assert first.store is True
     assert await client.retrieve(first.id) == first
@@ -150,7 +140,7 @@ async def test_a_response_is_kept_gone_on_from_and_forgotten(cluster) -> None:
 
 
 async def test_items_of_kept_answers_are_referred_to_by_their_ids(cluster) -> None:
-    answer_with(cluster, "<think>hm</think>" + CALLS)
+    cluster.answer_with("<think>hm</think>" + CALLS)
     first = await cluster.openai.responses.create(model="fake", input="hi", tools=TOOLS)
     references = [{"type": "item_reference", "id": item.id} for item in first.output[:3]]
     output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sun"}
@@ -193,7 +183,7 @@ class City(BaseModel):
 
 
 async def test_an_answer_is_parsed_as_its_schema_says(cluster) -> None:
-    answer_with(cluster, '{"city": "Köln"}')
+    cluster.answer_with('{"city": "Köln"}')
     answer = await cluster.openai.responses.parse(model="fake", input="hi", text_format=City)
     assert answer.output_parsed == City(city="Köln")
     asked = json.loads(cluster.tokenizer.grammars[-1].grammar.json_schema)
@@ -203,7 +193,7 @@ async def test_an_answer_is_parsed_as_its_schema_says(cluster) -> None:
 
 
 async def test_calls_can_be_forced_forbidden_and_kept_to_some(cluster) -> None:
-    answer_with(cluster, CALLS)
+    cluster.answer_with(CALLS)
 
     async def ask(choice, **more):
         return await cluster.openai.responses.create(model="fake", input="hi", tools=TOOLS, tool_choice=choice, **more)
@@ -292,7 +282,7 @@ async def test_no_value_of_any_parameter_is_the_servers_fault(cluster) -> None:
 
 
 async def test_a_stream_that_fails_ends_with_a_failed_response(cluster) -> None:
-    answer_with(cluster, "abcdefgh", goes_on=True, fail_after=1, error=InternalError("it broke"))
+    cluster.answer_with("abcdefgh", goes_on_after=PROMPT, fail_after=1, error=InternalError("it broke"))
     stream = await cluster.openai.responses.create(model="fake", input="hi", stream=True)
     *events, last = [event async for event in stream]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -305,7 +295,7 @@ async def test_a_stream_that_fails_ends_with_a_failed_response(cluster) -> None:
 
 
 async def test_a_client_that_leaves_and_a_deadline_end_the_request(cluster) -> None:
-    answer_with(cluster, "abcdef", gate=asyncio.Event(), gate_after=1)
+    cluster.answer_with("abcdef", gate=asyncio.Event(), gate_after=1)
     stream = await cluster.openai.responses.create(model="fake", input="hi", stream=True)
     assert (await anext(aiter(stream))).type == "response.created"
     await stream.close()
@@ -318,7 +308,7 @@ async def test_a_client_that_leaves_and_a_deadline_end_the_request(cluster) -> N
 
 async def test_a_lost_worker_costs_a_stream_nothing_but_a_pause(cluster) -> None:
     gate = asyncio.Event()
-    answer_with(cluster, "abcdef", goes_on=True, gate=gate, gate_after=2)
+    cluster.answer_with("abcdef", goes_on_after=PROMPT, gate=gate, gate_after=2)
     events = aiter(await cluster.openai.responses.create(model="fake", input="hi", stream=True))
     first = await anext(events)
     (worker,) = [worker for worker in cluster.workers if worker.calls]

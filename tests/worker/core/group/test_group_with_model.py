@@ -21,7 +21,6 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.tiering import Tiering
 from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches
 from sapwood_worker.model.runner import builder
-from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Step
 
 
@@ -170,20 +169,7 @@ def test_a_step_that_fails_on_all_ranks_alike_ends_only_that_step(tiny_model: An
     assert run_group(2, tiny_model("llama", **SHAPE).path, work, num_pages=40, max_running=9)[0].tokens
 
 
-def test_a_step_that_fails_on_one_rank_alone_ends_the_group(tiny_model: Any, monkeypatch: Any) -> None:
-    launch = ModelRunner.launch
-    leaders: list[Any] = []
-
-    def fail_in_the_leader(self: ModelRunner, step: Step) -> Any:
-        if self in leaders and step.number == 3:
-            raise MemoryError("no room here")
-        return launch(self, step)
-
-    monkeypatch.setattr(ModelRunner, "launch", fail_in_the_leader)
-
-    def work(runner: Any) -> None:
-        leaders.append(runner._runner)
-        answers(runner)
-
+def test_a_step_that_fails_on_one_rank_alone_ends_the_group(tiny_model: Any, leader_failing: Any) -> None:
+    path = tiny_model("llama", **SHAPE).path
     with pytest.raises(RankLostError, match="rank 0 failed alone: no room here"):
-        run_group(2, tiny_model("llama", **SHAPE).path, work, num_pages=40, max_running=9)
+        run_group(2, path, leader_failing(answers), num_pages=40, max_running=9)

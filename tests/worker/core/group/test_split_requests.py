@@ -244,20 +244,7 @@ def test_a_rank_that_gets_other_rows_than_the_others_is_named(
         run_group(size, tiny_model("llama-biased-tied", **SHAPE).path, Asking(), own_requests=True, **OPTIONS)
 
 
-def test_a_rank_that_fails_alone_ends_the_group(tiny_model: Any, monkeypatch: Any) -> None:
-    launch = ModelRunner.launch
-    leaders: list[Any] = []
-
-    def fail_in_the_leader(self: ModelRunner, step: Any) -> Any:
-        if self in leaders and step.number == 3:
-            raise MemoryError("no room here")
-        return launch(self, step)
-
-    monkeypatch.setattr(ModelRunner, "launch", fail_in_the_leader)
-
-    def work(runner: Any) -> None:
-        leaders.append(runner._runner)
-        Asking()(runner)
-
+def test_a_rank_that_fails_alone_ends_the_group(tiny_model: Any, leader_failing: Any) -> None:
+    path = tiny_model("llama", **SHAPE).path
     with pytest.raises(RankLostError, match="rank 0 failed alone: no room here"):
-        run_group(2, tiny_model("llama", **SHAPE).path, work, own_requests=True, **OPTIONS)
+        run_group(2, path, leader_failing(Asking()), own_requests=True, **OPTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from floods.combined_floods import COMBINED_FLOODS
 from floods.flood import Flood
 from floods.http1_floods import HTTP1_FLOODS
 from floods.http2_floods import HTTP2_FLOODS
@@ -32,4 +33,5 @@ FLOODS: tuple[Flood, ...] = (
     *IDLE_FLOODS,
     *KEYED_FLOODS,
     *MORE_FLOODS,
+    *COMBINED_FLOODS,
 )

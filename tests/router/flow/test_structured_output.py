@@ -130,3 +130,28 @@ async def test_a_resumed_generation_tells_how_far_its_grammar_is(cluster) -> Non
     assert "".join(response.text for response in responses) == text
     (resumed,) = [call.request for worker in cluster.workers if worker is not running for call in worker.calls]
     assert 0 < resumed.output_tokens == len(resumed.token_ids) - len(encode("hi"))
+
+
+async def test_a_requests_choices_that_ask_together_have_one_grammar_compiled(cluster) -> None:
+    for path, prompt in ((CHAT, {"messages": HI, "n": 32}), (COMPLETIONS, {"prompt": ["hi"] * 32})):
+        before = len(cluster.tokenizer.grammars)
+        response = await cluster.http.post(path, json={**prompt, "regex": "[0-9]+"})
+        assert response.status_code == 200, response.text
+        assert len(response.json()["choices"]) == 32
+        assert len(cluster.tokenizer.grammars) - before <= 4
+        assert len({call.request.grammar.compiled for call in cluster.calls()[-32:]}) <= 4
+
+
+async def test_what_goes_with_each_of_many_choices_is_counted_with_their_prompts(cluster) -> None:
+    for more, fits, too_much in (
+        ({"regex": "a" * 3000}, 1000, 1024 * 4),
+        ({"stop": ["a" * 4000] * 2}, 256, 1024),
+        ({"allowed_token_ids": list(range(2000))}, 256, 1024),
+    ):
+        for count in (fits, too_much):
+            prompts = {"prompt": "hi", "n": 128} if count > 1024 else {"prompt": ["hi"] * count}
+            more_text = {"regex": "a" * 40_000} if count > 1024 else more
+            answer = await cluster.http.post(COMPLETIONS, json={**prompts, **more_text, "max_tokens": 1})
+            assert answer.status_code == (200 if count == fits else 400), (more.keys(), count, answer.text)
+            if count != fits:
+                assert "the prompts and what goes with each" in answer.json()["error"]["message"]

@@ -10,7 +10,8 @@ from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, Reque
 
 MOST_BAD_WORDS = 128
 MOST_TOGETHER = 4 * 1024 * 1024
-"""Characters of all prompts of a request, each as often as it is continued: every run has it tokenized, hashed, sent and kept."""
+"""Characters of all prompts of a request, and of what goes with each, as often as they are continued: every run has them
+tokenized, hashed, sent and kept."""
 _MOST_TOOLS = 1024 * 1024
 """Characters of a conversation's tools: the tokenizer reads them for each answer, and compiles them where a call must come."""
 _CHARACTERS_A_TOKEN, _CHARACTERS_A_TURN = 4, 32
@@ -28,16 +29,28 @@ def extent(prompt: Prompt) -> int:
 
 
 def check_together(contexts: Sequence[RequestContext]) -> None:
-    """Refuses a request whose prompts are long and continued so often that they come to more than any one could."""
+    """Refuses a request whose prompts, or a grammar and what else goes with each of them, are long and continued so often that
+    they come to more than any one could.
+    """
     if len(contexts) == 1:
         return
     total = sum(extent(context.prompt) for context in contexts)
+    if total <= MOST_TOGETHER:  # what goes with them is the same for all
+        total += len(contexts) * _extent_beside(contexts[0])
     if total > MOST_TOGETHER:
         raise InvalidArgumentError(
-            f"the prompts, each as often as it is continued, have {total} characters (a token counts for "
+            f"the prompts and what goes with each, as often as they are continued, have {total} characters (a token counts for "
             f"{_CHARACTERS_A_TOKEN}); the most are {MOST_TOGETHER}",
             field=contexts[0].fields.prompt,
         )
+
+
+def _extent_beside(context: RequestContext) -> int:
+    """About how many characters a choice has of its own beside its prompt."""
+    sampling, grammar = context.sampling, context.grammar
+    texts = sum(map(len, context.output.stop)) + sum(map(len, context.bad_words))
+    tokens = len(sampling.stop_token_ids) + len(sampling.logit_bias) + len(sampling.allowed_token_ids)
+    return texts + _CHARACTERS_A_TOKEN * tokens + (0 if grammar is None else len(grammar.text))
 
 
 def check_prompt(prompt: Prompt, fields: FieldNames) -> None:

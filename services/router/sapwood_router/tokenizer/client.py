@@ -20,6 +20,7 @@ from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather, ga
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
+from sapwood_router.tokenizer.shared_answers import SharedAnswers
 
 MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
@@ -105,6 +106,7 @@ class TokenizerClient:
         self._large = LargeTexts()
         self._info: TokenizerInfo | None = None
         self._token_bytes = TokenTable()
+        self._compiling: SharedAnswers[CompiledGrammar] = SharedAnswers()
 
     @property
     def problem(self) -> str | None:
@@ -270,9 +272,15 @@ class TokenizerClient:
     async def compile_grammar(
         self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
     ) -> CompiledGrammar:
-        """The grammar of an output, as workers take it. The service keeps what it compiled."""
-        answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
-        return CompiledGrammar(answer.compiled, answer.tool_parser)
+        """The grammar of an output, as workers take it. The service keeps what it compiled, and is asked once for those choices of
+        a request that ask at the same time.
+        """
+
+        async def ask() -> CompiledGrammar:
+            answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
+            return CompiledGrammar(answer.compiled, answer.tool_parser)
+
+        return await self._compiling.get((request_id, request.SerializeToString(deterministic=True)), ask)
 
     async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
         """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`."""

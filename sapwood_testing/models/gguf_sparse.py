@@ -69,6 +69,7 @@ def write_sparse_gguf(
     *,
     halves: bool = True,
     says_groups: bool = True,
+    tensors_each: int = 0,
 ) -> tuple[Path, Any]:
     """Writes the file; returns it, and transformers' model of the file's numbers.
 
@@ -78,13 +79,14 @@ def write_sparse_gguf(
         name: Its name among ``LAYOUTS``.
         kinds: The types of matrices by their names in the file (``ffn_up_exps``); float32 unless given.
         halves: Whether what expands latent vectors is in two tensors, as newer files have it.
+        tensors_each: Tensors of a file, the model being stored in several; 0: it is in one.
         says_groups: Whether it says in which groups experts are, as newer files do.
     """
     import transformers
 
     layout, config, kinds = LAYOUTS[name], tiny.oracle.config, kinds or {}
     path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, layout.architecture)
+    writer = gguf.GGUFWriter(path, layout.architecture, split_max_tensors=tensors_each)
     _settings(writer, layout, tiny.oracle, says_groups=says_groups)
     tensors = load_file(tiny.path / "model.safetensors")
     tensors = {key: tensors[key] for key in sorted(tensors, key=_by_number)}
@@ -112,6 +114,8 @@ def write_sparse_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if tensors_each:
+        path = min(folder.glob("model-*.gguf"))
     copy = folder / "rounded"
     copy.mkdir()
     (copy / "config.json").write_text((tiny.path / "config.json").read_text())

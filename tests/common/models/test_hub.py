@@ -157,6 +157,16 @@ def test_one_gguf_file_of_many_is_fetched(hub_server: HubServer, cache: Path) ->
     )
 
 
+def test_all_gguf_files_of_a_model_in_several_are_fetched(hub_server: HubServer, cache: Path) -> None:
+    repo = hub_server.repos["someone/many"] = Repo()
+    parts = {f"Q4/a-Q4_K_M-0000{number}-of-00003.gguf": bytes([number]) * 5 for number in (1, 2, 3)}
+    repo.commit({**parts, "a-Q8_0.gguf": b"8"})
+    for meant in ("Q4_K_M", "Q4/a-Q4_K_M-00002-of-00003.gguf"):
+        found = Hub(hub_server.url, cache).find(HubName("someone/many", meant))
+        assert found.path.name == "a-Q4_K_M-00001-of-00003.gguf"
+        assert {f"Q4/{file.name}": file.read_bytes() for file in found.path.parent.iterdir()} == parts
+
+
 def test_a_part_of_a_gguf_files_name_is_enough_if_one_file_has_it(hub_server: HubServer, cache: Path) -> None:
     repo = hub_server.repos["someone/many"] = Repo()
     repo.commit({"a-Q4_K_M.gguf": b"m", "a-Q4_K_S.gguf": b"s", "a-F16.gguf": b"f"})

@@ -153,3 +153,12 @@ def test_what_cannot_be_fetched_is_one_line_that_says_what_to_do(
     monkeypatch.setitem(sys.modules, "obstore.fsspec", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")  # it is known by now
     assert refusal(models, "s3://bucket/x") == "--model: s3://bucket/x: needs: pip install 'sapwood[s3]'"
+
+
+def test_all_gguf_files_of_a_model_in_several_are_fetched(bucket: ObjectStoreServer, tmp_path: Path) -> None:
+    parts = {f"a-0000{number}-of-00002.gguf": bytes([number]) * 5 for number in (1, 2)}
+    bucket.objects |= {f"bucket/models/{name}": content for name, content in parts.items()}
+    found = UrlModels(tmp_path).find("s3://bucket/models/a-00001-of-00002.gguf")
+    assert found.name == "a-00001-of-00002.gguf"
+    assert {name: each for name, each in files_in(found.parent).items() if name.endswith(".gguf")} == parts
+    assert UrlModels(tmp_path).find("s3://bucket/models/a-00002-of-00002.gguf", may_fetch=False) == found

@@ -10,9 +10,11 @@ from __future__ import annotations
 import mmap
 import struct
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from sapwood_common.models.gguf_parts import part_names
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
@@ -37,23 +39,26 @@ class GgufTensor:
         shape: Its shape in torch's order, slowest dimension first.
         type: Its ggml quantisation type number (``gguf.GGMLQuantizationType``).
         offset: Byte offset of its data from the start of the file.
+        part: Which of the model's files that is, from 0.
     """
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
+    part: int = 0
 
 
 class GgufFile:
-    """An open GGUF file.
+    """An open GGUF file, with the others of its model where that is stored in several.
 
     Attributes:
+        paths: The files; the first has all metadata.
         metadata: Key to value; strings are str, numeric arrays are lists, string arrays are lists of str.
         tensors: Name to tensor, in file order.
 
     Args:
-        path: The file; it stays mapped until :meth:`close`.
+        path: The file, or the first of several; they stay mapped until :meth:`close`.
 
     Raises:
         GgufError: The file is missing, truncated, of another format or of an unsupported version.
@@ -61,17 +66,26 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise GgufError(f"{path}: cannot be read: {error}") from error
-        try:
-            self.metadata, self.tensors = _Parser(self._map).parse()
-        except (struct.error, IndexError, UnicodeDecodeError, KeyError) as error:
-            raise GgufError(f"{path}: damaged or truncated header ({error})") from error
-        except GgufError as error:
-            raise GgufError(f"{path}: {error}") from None
+        mapped, self.metadata, self.tensors = _open(self.path)
+        self.paths, self._maps = [self.path], [mapped]
+        count = int(self.metadata.get("split.count", 1))
+        if count > 1:
+            self._open_others(count)
+
+    def _open_others(self, count: int) -> None:
+        names = part_names(self.path.name)
+        if int(self.metadata.get("split.no", 0)):
+            raise GgufError(f"{self.path}: is one of {count} files of a model, whose first is to be named: {names[0]}")
+        if len(names) != count:
+            raise GgufError(
+                f"{self.path}: is the first of {count} files, but is not called NAME-00001-of-{count:05}.gguf"
+            )
+        for number, name in enumerate(names[1:], 1):
+            path = self.path.with_name(name)
+            mapped, _, tensors = _open(path)
+            self.paths.append(path)
+            self._maps.append(mapped)
+            self.tensors |= {each: replace(tensor, part=number) for each, tensor in tensors.items()}
 
     def data(self, tensor: GgufTensor, size: int) -> memoryview:
         """The raw bytes of a tensor, ``size`` long, valid until :meth:`close`.
@@ -79,14 +93,32 @@ class GgufFile:
         Raises:
             GgufError: The file ends before the tensor does.
         """
-        if tensor.offset + size > len(self._map):
-            raise GgufError(f"{self.path}: truncated: tensor {tensor.name} ends beyond the end of the file")
-        return memoryview(self._map)[tensor.offset : tensor.offset + size]
+        mapped = self._maps[tensor.part]
+        if tensor.offset + size > len(mapped):
+            path = self.paths[tensor.part]
+            raise GgufError(f"{path}: truncated: tensor {tensor.name} ends beyond the end of the file")
+        return memoryview(mapped)[tensor.offset : tensor.offset + size]
 
     def close(self) -> None:
-        """Unmaps the file and forgets its metadata: a vocabulary's are 30 MB. No view from :meth:`data` may be in use."""
-        self._map.close()
+        """Unmaps the files and forgets their metadata: a vocabulary's are 30 MB. No view from :meth:`data` may be in use."""
+        for mapped in self._maps:
+            mapped.close()
         self.metadata = {}
+
+
+def _open(path: Path) -> tuple[mmap.mmap, dict[str, Any], dict[str, GgufTensor]]:
+    """Maps a file and reads its header."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise GgufError(f"{path}: cannot be read: {error}") from error
+    try:
+        return mapped, *_Parser(mapped).parse()
+    except (struct.error, IndexError, UnicodeDecodeError, KeyError) as error:
+        raise GgufError(f"{path}: damaged or truncated header ({error})") from error
+    except GgufError as error:
+        raise GgufError(f"{path}: {error}") from None
 
 
 class _Parser:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_parts import part_names
 from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.wanted import DESCRIPTION, INDEX, weights_named_by
 
@@ -28,7 +29,8 @@ class HubName:
 
     Attributes:
         repo: ``owner/name``.
-        file: The one ``.gguf`` file of it that is meant, or a part of its name, such as ``Q4_K_M``; None: its safetensors.
+        file: The one ``.gguf`` file of it that is meant, or one of several files of a model, or a part of its name, such as
+            ``Q4_K_M``; None: its safetensors.
     """
 
     repo: str
@@ -131,9 +133,9 @@ class Hub:
         commit = folder.name
         sizes = self._sizes(name.repo, commit)
         if name.file is not None:
-            file = _gguf_meant(name, sizes)
-            self._fetch(name, folder, [file], sizes, progress)
-            return HubModel(folder / file, commit)
+            files = part_names(_gguf_meant(name, sizes))
+            self._fetch(name, folder, files, sizes, progress)
+            return HubModel(folder / files[0], commit)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model: {name} {_what_instead(name.repo, sizes)}")
         if weights:
@@ -248,7 +250,7 @@ def _gguf_meant(name: HubName, files: Iterable[str]) -> str:
     ggufs = [file for file in files if file.endswith(".gguf")]
     if name.file in ggufs or (not ggufs and name.file.endswith(".gguf")):
         return name.file
-    found = [file for file in ggufs if name.file.lower() in file.lower()]
+    found = list(dict.fromkeys(part_names(file)[0] for file in ggufs if name.file.lower() in file.lower()))
     if len(found) == 1:
         return found[0]
     several = (
@@ -260,7 +262,8 @@ def _gguf_meant(name: HubName, files: Iterable[str]) -> str:
 def _named(repo: str, ggufs: Sequence[str]) -> str:
     if not ggufs:
         return "it has no .gguf file"
-    return f"name one: {', '.join(f'{repo}:{file}' for file in ggufs[:8])}"
+    firsts = list(dict.fromkeys(part_names(file)[0] for file in ggufs))
+    return f"name one: {', '.join(f'{repo}:{file}' for file in firsts[:8])}"
 
 
 def _what_instead(repo: str, files: Iterable[str]) -> str:

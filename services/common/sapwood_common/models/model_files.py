@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_parts import without_part
 from sapwood_common.models.hub import Hub, HubName, parse_hub_name
 from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.url_files import UrlModels, is_url
@@ -109,7 +110,7 @@ def model_name(model: str) -> str:
     if model == DEMO_NAME or hub_name(model) is not None:
         return model
     name = model.rstrip("/").rpartition("/")[2] if is_url(model) else _local(model).name
-    return name.removesuffix(".gguf")
+    return without_part(name)
 
 
 def _local(model: str) -> Path:

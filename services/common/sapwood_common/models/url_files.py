@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_parts import part_names
 from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.wanted import INDEX, description_among, weights_named_by
 
@@ -66,7 +67,7 @@ class UrlModels:
         """The folder, or the ``.gguf`` file, with what lies at a URL; what of it is missing here is fetched.
 
         Args:
-            url: Where a folder in Hugging Face's format is, or a ``.gguf`` file.
+            url: Where a folder in Hugging Face's format is, or a ``.gguf`` file, or one of several files of a model.
             weights: Whether the safetensors of a folder are wanted too.
             may_fetch: Whether anything may be asked of the network; if not, it is the state that was fetched last.
             progress: Told how far it is.
@@ -74,7 +75,7 @@ class UrlModels:
         Raises:
             ConfigError: It cannot be fetched, or is not here; the message is one line that says what to do.
         """
-        url = url.rstrip("/")
+        url = part_names(url.rstrip("/"))[0]
         if not may_fetch:
             return self._fetched_last(url)
         try:
@@ -103,14 +104,16 @@ class UrlModels:
         folder = self._folder / hashlib.sha256(state.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / _name_of(url)
-        single = list(files) == [""]
+        single = "" in files
         if not single:
             target.mkdir(exist_ok=True)
         with _locked(folder / ".lock"):
             wanted = list(files) if single else description_among(files)
             if weights and not single:
                 wanted += _weights(system, files, url)
-            places = {name: target / name if name else target for name in wanted}
+            places = {
+                name: (target.with_name(name) if single else target / name) if name else target for name in wanted
+            }
             missing = {place: files[name] for name, place in places.items() if not place.is_file()}
             _check_space(missing, folder, url)
             _copy(system, missing, f"fetching {url}", progress)
@@ -136,14 +139,16 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _list(system: Any, root: str, url: str) -> dict[str, _Remote]:
-    """What could be wanted of what lies there, by name; a single file has no name.
+    """What could be wanted of what lies there, by name; a single file has no name, nor has the first of several.
 
     Raises:
         ConfigError: It is no model.
     """
     system.invalidate_cache()
     if url.endswith(".gguf"):
-        return {"": _remote(root, system.info(root))}
+        first, *others = part_names(root)
+        files = {"": _remote(first, system.info(first))}
+        return files | {_name_of(each): _remote(each, system.info(each)) for each in others}
     listed = system.find(root, detail=True)
     found = {str(path).removeprefix(root).lstrip("/"): _remote(str(path), info) for path, info in listed.items()}
     names = [*description_among(found), *(name for name in found if name.endswith(".safetensors"))]

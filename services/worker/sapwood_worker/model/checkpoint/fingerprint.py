@@ -6,6 +6,8 @@ from pathlib import Path
 
 import xxhash
 
+from sapwood_common.models.gguf_parts import part_names
+
 _BLOCK = 8 << 20
 _SAMPLE, _SAMPLES = 1 << 16, 64
 _PARTS = (".safetensors", ".gguf", ".json")
@@ -15,10 +17,10 @@ def model_fingerprint(path: Path) -> str:
     """A hash of all bytes that make a model: its weights, its configuration, its tokenizer. O(bytes), at the speed of reading.
 
     Args:
-        path: A ``.gguf`` file or a Hugging Face directory.
+        path: A ``.gguf`` file, the first of several, or a Hugging Face directory.
     """
     state = xxhash.xxh3_128()
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in _PARTS)
+    files = _files(path)
     buffer = bytearray(_BLOCK)
     for file in files:
         state.update(f"{file.suffix}:{file.stat().st_size}:".encode())
@@ -37,7 +39,7 @@ def sampled_fingerprint(path: Path) -> str:
         path: As of :func:`model_fingerprint`.
     """
     state = xxhash.xxh3_128()
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in _PARTS)
+    files = _files(path)
     for file in files:
         size = file.stat().st_size
         state.update(f"{'' if path.is_file() else file.name}:{size}:".encode())
@@ -48,3 +50,9 @@ def sampled_fingerprint(path: Path) -> str:
                 if size <= _SAMPLE:
                     break
     return state.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path, *filter(Path.is_file, map(path.with_name, part_names(path.name)[1:]))]
+    return sorted(each for each in path.iterdir() if each.suffix in _PARTS)

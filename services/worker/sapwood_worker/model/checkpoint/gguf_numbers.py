@@ -113,7 +113,8 @@ def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.floa
 
 def unreadable(file: GgufFile, tensor: GgufTensor, error: Exception) -> ConfigError:
     """The error that a tensor cannot be read; names the file and the tensor."""
-    return ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}")
+    path = file.paths[tensor.part]
+    return ConfigError(f"{path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}")
 
 
 def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:

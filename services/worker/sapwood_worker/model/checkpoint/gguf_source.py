@@ -50,7 +50,7 @@ class GgufSource:
         self._file = file
         self._config = config
         self._interleaved = family.gguf_interleaves
-        self._mapped: Tensor | None = None
+        self._mapped: dict[int, Tensor] = {}
         self._made = dict(made_tensors(file, config))
         used = {part.name for made in self._made.values() for part in made.parts}
         self._found = {
@@ -91,8 +91,10 @@ class GgufSource:
 
     def where(self, name: str) -> str:
         made, tensor = self._made.get(name), self._found.get(name)
-        names = [part.name for part in made.parts] if made is not None else [] if tensor is None else [tensor.name]
-        return ": ".join([str(self._file.path), *([", ".join(names)] if names else [])])
+        parts = made.parts if made is not None else [] if tensor is None else [tensor]
+        if not parts:
+            return str(self._file.path)
+        return f"{self._file.paths[parts[0].part]}: {', '.join(part.name for part in parts)}"
 
     def read_into(self, name: str, slot: WeightSlot) -> None:
         if name in self._made:
@@ -116,11 +118,13 @@ class GgufSource:
             end = tensor.offset + len(self._file.data(tensor, rows * width))
         except GgufError as error:
             raise unreadable(self._file, tensor, error) from error
-        if self._mapped is None:
-            size = self._file.path.stat().st_size
+        if tensor.part not in self._mapped:
+            path = self._file.paths[tensor.part]
             # Pages of a private mapping are the file's own, shared by all who map it, as long as nobody writes to them.
-            self._mapped = torch.from_file(str(self._file.path), shared=False, size=size, dtype=torch.uint8)
-        blocks = self._mapped[tensor.offset : end].view(rows, width)
+            self._mapped[tensor.part] = torch.from_file(
+                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+            )
+        blocks = self._mapped[tensor.part][tensor.offset : end].view(rows, width)
         return self._halves(blocks) if self._is_interleaved(name) else blocks
 
     def _is_interleaved(self, name: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_kernels.native.library import load_library
 from sapwood_kernels.ops.cpu import CpuOps
@@ -19,6 +20,7 @@ from sapwood_testing.models.gguf_sparse import LAYOUTS, write_sparse_gguf
 from sapwood_testing.models.same_logits import tokens_of
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model.checkpoint.fingerprint import sampled_fingerprint
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import load_model
@@ -121,6 +123,24 @@ def test_experts_are_multiplied_as_they_lie_in_the_file(quantised, name):
     for each in held.values():
         assert any(int(low, 16) <= each.data_ptr() < int(high, 16) for low, high in spans), "not copied"
     assert_near(logits_of(loaded, TOKENS), oracle)
+
+
+def test_a_model_may_be_in_several_files(tiny_model, tmp_path):
+    path, oracle = write_sparse_gguf(tmp_path, tiny_model("qwen3-moe", **SIZES), "qwen3-moe", KINDS, tensors_each=7)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) > 3 and path == files[0]
+    assert_near(logits_of(load(path), TOKENS), oracle)
+    prints = {sampled_fingerprint(path)}
+    with files[-1].open("r+b") as last:
+        last.seek(-4, 2)
+        last.write(b"else")
+    prints.add(sampled_fingerprint(path))
+    assert len(prints) == 2, "cached keys are of the whole model"
+    with pytest.raises(ConfigError, match=rf"{files[1].name}: is one of {len(files)} files .* named: {path.name}"):
+        load(files[1])
+    files[2].unlink()
+    with pytest.raises(ConfigError, match=rf"{files[2].name}: cannot be read"):
+        load(path)
 
 
 @pytest.mark.parametrize("name", QUANTISED)

@@ -2,10 +2,11 @@
 which also counts what each expert gets; and the slots of what was chosen.
 
 torch's product in float32 runs on no tensor cores, in a few programs for the rows of a decode, after a launch that widens them.
-Here few rows are multiplied as they are read, by programs that have two experts each; many on tensor cores, where each number is
-taken as a sum of two of TF32's (a 16-bit one is one of them), which rounds about as float32 does. Bound: one read of the rows and
-of the weight. Of a choice a program takes a token, whose scores stay in registers. Plain torch takes a dozen launches for it, in
-each layer of each step.
+Here few rows are multiplied as they are read, by programs that have two experts each, and normed first if that is wanted; many on
+tensor cores, where each number is taken as a sum of two of TF32's (a 16-bit one is one of them), which rounds about as float32
+does. The products of one sum follow each other there, so the inputs of a decode's rows are shared out to programs, whose sums
+whoever chooses adds up. Bound: one read of the rows and of the weight. Of a choice a program takes a token, whose scores stay in
+registers. Plain torch takes a dozen launches for it, in each layer of each step.
 """
 
 from __future__ import annotations
@@ -14,32 +15,45 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.experts.routing import Routing
 
 FEW = 16
 """Rows up to which no tensor cores are used."""
-_FEW_EXPERTS, _FEW_DEPTH = 2, 1024
+_FEW_EXPERTS = 2
 _DECODED = 512
-TILES = (16, 16, 128, 4), (64, 64, 32, 3)
-"""Rows, experts, numbers at a time and stages, of up to 512 rows and of more."""
+TILES = (64, 16, 64, 3, 8), (64, 64, 32, 3, 1)
+"""Rows, experts, numbers at a time, stages and shares of the inputs, of up to 512 rows and of more."""
 
 
 @triton.jit(do_not_specialize=["T"])
 def _few_kernel(
-    x, weight, bias, out, T, EXPERTS: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, weight, bias, norm, normed, out, T, eps, EXPERTS: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     experts = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = experts < EXPERTS
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        taken = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-        part = tl.load(weight + experts[:, None] * K + at[None, :], mask=inside[:, None] & (at < K)[None, :], other=0.0)
-        total += part * taken[None, :]
-    result = tl.sum(total, axis=1)
+    at = tl.arange(0, BLOCK_K)
+    deep = at < K
+    if PDL:
+        gdc_launch_dependents()
+    part = tl.load(weight + experts[:, None] * K + at[None, :], mask=inside[:, None] & deep[None, :], other=0.0)
+    factors = at.to(tl.float32)
+    if HAS_NORM:
+        factors = tl.load(norm + at, mask=deep, other=0.0)
+    if PDL:
+        gdc_wait()
+    taken = tl.load(x + row * K + at, mask=deep, other=0.0)
+    if HAS_NORM:
+        values = taken.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
+        taken = (values * scale * factors).to(taken.dtype)  # rounded as in two passes
+        if tl.program_id(1) == 0:
+            tl.store(normed + row * K + at, taken, mask=deep)
+    result = tl.sum(part * taken.to(tl.float32)[None, :], axis=1)
     if HAS_BIAS:
         result += tl.load(bias + experts, mask=inside, other=0.0)
     tl.store(out + row * EXPERTS + experts, result, mask=inside)
@@ -48,22 +62,24 @@ def _few_kernel(
 @triton.jit(do_not_specialize=["T"])
 def _many_kernel(
     x, weight, bias, out, T, EXPERTS: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     experts = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    share = tl.program_id(2)
     there, inside = rows < T, experts < EXPERTS
     row = x + rows.to(tl.int64) * K
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    for step in range(steps * share // SHARES, steps * (share + 1) // SHARES):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
         deep = at < K
         taken = tl.load(row[:, None] + at[None, :], mask=there[:, None] & deep[None, :], other=0.0).to(tl.float32)
         part = tl.load(weight + experts[None, :] * K + at[:, None], mask=inside[None, :] & deep[:, None], other=0.0)
         total = tl.dot(taken, part, total, input_precision="tf32x3")
     if HAS_BIAS:
-        total += tl.load(bias + experts, mask=inside, other=0.0)[None, :]
-    target = out + rows.to(tl.int64)[:, None] * EXPERTS + experts[None, :]
+        total += tl.load(bias + experts, mask=experts < tl.where(share == 0, EXPERTS, 0), other=0.0)[None, :]
+    target = out + (rows.to(tl.int64)[:, None] * SHARES + share) * EXPERTS + experts[None, :]
     tl.store(target, total, mask=there[:, None] & inside[None, :])
 
 
@@ -79,20 +95,38 @@ def _turns_kernel(
 
 
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x.float() @ weight.T + bias``: [T, K], float32 [E, K] and [E] -> float32 [T, E]."""
+    """``x.float() @ weight.T + bias``: [T, K], float32 [E, K] and [E] -> float32 [T, E], or parts of it, [T, S, E]."""
     (rows, width), experts = x.shape, len(weight)
-    out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
-    sizes = {"EXPERTS": experts, "K": width, "HAS_BIAS": bias is not None}
-    tensors = x.contiguous(), weight, weight if bias is None else bias, out, rows
     if rows <= FEW:
-        blocks = {"BLOCK_N": _FEW_EXPERTS, "BLOCK_K": min(_FEW_DEPTH, triton.next_power_of_2(width))}
-        _few_kernel[(rows, triton.cdiv(experts, _FEW_EXPERTS))](*tensors, **sizes, **blocks, num_warps=4)
-        return out
-    height, wide, depth, stages = TILES[rows > _DECODED]
-    grid = triton.cdiv(rows, height), triton.cdiv(experts, wide)
-    blocks = {"BLOCK_M": height, "BLOCK_N": wide, "BLOCK_K": depth}
-    _many_kernel[grid](*tensors, **sizes, **blocks, num_warps=4, num_stages=stages)
+        return _few(x, weight, bias, None)[1]
+    height, wide, depth, stages, shares = TILES[rows > _DECODED]
+    shape = (rows, experts) if shares == 1 else (rows, shares, experts)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _many_kernel[(triton.cdiv(rows, height), triton.cdiv(experts, wide), shares)](
+        x.contiguous(), weight, weight if bias is None else bias, out, rows, EXPERTS=experts, K=width, HAS_BIAS=bias is not None,
+        BLOCK_M=height, BLOCK_N=wide, BLOCK_K=depth, SHARES=shares, num_warps=4, num_stages=stages,
+    )  # fmt: skip
     return out
+
+
+def normed_logits(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Up to ``FEW`` rows after ``reference.rms_norm`` by a weight float32 [K], and their :func:`logits`, in one launch."""
+    return _few(x, weight, bias, (norm, eps))
+
+
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None) -> tuple[Tensor, Tensor]:
+    """Rows, normed if that is wanted, and their logits."""
+    (rows, width), experts = x.shape, len(weight)
+    x = x.contiguous()
+    out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
+    normed = x if norm is None else torch.empty_like(x)
+    factors, eps = (weight, 0.0) if norm is None else norm
+    _few_kernel[(rows, triton.cdiv(experts, _FEW_EXPERTS))](
+        x, weight, weight if bias is None else bias, factors, normed, out, rows, eps, EXPERTS=experts, K=width,
+        HAS_BIAS=bias is not None, HAS_NORM=norm is not None, BLOCK_N=_FEW_EXPERTS, BLOCK_K=triton.next_power_of_2(width),
+        num_warps=4 if width <= 4096 else 8, **dependent_launch.options(x),
+    )  # fmt: skip
+    return normed, out
 
 
 def turns(table: Tensor, copies: Tensor, ids: Tensor, first: int) -> Tensor:
@@ -108,12 +142,19 @@ def turns(table: Tensor, copies: Tensor, ids: Tensor, first: int) -> Tensor:
 def _route_kernel(
     logits, correction, live, ids, weights, counts, of_rank, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TWO_BEST: tl.constexpr,
-    CORRECTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    CORRECTED: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     expert, nth = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
     inside = expert < EXPERTS
-    scores = tl.load(logits + token.to(tl.int64) * EXPERTS + expert, mask=inside, other=float("-inf"))
+    of_shares = logits + token.to(tl.int64) * SHARES * EXPERTS + expert
+    scores = tl.load(of_shares, mask=inside, other=float("-inf"))
+    for share in tl.static_range(1, SHARES):
+        scores += tl.load(of_shares + share * EXPERTS, mask=inside, other=0.0)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-scores))
     else:
@@ -162,7 +203,7 @@ def route(
     """Computes ``routing.route`` of rows that are tokens; the others, which pad a step, go to expert E, which there is not.
 
     Args:
-        logits: float32 [T, E], contiguous.
+        logits: float32 [T, E], or parts of them, [T, S, E]; contiguous.
         routing: How experts are chosen.
         correction: float32 [E]; None: 0.
         counts: int64 [E]: what each expert gets is added, in place.
@@ -179,8 +220,9 @@ def route(
         logits, logits if correction is None else correction, live, ids, weights, counts, -(-tokens // len(live)),
         EXPERTS=routing.experts, CHOSEN=routing.chosen, SIGMOID=routing.scores == "sigmoid", RENORMALISE=routing.renormalise,
         SCALE=float(routing.scale), GROUPS=routing.groups, CHOSEN_GROUPS=routing.chosen_groups,
-        TWO_BEST=routing.group_score == "two_best", CORRECTED=correction is not None, BLOCK=block,
+        TWO_BEST=routing.group_score == "two_best", CORRECTED=correction is not None,
+        SHARES=1 if logits.dim() == 2 else logits.shape[1], BLOCK=block,
         BLOCK_GROUPS=triton.next_power_of_2(routing.groups), BLOCK_CHOSEN=triton.next_power_of_2(routing.chosen),
-        num_warps=1 if block <= 128 else 2,
+        num_warps=1 if block <= 128 else 2, **dependent_launch.options(logits),
     )  # fmt: skip
     return ids, weights

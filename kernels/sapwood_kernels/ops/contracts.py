@@ -118,6 +118,20 @@ class ExpertSum(Protocol):
 
 
 class RouteTokens(Protocol):
-    """Each token's experts, integers [T, k], and their weights, float32 [T, k], of a router's logits, float32 [T, E]."""
+    """Each token's experts, integers [T, k], and their weights, float32 [T, k], of a router's logits, float32 [T, E], or of parts
+    of them, [T, S, E]."""
 
     def __call__(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NormedLogits:
+    """A router's product of few rows with the norm before it.
+
+    Attributes:
+        product: Of x [T, K], the norm's weight and eps: the normed rows [T, K], and their logits, float32 [T, E].
+        most: Largest T.
+    """
+
+    product: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    most: int

@@ -30,6 +30,7 @@ from sapwood_kernels.ops.contracts import (
     Float8,
     Gate,
     Norm,
+    NormedLogits,
     OneRow,
     RouteTokens,
     StoreHeads,
@@ -236,6 +237,10 @@ class CudaOps(DeviceOps):
 
     def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return partial(triton_routing.logits, weight=weight, bias=bias)
+
+    def normed_logits(self, weight: Tensor, bias: Tensor | None) -> NormedLogits:
+        product = partial(triton_routing.normed_logits, weight=weight, bias=bias)
+        return NormedLogits(product, triton_routing.FEW)
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         live = self._live.setdefault(ranks, torch.full((ranks,), _ALL, dtype=torch.int32, device=self.device))

@@ -28,6 +28,7 @@ from sapwood_kernels.ops.contracts import (
     Gate,
     KVDestination,
     Norm,
+    NormedLogits,
     OneRow,
     RouteTokens,
     StoredProduct,
@@ -246,13 +247,17 @@ class DeviceOps:
         return summed
 
     def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """A router's product in float32, ``x.float() @ weight.T + bias``: [T, K] -> [T, E].
+        """A router's product in float32, ``x.float() @ weight.T + bias``: [T, K] -> [T, E], or parts of it, [T, S, E].
 
         Args:
             weight: float32 [E, K].
             bias: float32 [E], or None.
         """
         return lambda x: F.linear(x.float(), weight, bias)
+
+    def normed_logits(self, weight: Tensor, bias: Tensor | None) -> NormedLogits | None:
+        """The same of few rows, with the norm before it; None: there is none."""
+        return None
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         """What chooses each token's experts.

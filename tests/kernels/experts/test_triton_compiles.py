@@ -71,16 +71,16 @@ kinds = dict(
 )  # fmt: skip
 constants = dict(
     EXPERTS=256, CHOSEN=8, SIGMOID=True, RENORMALISE=True, SCALE=2.5, GROUPS=8, CHOSEN_GROUPS=4, TWO_BEST=True, CORRECTED=True,
-    BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8,
+    BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8, SHARES=8, PDL=True,
 )
 print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
-kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", out="*fp32", T="i32")
+kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", norm="*fp32", normed="*bf16", out="*fp32", T="i32", eps="fp32")
 constants = dict(EXPERTS=256, K=7168, HAS_BIAS=False)
-few = constants | dict(BLOCK_N=2, BLOCK_K=1024)
-print("router", 0, *compiled(triton_routing._few_kernel, kinds, few))
-for height, width, depth, stages in triton_routing.TILES:
-    tile = constants | dict(BLOCK_M=height, BLOCK_N=width, BLOCK_K=depth)
-    print("router", height, *compiled(triton_routing._many_kernel, kinds, tile, num_warps=4, num_stages=stages))
+few = constants | dict(HAS_NORM=True, BLOCK_N=2, BLOCK_K=8192, PDL=True)
+print("router", 0, *compiled(triton_routing._few_kernel, kinds, few, num_warps=8))
+for height, width, depth, stages, shares in triton_routing.TILES:
+    tile = constants | dict(BLOCK_M=height, BLOCK_N=width, BLOCK_K=depth, SHARES=shares)
+    print("router", height + shares, *compiled(triton_routing._many_kernel, kinds, tile, num_warps=4, num_stages=stages))
 kinds = dict(table="*i64", copies="*i64", ids="*i32", out="*i32", COUNT="i32", first="i32")
 print("turns", 0, *compiled(triton_routing._turns_kernel, kinds, dict(CHOSEN=8, RANKS=8, BLOCK=256)))
 kinds = dict(words="*i64", total="*i64", COUNT="i32")

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sapwood_kernels import reference
+from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -25,6 +27,9 @@ def test_logits_are_those_of_float32_for_any_number_of_rows(rows: int, dtype: to
         exact = F.linear(x.double(), weight.double(), None if each is None else each.double())
         found = triton_routing.logits(x, weight, each)
         assert found.dtype == torch.float32
+        if found.dim() == 3:  # parts
+            assert found.shape[1] > 1
+            found = found.double().sum(1)
         assert (found.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
@@ -34,6 +39,32 @@ def test_a_rows_logits_do_not_change_with_the_few_beside_it() -> None:
     every = triton_routing.logits(x, weight, None)
     for row in range(16):
         assert torch.equal(triton_routing.logits(x[row : row + 1], weight, None)[0], every[row])
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_few_rows_are_normed_in_the_same_launch(rows: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    x = (torch.randn(rows, 200, generator=draw) * 8).to(dtype).to(DEVICE)
+    weight, bias = (torch.randn(*sizes, generator=draw).to(DEVICE) for sizes in ((20, 200), (20,)))
+    norm = (torch.rand(200, generator=draw) + 0.5).to(DEVICE)
+    kept = x.clone()
+    normed, logits = triton_routing.normed_logits(x, norm, 1e-3, weight, bias)
+    expected = reference.rms_norm(x, norm, 1e-3)
+    assert torch.equal(x, kept) and normed.dtype == dtype
+    torch.testing.assert_close(normed, expected, atol=1e-6 if dtype == torch.float32 else 2e-3, rtol=0)
+    torch.testing.assert_close(logits, triton_routing.logits(normed, weight, bias))
+
+
+@pytest.mark.parametrize("shares", [1, 5])
+def test_experts_are_chosen_by_the_sum_of_the_parts(shares: int) -> None:
+    routing, draw = Routing(12, 3, renormalise=True), torch.Generator().manual_seed(shares)
+    parts = torch.randn(9, shares, 12, generator=draw).to(DEVICE)
+    counts, live = torch.zeros(2, 12, dtype=torch.int64, device=DEVICE), torch.full((1,), 9, device=DEVICE).int()
+    whole = triton_routing.route(parts.sum(1), routing, None, counts[0], live)
+    ids, weights = triton_routing.route(parts, routing, None, counts[1], live)
+    assert torch.equal(ids, whole[0]) and torch.equal(*counts) and int(counts[0].sum()) == 27
+    torch.testing.assert_close(weights, whole[1])
 
 
 @pytest.mark.parametrize("first", [0, 5])

@@ -49,6 +49,10 @@ class RMSNorm(Layer):
         """Whether x is what :meth:`keep` was last told of."""
         return self._kept is not None and self._kept[0] is x
 
+    def computes(self, x: Tensor) -> bool:
+        """Whether x is there as a whole and what is normed of it is not: then who needs both may norm it in a pass of its own."""
+        return self._overlap is None and not self.has(x)
+
     def expect(self, overlap: Overlap) -> None:
         """Tells what adds to the residual that it sees next."""
         self._overlap = overlap

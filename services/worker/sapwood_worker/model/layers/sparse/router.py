@@ -8,6 +8,7 @@ from torch import Tensor
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
@@ -51,6 +52,7 @@ class Router(Layer):
         joined = context.parallel.rows is not None and context.parallel.expert_exchange is None
         ranks = context.parallel.tp.size if joined else 1
         self._logits = context.ops.router_logits(self._weight, self._bias)
+        self._normed = context.ops.normed_logits(self._weight, self._bias)
         self._route = context.ops.router(routing, self._correction, counted, ranks)
 
     def slots(self) -> WeightSlots:
@@ -62,6 +64,13 @@ class Router(Layer):
             named[self._corrected] = self._correction if self._dims == 1 else self._correction[None]
         return {name: WeightSlot(each) for name, each in named.items() if each is not None}
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] -> each token's experts, integers [T, k], and their weights, float32 [T, k]."""
-        return self._route(self._logits(x))
+    def forward(self, hidden: Tensor, norm: AnyNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden_size] -> the same, normed by ``norm`` if it is given; each token's experts, integers [T, k], and their
+        weights, float32 [T, k]."""
+        fused = self._normed
+        if fused is not None and len(hidden) <= fused.most and isinstance(norm, RMSNorm) and norm.computes(hidden):
+            x, logits = fused.product(hidden, norm.weight, norm.eps)
+        else:
+            x = hidden if norm is None else norm(hidden)
+            logits = self._logits(x)
+        return x, *self._route(logits)

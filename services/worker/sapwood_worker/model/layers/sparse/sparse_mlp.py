@@ -128,8 +128,8 @@ class SparseMLP(Layer):
 
     def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
-        x = hidden if norm is None else norm(hidden)
-        taken, (ids, weights) = x, self.router(x)
+        x, ids, weights = self.router(hidden, norm)
+        taken = x
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         result: Tensor

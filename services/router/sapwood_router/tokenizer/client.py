@@ -272,8 +272,9 @@ class TokenizerClient:
     async def compile_grammar(
         self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
     ) -> CompiledGrammar:
-        """The grammar of an output, as workers take it. The service keeps what it compiled, and is asked once for those choices of
-        a request that ask at the same time.
+        """The grammar of an output, as workers take it. The service keeps what it compiled.
+
+        It is asked once for those choices of a request that ask at the same time.
         """
 
         async def ask() -> CompiledGrammar:

@@ -17,7 +17,7 @@ class SharedAnswers(Generic[AnswerT]):
         self._waiting: dict[Hashable, int] = {}
 
     async def get(self, key: Hashable, ask: Callable[[], Coroutine[Any, Any, AnswerT]]) -> AnswerT:
-        """The answer to what ``key`` stands for; raises what ``ask`` does. ``ask`` is called only if nobody waits for the same."""
+        """The answer to what ``key`` stands for; raises what ``ask`` does, which is called only if nobody waits for it."""
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = asyncio.get_running_loop().create_task(ask())

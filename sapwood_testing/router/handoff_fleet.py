@@ -68,13 +68,16 @@ class Front:
     def __init__(self, router: RouterApplication, stub: Any) -> None:
         self.router, self.stub = router, stub
 
-    def stream(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> Any:
+    def request(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> router_pb2.RouterGenerateRequest:
         request = router_pb2.RouterGenerateRequest()
         request.tokens.ids.extend(prompt)
         request.sampling.seed, request.sampling.max_tokens = 7, max_tokens
         for name, value in sampling.items():
             setattr(request.sampling, name, value)
-        return self.stub.Generate(request, timeout=120)
+        return request
+
+    def stream(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> Any:
+        return self.stub.Generate(self.request(prompt, max_tokens, **sampling), timeout=120)
 
     async def answer(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> list[Any]:
         return [response async for response in self.stream(prompt, max_tokens, **sampling)]

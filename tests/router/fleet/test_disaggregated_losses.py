@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ async def _stop(router: Front, worker: Worker, load: Load) -> None:
     worker.send(signal.SIGCONT)
 
 
+async def _slow_down(router: Front, worker: Worker, load: Load) -> None:
+    """Its processes get a tenth of the time, in turns too short to be taken for a loss."""
+    goal = load.done + 6
+    async with asyncio.timeout(120):
+        while load.done < goal:
+            load.check()
+            for number, seconds in ((signal.SIGSTOP, 0.18), (signal.SIGCONT, 0.02)):
+                worker.send(number)
+                worker.send_to_scheduler(number)
+                await asyncio.sleep(seconds)
+
+
 async def _stop_scheduler(router: Front, worker: Worker, load: Load) -> None:
     worker.send_to_scheduler(signal.SIGSTOP)
     await router.available(3)
@@ -60,7 +73,7 @@ async def _progress(load: Load, requests: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lose", [_kill, _stop, _stop_scheduler])
+@pytest.mark.parametrize("lose", [_kill, _stop, _stop_scheduler, _slow_down])
 async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_keeps_no_page(lose: Any) -> None:
     fleet = [Worker("prefill"), Worker("prefill"), Worker("decode"), Worker("decode")]
     silence = {} if lose is _kill else {"worker_silence": 2.0}
@@ -126,6 +139,35 @@ async def _stream_until(call: Any, tokens: int, reached: asyncio.Event) -> None:
             got += len(response.token_ids)
             if got >= tokens:
                 reached.set()
+
+
+@pytest.mark.slow
+async def test_deadlines_that_pass_on_the_way_leave_nothing() -> None:
+    """They end before the prompt is begun, in the middle of it, while pages are pulled and while tokens come."""
+    pair = [Worker("prefill", "--max-step-tokens", "16", "--step-ms", "20"), Worker("decode", "--step-ms", "20")]
+    got: Counter[str] = Counter()
+
+    async def ask(router: Front, seconds: float) -> None:
+        prompt, tokens = new_prompt(), list[int]()
+        call = router.stub.Generate(router.request(prompt), timeout=seconds)
+        try:
+            async for response in call:
+                tokens += response.token_ids
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED, error
+            got[f"{min(len(tokens), 2)} tokens"] += 1
+        else:
+            got["all"] += 1
+        assert tokens == expected(prompt)[: len(tokens)]
+
+    async with started(*pair), front(pair) as router:
+        for _ in range(6):
+            await asyncio.gather(*(ask(router, 0.05 * 1.25**number) for number in range(20)))
+            await asyncio.gather(*map(_clear, pair))
+        assert router.count("handoffs") > 0
+        assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)
+    print(dict(got))
+    assert min(got["0 tokens"], got["2 tokens"]) > 0
 
 
 async def _clear(worker: Worker) -> None:

@@ -59,8 +59,8 @@ TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (32064, 8192): ((16, Tile(32, 256, 1, 4, 4)),),
 }
 """[N, K] of a weight -> tiles, each with the most rows of the input that it is for. Measured on an H200 beside cuBLAS
-(``benchmarks/gpu/bench_few_rows.py``), which computes the others: those of an 8B of Llama's shape, of which cuBLAS is as fast for
-queries, keys and values, and a fourth of a 70B's."""
+(``benchmarks/gpu/bench_few_rows.py``), which computes all other weights. These are those of an 8B of Llama's shape, but for its
+queries, keys and values, where cuBLAS is as fast, and those of a fourth of a 70B."""
 _AHEAD = 512
 """Columns of a tile's weights that come to the L2 cache while the kernel ahead runs, at most."""
 

@@ -1,8 +1,8 @@
-"""Attention of chunks of prompts that reads what requests have in common once, with the tokens of all who share it as one chunk.
+"""Attention of chunks of prompts that share keys: over those the tokens of all who share them are one chunk.
 
 Each request's tokens see two kinds of keys: those of shared runs, all of them, and the request's own, up to themselves. Two
-attentions are planned for these, and their results are added by their sums of weights, which is exact but for rounding. Chunks of
-few tokens fill the tiles of the kernels so: 64 requests of 16 tokens are eight tiles of 128 over what they share, not 64.
+attentions are planned for these, and their results are added by their sums of weights, which is exact but for rounding. So chunks
+of few tokens fill the kernels' tiles: 64 requests of 16 tokens are eight tiles of 128 over what they share, not 64.
 """
 
 from __future__ import annotations

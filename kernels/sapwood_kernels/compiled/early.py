@@ -134,8 +134,8 @@ class Library(Protocol):
 def build_each(specs: Sequence[Library]) -> None:
     """Compiles libraries side by side, each where its first use looks.
 
-    FlashInfer's ``build_jit_specs`` has one ninja for all, in the folder above. Its log lies there, and the first use of a
-    library, whose ninja finds no log of its own, compiles all of it again: a minute in which nothing else is done.
+    FlashInfer's ``build_jit_specs`` runs one ninja for all, in the folder above, where its log then lies. At its first use a
+    library runs a ninja of its own, which finds no log and compiles the library again: a minute in which nothing else is done.
     """
     errors: list[Exception] = []
 

@@ -1,11 +1,12 @@
 """Triton: numbers that a rank writes into other ranks' memory, and that say by themselves that they are there.
 
-Places are zero, and what is written is a number's bits, inverted, of which zero alone, a NaN, goes as another NaN: whoever looks
-at its own memory until no place is zero has all of them, without signals or fences. Then it zeroes them.
+Places are zero until a number comes. A number is sent as its bits, inverted, which are never zero: the one NaN whose inverted
+bits are zero goes as another NaN. So a rank looks at its own memory until no place is zero, and then has all numbers, without
+signals or fences. Then it zeroes the places.
 
-Each program has an area in every rank's region, of two sides that take turns by the program's own count of calls. A rank that
-writes to a side for the second time has got all ranks' numbers of the call between, which they sent after the kernel in which
-they read and zeroed that side. So a call finds its side zero, whatever the layouts of both.
+Each program has an area in every rank's region, with two sides that take turns by the program's own count of calls. When a rank
+writes to a side again, it has got all ranks' numbers of the call in between, and each rank sent those after the kernel in which
+it read and zeroed that side. So a call finds its side zero, whatever the layouts of both calls.
 """
 
 from __future__ import annotations

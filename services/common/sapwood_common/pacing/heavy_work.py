@@ -59,8 +59,8 @@ class HeavyWork:
 
         Args:
             caller: Whose piece it is; callers take turns.
-            goes_on: Whether it is another piece of something that has begun: it goes before what the caller has yet to begin, or
-                all that he asks would be half done, and in memory.
+            goes_on: Whether the piece goes on with something that has begun. Such pieces go before what the caller has yet to
+                begin: else all that he asks for would be half done, and in memory, at once.
         """
         loop = asyncio.get_running_loop()
         if not self._busy and self._resting.get(caller, 0.0) <= loop.time():
@@ -128,7 +128,7 @@ class HeavyWork:
 
 
 class Stint:
-    """A caller's work that can be cut anywhere, such as what is done with each of thousands of messages: pieces of it have turns.
+    """A caller's work that can be cut anywhere, such as the handling of thousands of messages. Pieces of it wait for turns.
 
     Args:
         heavy: Whose turns.

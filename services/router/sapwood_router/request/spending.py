@@ -9,8 +9,10 @@ from sapwood_common.tenants.tenant import Tenant
 
 @dataclass(slots=True)
 class Spending:
-    """One request's. It is let in or refused as a whole: were each of its prompts asked for anew whether any tokens are left, a
-    request with more than the allowance's burst would be refused whenever it came, after part of it was computed.
+    """What one request takes of its tenant's allowance.
+
+    A request is let in or refused as a whole. If each of its prompts had to find tokens left, a request of more than the
+    allowance's burst could never be served: some of its prompts would be refused after others were computed.
 
     Attributes:
         tenant: Whose.

@@ -18,8 +18,8 @@ class _Form:
     Attributes:
         tokens: Those two or three.
         suffix_first: Whether the text after the gap comes first.
-        ends: Tokens with which the family's models end what they fill in, beside those of the form and the end of the text:
-            what they were trained on goes on with the next file.
+        ends: Further tokens that end the filled-in text, beside those of the form and the end of the text: in the family's
+            training data the next file begins there.
     """
 
     tokens: tuple[str, ...]

@@ -278,8 +278,8 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seed
     return replace(params, max_tokens=max_tokens), count
 
 
-# A request's end token, be it the model's or one of stop_token_ids, is part of token_ids and counted in the usage: a client
-# that resumes from what it got then has all of it. Whoever turns tokens into text skips it.
+# The token that ends a request, the model's own or one of stop_token_ids, is part of token_ids and counted in the usage: so a
+# client that resumes from what it got has all of it. Whoever turns tokens into text skips it.
 def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     """One message of the answer; the first and the last carry the usage, the last the finish reason."""
     response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)

@@ -67,9 +67,9 @@ class RankStanding:
 def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing | None:
     """The rank that hangs, if one does.
 
-    Ranks of a stage compute the same: one that is behind the others by far more than they took hangs, however long a step takes.
-    Of ranks that compute different things, as those of two stages do, it is compared with what it took itself for other steps.
-    So are ranks whose devices compute: there the one hangs that is still launching a step which another has launched.
+    Ranks of a stage compute the same: one hangs that is behind the others by far more than they took, however long a step
+    takes. Ranks of different stages compute different things: there a rank is compared with what it took itself for other
+    steps. So it is where devices compute: there a rank hangs that is still launching a step which another has launched.
 
     Args:
         standings: Of all ranks.

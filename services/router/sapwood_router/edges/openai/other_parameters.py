@@ -1,5 +1,5 @@
-"""Parameters of OpenAI's and others' servers that are not served: those that never change an answer, and those that are taken
-only with the values that ask for nothing. docs/clients.md lists them.
+"""Parameters of OpenAI's and others' servers that are not served. Some never change an answer, and are ignored; the others are
+taken only with values that ask for nothing. docs/clients.md lists them.
 """
 
 from __future__ import annotations

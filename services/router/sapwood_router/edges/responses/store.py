@@ -113,9 +113,8 @@ class ResponseStore:
             if turns > _MOST_TURNS:
                 raise InvalidArgumentError(f"the conversation has more than {_MOST_TURNS} turns", field=field)
         kept = self._tenants[tenant]
-        for (
-            response
-        ) in chain:  # the oldest last: it goes after those that go on from it, which are of no use without it
+        # The oldest last, so that it is dropped after those that go on from it: they are of no use without it.
+        for response in chain:
             kept.move_to_end(response.response_id)
         return tuple(turn for response in reversed(chain) for turn in response.turns)
 

@@ -1,8 +1,8 @@
 """A set of fixed strings to look for in a text that arrives in pieces.
 
-A match must be certain at once: no marker may contain another one. Then the first marker that is complete is also the first
-that began, it never has to wait for a longer one, and a search that continues from any cut finds the same markers as a search
-of the whole text.
+No marker may contain another one, so that a match is certain at once: the first marker that is complete is also the first that
+began, and no longer one can follow from it. A search that continues from any cut finds the same markers as a search of the
+whole text.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A parser is written as if the whole text were there: ``tag = yield from source.accept("<a>", "<b>")``. Where the text
 so far does not decide the answer, the primitive yields, and goes on when more text has come or the text has ended.
-Every primitive's result depends only on the text from the place where it was called, never on how it was cut; so does
-the result of a parser made of them. Only the size of the pieces handed to ``emit`` depends on the cuts.
+What a primitive returns depends only on the text from where it was called, never on how the text was cut. So it is with
+parsers made of primitives; only the size of the pieces handed to ``emit`` depends on the cuts.
 
 What is read is consumed at once, so what is kept between two pieces is bounded by the longest string a primitive
 looks for, and the time for a whole text is linear in its length. A parser that is not yet sure keeps what it reads in a

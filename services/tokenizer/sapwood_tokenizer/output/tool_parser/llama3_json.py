@@ -1,8 +1,12 @@
 """Llama 3.1 to 3.3: ``{"name": "f", "parameters": {...}}``, several separated by ``;``.
 
-A call may follow ``<|python_tag|>``, anywhere. Without the tag it must begin the output or a line, name a tool on offer
-(any, if the request does not say which are) and have parameters that are an object (or, of a known tool, none at all);
-any other JSON is an answer in JSON and comes out as text.
+A call may follow ``<|python_tag|>``, anywhere. Without the tag a call
+
+- begins the output or a line;
+- names a tool on offer, or any name if the request does not say which are on offer;
+- has an object as parameters, or none at all if the tool is known.
+
+Any other JSON is an answer in JSON and comes out as text.
 
 Source: Meta's prompt-format pages for Llama 3.1 and 3.2.
 """

@@ -77,11 +77,16 @@ class LatentPrefill:
 def _attend(
     latent: LatentHeads, scale: float, query: Tensor, group: list[_Prompt], stored: list[Tensor], out: Tensor
 ) -> None:
-    """The last tokens of each request of a group, among [T, H, D], over its vectors, of which ``stored`` are those after what it
-    has in common with the one before; fills their rows of ``out`` [T, H, V]."""
-    from torch.nn.attention.bias import (
-        causal_lower_right,
-    )  # this brings torch's compiler, which other workers never need
+    """Attends with the last tokens of each request of a group over the request's vectors.
+
+    Args:
+        latent, scale: How heads are made of vectors, and the factor on scores.
+        query: [T, H, D]: of all requests of the step.
+        group: The requests.
+        stored: The vectors of each, but for those that it has in common with the request before it.
+        out: [T, H, V]: gets the group's rows.
+    """
+    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, which other workers never need
 
     heads, dim = query.shape[1:]
     most = max(each.common + len(own) for each, own in zip(group, stored, strict=True))

@@ -149,8 +149,8 @@ class SharedPrefixes:
 def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -> SharedRuns | None:
     """What requests have in common from their first page on; None: nothing.
 
-    A batch that shares nothing costs one sort of its first pages; else it is O(pages of those who share) for each branching on
-    the longest way, vectorised over the requests.
+    A batch that shares nothing costs one sort of its first pages. Else it costs O(pages of the requests that share) for each
+    level of branchings, vectorised over the requests.
 
     Args:
         table: int32 [B, P]: each request's pages in order; entries beyond its last are undefined.

@@ -37,8 +37,8 @@ class Place:
     def part(self, shape: Sequence[int]) -> tuple[int, Span] | None:
         """The dimension along which the stored tensor is cut and what is ours of it; None: all of it.
 
-        Weights, biases, scales and zeros of rows, of blocks and of groups are cut as the format has them: some have outputs as
-        columns, some several of them in a word.
+        That depends on the format, for weights, biases, scales and zeros alike: in some outputs are columns, in some a word holds
+        several outputs.
 
         Raises:
             ConfigError: It has another number of outputs than the projections that it should hold.

@@ -1,6 +1,7 @@
 """Memory of a GPU that the processes of the host's other GPUs read and write: CUDA IPC, by the driver's own calls.
 
-torch's allocator shares whole blocks of its own; memory of our own keeps out of its way, and of its trials of what is free.
+torch's allocator would share whole blocks of its own. Memory of our own keeps out of its way, and out of the trials that measure
+what memory is left.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class DecoderLayer(Layer, ABC):
 class DecoderModel(Layer):
     """A decoder-only language model, or a stage's part of one.
 
-    Each stage of a pipeline has some of the layers, and all have the head: what the last layer gives goes to all of them, so that
-    every rank has the same logits.
+    Each stage of a pipeline has some of the layers, and every stage has the head. What the last layer gives goes to all stages,
+    so that all ranks have the same logits.
 
     Args:
         config: The model's configuration.

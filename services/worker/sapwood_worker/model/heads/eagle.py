@@ -1,5 +1,5 @@
 """The head of EAGLE-3 (Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
-2025): one layer that says the next token, given the last one and what three layers of the model made of those before.
+2025): one layer that predicts the next token from the last one and from what three of the model's layers made of those before.
 
 The checkpoint has a vocabulary of its own, a part of the model's; ``d2t`` says how far each of its tokens is from the model's.
 """
@@ -176,12 +176,12 @@ def load_eagle(
 
 
 def _taken(raw: Mapping[str, object], layers: int, folder: Path) -> tuple[int, ...]:
-    """The layers of whose inputs the features are made, the number of layers for what the last one gives: the configuration's, or
-    an early, a middle and a late one.
+    """The layers whose inputs the features are made of; the number of layers stands for the last one's output. They are those of
+    the configuration, or an early, a middle and a late one.
 
-    Heads are published with either of two conventions, in ``eagle_config`` or beside it. As vLLM reads them ids are those of
-    inputs; as SGLang and SpecForge write them, of outputs, the first that of layer 1. SGLang tells them apart by the first
-    (sgl-project/sglang#25454): nobody takes the input of layer 1.
+    Heads are published with either of two conventions, in ``eagle_config`` or beside it. vLLM reads ids as those of layers'
+    inputs. SGLang and SpecForge write ids of layers' outputs, the first of which is 1. So a first id of 1 tells them apart, as
+    in SGLang (sgl-project/sglang#25454): nobody takes the input of layer 1.
     """
     key, own = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config")
     given = own.get(key) if isinstance(own, dict) else None

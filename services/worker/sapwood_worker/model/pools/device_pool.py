@@ -110,8 +110,10 @@ class DevicePool:
         return sum(pages.nbytes for pages in self.pages.values())
 
     def layers_in_records(self) -> list[tuple[int, int, int]]:
-        """For each layer the address of its pages, the bytes of one, and where in the content of a page's record they go; empty
-        where there are several page tables, so that a record is of several pages."""
+        """For each layer the address of its pages, the bytes of one, and where these go in the content of a page's record.
+
+        Empty where there are several page tables: there a record is made of several pages.
+        """
         offsets = self.layout.offsets()
         layers = self.pages.items() if len(self.counts) == 1 else ()
         return [(pages.data_ptr(), pages[0].nbytes, offsets[layer]) for layer, pages in layers]

@@ -2,8 +2,8 @@
 
 A record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page of each layer (``KVLayout.offsets``), as
 it lies on the device. So a store reads and writes a page in one piece and without a copy, while a copy to or from the device
-moves one piece a layer. Where ranks share a pool, a record holds their parts side by side, and a store's object is put together
-from them: it is that of one rank, whichever number of ranks wrote it and reads it.
+moves one piece a layer. Where ranks share a pool, a record holds their parts side by side. A store's object is put together from
+them as one rank alone would write it, so that any number of ranks can read it.
 """
 
 from __future__ import annotations

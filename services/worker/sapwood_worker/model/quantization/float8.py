@@ -41,8 +41,8 @@ Scaling = Literal["row", "block", "tensor"]
 
 _ALIGNED = 16
 _WIDEST_ROW = 4096
-"""Inputs of a weight in blocks, at most, of which a single row has a product of its own: for DeepSeek-V3's wider ones that took
-several times as long on an H200 as the device's float8 units take for 64 rows."""
+"""The most inputs of a weight in blocks for which a single row has a kernel of its own. For DeepSeek-V3's wider weights that
+kernel took several times as long on an H200 as the device's float8 units take for 64 rows."""
 _STORED = "F8_E4M3"
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a stored weight's scales: the common one, and DeepSeek's for those of blocks."""

@@ -1,9 +1,9 @@
 """What a rank shows of itself while it lives: whether it computes, or waits for which other ranks.
 
-A rank that hangs in a computation gives signs of life as one that works does. The others tell them apart: they wait for it, and
-it waits for nobody. So each rank writes down before an exchange whom it needs, in memory that its host's front reads. A rank with
-a device that computes by itself exchanges nothing on the host; it counts the steps that it has launched, and shows when it waits
-for its device, which needs all the others.
+A rank that hangs in a computation gives the same signs of life as one that works. But the others wait for it, and it waits for
+nobody. So each rank writes down before an exchange whom it needs, in memory that its host's front reads. Ranks whose devices
+compute by themselves exchange nothing on their hosts: such a rank counts the steps that it has launched, and shows when it waits
+for its device, which needs all the others' devices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pages of the device that another worker's device fills: so a prompt that is handed off within a host does not pass through the
 host's memory, and is not copied to the device when its request starts.
 
-A page is taken from the prefix cache's room (free or evictable) and is a transfer's until its request may start: then those that
-follow what is cached of the prompt are shared as if they had been computed here, and the others given back. Nothing is written
-to a page before the steps are over that were launched when it was taken, and before no copy of what it held is under way.
+A page is taken from the prefix cache's room (free or evictable), and a transfer owns it until its request may start. Then pages
+that follow what is cached of the prompt are shared as if they had been computed here, and the others are given back. Nothing is
+written to a page until all steps that had been launched when it was taken are over, and every copy of what it held has ended.
 
 There is no checksum: what moves the bytes is the device. The source says, after they were read, whether its pages still were what
 the ticket says (``movers/cuda_ipc.py``). Pages that the source's device does not have any more come through memory of the host,

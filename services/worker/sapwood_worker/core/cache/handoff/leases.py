@@ -8,14 +8,14 @@ States of a transfer::
                                                                                            aborted
 
 A prompt is offered with its first chunk, and its pages are announced as they come, so that they are read while the rest is
-computed; those of a long chunk when it begins, so that they are read layer by layer (``answers.py``). A prompt of one short chunk
-goes from OFFERED to LEASED. An announced lease that nobody renews ends as any other, and what is
-computed next begins a new one.
+computed. Pages of a long chunk are announced when it begins, so that they are read layer by layer (``answers.py``). A prompt of
+one short chunk goes from OFFERED to LEASED. An announced lease that nobody renews ends like any other; the next pages begin a
+new one.
 
 A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases of which all was read give
-theirs back, oldest first; their pages then stay readable until somebody else needs the room, which a page's epoch tells.
+theirs back, oldest first. Such pages stay readable until somebody else needs the room; a page's epoch tells.
 
-A lease is renewed by whoever passed its ticket on, while the request may still need it; else it ends ``lease_seconds`` later. All
+Whoever passed a lease's ticket on renews the lease while the request may still need it; else it ends ``lease_seconds`` later. All
 is single-threaded but :meth:`HandoffLeases.readable`, which the threads that serve reads call before and after they read a page.
 
 Complexity: O(pages) an offer, O(leases) a poll.

@@ -1,5 +1,5 @@
-"""The other side of hand-offs: the pages of a ticket that this worker lacks are read into pages of its own while their request
-waits (where to: ``host_ground.py``, ``landing.py``), and those that are announced before, while the source computes the rest.
+"""The receiving side of hand-offs: reads the pages of a ticket that this worker lacks into pages of its own (``host_ground.py``,
+``landing.py``) while their request waits; announced pages even before it comes, while the source computes the rest.
 
 States of a request with a ticket::
 
@@ -7,9 +7,9 @@ States of a request with a ticket::
        |                               |-----its patience is over--------^
        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 
-Announced pages are pinned until the request comes, which goes on with what was read for it, or until nothing was heard of them
-for ``NEWS_SECONDS``. What a read brought is checked, and becomes a page of a tier, or is thrown away. Nothing here blocks: reads
-run in other threads, and begin when nothing uses any more what was in the pages that they fill.
+Announced pages are pinned until the request comes and goes on with them, or until nothing was heard of them for ``NEWS_SECONDS``.
+What a read brought is checked, and becomes a page of a tier, or is thrown away. Nothing here blocks: reads run in other threads,
+and begin when nobody uses the pages that they fill any more.
 """
 
 from __future__ import annotations

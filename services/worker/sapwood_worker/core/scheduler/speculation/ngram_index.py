@@ -2,9 +2,9 @@
 
 Source of the idea: prompt lookup decoding (Saxena, 2023). What is there when the index is made is sorted once, O(n log n) in
 numpy; what comes later goes into a dictionary, O(1) a token. A lookup is a binary search, and compares what stood before the
-latest few places. Of these the one that goes on alike for longest is the likeliest: on the demo model's texts a step of 8 drafted
-tokens brings 3.7 tokens of an edited listing with the latest place of the last three tokens, 4.1 with the longest match of two or
-more (``benchmarks/draft_trees.py``).
+latest few places. The place with the longest match is the likeliest: where the demo model edits a listing, a step of 8 drafted
+tokens brings 4.1 tokens with the longest match of two or more, and 3.7 with the latest match of three
+(``benchmarks/draft_trees.py``).
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ class Speculation:
         return drafts if any(drafts) else []
 
     def _settle(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Takes note of tokens that were late: what is theirs in the step's time, and what follows one that ends its request,
-        which an earlier look would have cut off."""
+        """Settles a step whose drafts the host did not know: books the time that drafting took, and cuts off what follows a token
+        that ends its request, as is done before a step with drafts that the host knows."""
         seconds, self.late = self._drafter.settle(), None
         if self._planner is not None:
             rows, longest, caught_up = self._late

@@ -8,9 +8,9 @@ Order, each rule among the equals of the one before:
 
 Starvation: a request that has waited ``starved_after`` steps in all goes before its tenant's others, counts as one of the highest
 priority, and keeps that rank when it runs. Shares alone do not bound the wait: new tenants may keep coming, each with a share to
-claim. So a tenant whose oldest request starves gets one turn before all shares, by arrival, if none of its new requests was
-admitted for ``starved_after`` steps. Hence the i-th oldest starved request of a tenant waits for at most i such periods and for
-all older requests.
+claim. So if a tenant's oldest request starves, and none of its new requests was admitted for ``starved_after`` steps, the tenant
+gets one turn before all shares, by arrival. Hence the i-th oldest starved request of a tenant waits for at most i such periods
+and for all older requests.
 
 O(waiting) and what the policy takes, in steps that may admit something.
 """

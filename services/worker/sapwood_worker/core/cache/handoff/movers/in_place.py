@@ -68,7 +68,7 @@ def read_in_place(
     Args:
         wire: A connection on which pages were asked for.
         ticket, indices, buffers: As in :meth:`~sapwood_worker.core.cache.handoff.mover.PageMover.read`.
-        move: Given what the source's engine says of itself, reads into pieces of memory here what is in those there; when it
+        move: Takes what the source's engine says of itself, the pieces of memory to fill here, and those to read there. When it
             returns, or raises MoverError, nothing is written any more.
 
     Raises:

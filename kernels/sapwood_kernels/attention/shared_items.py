@@ -39,8 +39,8 @@ def cut_runs(
 ) -> SharedItems:
     """The items of some runs: each a stretch of a run's keys for at most ``tile`` of its requests.
 
-    A run whose items would be too many, or that would need too many slots, is left to its requests to read, and with it what
-    hangs on it. O(requests + items).
+    A run that would have too many items, or need too many slots, is not shared, and neither are the runs that follow it: its
+    requests read them by themselves. O(requests + items).
 
     Args:
         runs: What is shared.

@@ -127,7 +127,7 @@ def unpack(archive: Path, triton: Path, flashinfer: Path) -> Contents:
     new = []
     for name, target in ((_TRITON, triton), (_FLASHINFER, flashinfer)):
         target.mkdir(parents=True, exist_ok=True)
-        # Beside what it becomes, so that a rename is all that others see of it.
+        # In the folder of the final file, so that others see nothing of it but a rename.
         folder = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=target))
         try:
             _extract(archive, name, folder)

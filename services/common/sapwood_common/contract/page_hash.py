@@ -57,8 +57,8 @@ def lora_of(namespace: bytes) -> str:
 def digest_term(page_hash: bytes, medium: int = 0) -> int:
     """What one cached page adds to the digest of a cache.
 
-    The digest is the exclusive or of the terms of all cached pages: it does not depend on the order in which they came, and
-    adding and removing a page are the same operation. Equal caches have equal digests.
+    The digest is the exclusive or of the terms of all cached pages. So it does not depend on the order in which pages came, and
+    to remove a page is the same operation as to add it. Equal caches have equal digests.
 
     Args:
         page_hash: The page's hash.

@@ -1,7 +1,7 @@
 """Where connections end whose clients broke a rule: nothing more is read of them, and they close a while later.
 
 Who floods, is closed and comes again at once makes a server begin connections, shake hands and read first bursts without end. A
-client that waits for the end of its connection before it comes again waits here, which costs it time and the server next to
+client that waits for its connection to end before it comes again waits here: that costs the client time and the server next to
 nothing. One that behaves has read the last words, and leaves by itself.
 """
 

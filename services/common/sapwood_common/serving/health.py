@@ -15,8 +15,8 @@ _State = health_pb2.HealthCheckResponse
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The states of services by name; ``""`` is the server as a whole.
 
-    grpcio-health-checking's own servicer holds a lock while it writes to a watcher, so that a watcher that reads nothing holds up
-    a server that is to say it drains. It has no List either.
+    grpcio-health-checking's own servicer holds a lock while it writes to a watcher: a watcher that reads nothing would keep a
+    server from saying that it drains. It has no List either.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """Takes a worker that fails out of the choice for a while, and lets one request try it before the others come back.
 
-Algorithm (Nygard, "Release It!", 2007): closed, it counts; it opens after ``consecutive`` faults in a row, or when of at least
-``least_requests`` requests within ``window`` seconds a share of ``failure_rate`` or more failed. Open, it admits nothing for
-``open_seconds``, then is half-open and admits exactly one request, the probe. The probe's success closes it, its failure
-opens it for twice as long as before (at most ``most_open_seconds``), and a probe that says nothing about the worker (its
-client left) gives its place to the next. Requests begun in an earlier state do not change the present one.
+Algorithm (Nygard, "Release It!", 2007): while closed, it counts. It opens after ``consecutive`` faults in a row, or when a
+share of ``failure_rate`` or more failed of the last ``window`` seconds' requests, if they are at least ``least_requests``.
+Open, it admits nothing for ``open_seconds``, then is half-open and admits exactly one request, the probe. The probe's success
+closes it, its failure opens it for twice as long as before (at most ``most_open_seconds``), and a probe that says nothing about
+the worker (its client left) gives its place to the next. Requests begun in an earlier state do not change the present one.
 
 Complexity: O(1) a request, in time and in memory.
 """

@@ -1,4 +1,4 @@
-"""What a generation is made of, and the buffer that puts pieces of it together and drops what came before.
+"""The pieces of a generation's output, and the buffer that puts them together and drops what was taken.
 
 Text, reasoning and the arguments of each call are channels of their own. After a loss the tokenizer sends all of them again
 from the beginning, cut into other pieces; but each channel's text is the same, so counting its characters is enough to tell

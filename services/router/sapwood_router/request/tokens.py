@@ -1,6 +1,6 @@
 """Tokens. Those of a prompt are a list, or where there are very many an array, which takes 4 bytes a token; a list takes 36.
 
-What is done with each of very many tokens is done with :data:`MANY` of them at a time, which takes a millisecond or two.
+Work on each of very many tokens is done for :data:`MANY` of them at a time, which takes a millisecond or two.
 """
 
 from __future__ import annotations

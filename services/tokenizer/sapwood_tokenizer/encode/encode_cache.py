@@ -2,10 +2,10 @@
 
 Two levels: L0 knows whole texts (``Encoder`` asks it before anything else). L1 knows the parts between safe boundaries
 (``safe_boundary``), so of a conversation that has grown by a turn only the new turn is encoded. A part's ids do not depend on
-the text before it, so its key is its own text: every prefix of a text that was encoded before is found, a text shared by many
-conversations is kept once, and a part behind one that has changed is found, too. Keys are the texts themselves, compared in
-full: no hash is trusted, so no client can make another get wrong ids. A key includes a salt: otherwise one tenant could tell by
-the time taken what another has sent.
+the text before it, so its key is its own text. So every prefix of a text that was encoded before is found, and so are parts
+behind one that has changed; a text shared by many conversations is kept once. Keys are the texts themselves, compared in full:
+no hash is trusted, so no client can make another get wrong ids. A key includes a salt: otherwise one tenant could tell by the
+time taken what another has sent.
 
 Algorithm: LRU eviction. O(length of the key) to hash it, O(1) otherwise. Bound: the budget in bytes, counting keys, ids and
 table.

@@ -7,8 +7,8 @@ Two lanes, each with threads of its own, so that a short text never waits for a 
   into parts, which take turns with others'.
 - Long texts, which take up to seconds, are encoded one by one.
 
-A batch is encoded on the thread that took it: the library's own pool (``TOKENIZERS_PARALLELISM``, off unless set) costs more
-than it gains for short texts, and a long text would occupy all of it.
+A batch is encoded on the thread that took it. The library's own pool (``TOKENIZERS_PARALLELISM``, off unless set) costs more
+than it gains for short texts, and one long text would occupy all of it.
 """
 
 from __future__ import annotations

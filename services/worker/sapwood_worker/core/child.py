@@ -50,9 +50,9 @@ def load(name: str) -> Any:
 
 
 def spare_the_collector() -> None:
-    """Called once the model is loaded: Python's collector never looks again at what lives by then, hundreds of thousands of
-    objects with torch and the kernels' compilers, and seldom at what has lived long since: every page that is cached leaves some.
-    Decoding would stop meanwhile.
+    """Called once the model is loaded: Python's collector never looks again at the objects that live by then, hundreds of
+    thousands with torch and the kernels' compilers. Later ones that live long it looks at seldom: every cached page leaves
+    some. Decoding would stop meanwhile.
     """
     gc.collect()
     gc.freeze()

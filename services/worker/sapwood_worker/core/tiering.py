@@ -60,7 +60,8 @@ _ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str]
     "mooncake": MooncakeSource,
 }
 _LEAST_PARTS = 32
-"""Pages of a chunk from which on they are announced while it is computed: a shorter one is over sooner than that is heard of."""
+"""The fewest pages of a chunk that are announced while it is computed: a shorter chunk is over before the other worker hears of
+it."""
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 

@@ -241,7 +241,7 @@ class SchedulerProcess:
         try:
             every: list[asyncio.Future[Any]] = [*waits, *([] if elsewhere is None else [elsewhere])]
             await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
-            # The others end soon after, because of it; which one began it is seen when all that have ended by now are known.
+            # The others end soon after, because of it. Which one was the first is seen once all that have ended by now are known.
             gone = [each for each, rank in waits.items() if not each.done() and rank.process.is_gone]
             if gone:
                 await asyncio.wait(gone, timeout=_LAST_WORDS_SECONDS)

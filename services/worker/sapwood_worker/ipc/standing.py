@@ -112,7 +112,7 @@ def _launches_still(rank: Shown, other: Shown) -> bool:
 
 
 def _is_waited_for(rank: Standing, waiting: Standing, *, alike: bool) -> bool:
-    """Whether another waits for it while it waits for nobody, or for what those who wait for it have done long ago."""
+    """Whether another rank waits for it while it waits for nobody, or only for what the waiting ranks have done long ago."""
     wanted = waiting.shown.waits_for
     if wanted in (0, AT_REST) or not wanted >> rank.rank & 1:
         return False

@@ -67,7 +67,8 @@ class StoredTensor:
     Attributes:
         shape: Its shape.
         dtype: Its type by the file format's own name: ``F8_E4M3``, ``Q4_K``.
-        scales: Whether it holds the scales of another tensor, which are read with that where no slot asks for them.
+        scales: Whether it holds the scales of another tensor. If no slot asks for the scales, they are read together with that
+            tensor.
         blocks: Gives the bytes of its rows, uint8 [rows, bytes], in Hugging Face's order. They are mapped from the file where it
             has that order, so they are not to be changed. None: its numbers are to be read.
     """

@@ -173,7 +173,7 @@ class KVLayout:
         return replace(self, components=tuple(_shard(each, ranks) for each in self.components))
 
     def stage(self, layers: range) -> KVLayout:
-        """The layout of a pipeline's stage that has these layers; its groups are those of all, be they without layers."""
+        """The layout of a pipeline's stage that has these layers. It has all groups, also those without layers here."""
         components = (
             replace(each, layers=tuple(layer for layer in each.layers if layer in layers)) for each in self.components
         )

@@ -57,7 +57,8 @@ class CacheLoad:
 
 
 class LatePages(Protocol):
-    """Pages that a step fills, which are chosen when the device has begun to compute it: until then it would wait for that.
+    """Pages that a step fills. They are chosen when the device has begun to compute the step, so that it need not wait for the
+    choice.
 
     Attributes:
         chosen: What was chosen; None: nothing was, yet or for want of room.

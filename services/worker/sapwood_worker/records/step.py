@@ -155,8 +155,8 @@ class ModelOutput:
 
     Attributes:
         step: The step it answers.
-        token_ids: For each part the tokens that it sampled, up to the first that is not the one computed after it: what one
-            step after another would have sampled. The last is -1 if the model's logits were not finite numbers there.
+        token_ids: For each part the tokens that it sampled, up to the first that differs from the drafted one: what one step
+            after another would have sampled. The last is -1 if the model's logits were not finite numbers there.
         copied: Stores that have ended since the last report, whatever step they went with.
         logprobs: The log probabilities of ``token_ids`` (of -1 none), by the part's index, where they were asked for.
         failures: Why a part's token is -1, by its index, where a logit processor failed.

@@ -1,10 +1,10 @@
 """What has come of an answer that is streamed, and what another backend would be asked to go on with it.
 
-Until its first text nothing of an answer is sent on, so that a backend that fails before leaves no trace. After that, an answer
-that is one text goes on: a completion from the prompt and the text, a chat from an assistant's last message that is the text,
-with what is left of the limit. It is a continuation of the text, not the tokens that would have come: the text is tokenized
-anew, and a seed counts from there. Other answers (calls of tools, reasoning, grammars, several choices, log probabilities) end
-with an error.
+Until its first text nothing of an answer is sent on, so that a backend that fails before leaves no trace. After that an answer
+that is one text can go on, within what is left of the limit: a completion from prompt and text, a chat with the text as the
+assistant's last message. It is a continuation of the text, not the tokens that would have come: the text is tokenized anew, and
+a seed counts from there. Other answers (calls of tools, reasoning, grammars, several choices, log probabilities) end with an
+error.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def choose(
 
 
 def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -> Eligible:
-    """The workers to choose from: those of the first of ``roles`` that has one that can take the request; empty: of any role.
+    """The workers to choose from: those of the first role in ``roles`` of which a worker can take the request; without
+    ``roles``, of any role.
 
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.

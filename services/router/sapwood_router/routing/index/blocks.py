@@ -39,7 +39,7 @@ TIER_WEIGHTS = {Tier.GPU: 1.0, Tier.HOST: 0.8, Tier.REMOTE: 0.4}
 _WEIGHTS = tuple(TIER_WEIGHTS[tier] for tier in Tier)
 
 _MOST_ALIKE = 3
-"""How many of the workers that hold the same of a prompt are named: the rest of the names is for those that hold less."""
+"""How many workers are named that hold equally much of a prompt; the other names are for workers that hold less."""
 
 
 class BlockIndex:

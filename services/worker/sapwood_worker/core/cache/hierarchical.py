@@ -252,8 +252,8 @@ class HierarchicalCache:
         self._wanted[new] = 1
 
     def computes(self, slot: int, serial: int, prompt: array[int], first: int, pages: PageIds) -> None:
-        """The coming step computes the last tokens of some pages of a prompt that is handed off: they go to the second tier while
-        it does, layer by layer, and can be read so. That they do is looked after when the step has been launched.
+        """Has pages that the coming step completes, of a prompt that is handed off, go to the second tier layer by layer while
+        the step computes them, so that others can read them. Room for them is found when the step has been launched.
 
         Args:
             slot, serial, prompt: The prompt's row, its request, all of its tokens.

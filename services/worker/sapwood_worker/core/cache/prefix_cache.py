@@ -373,7 +373,7 @@ class PrefixCache:
         return match, found
 
     def _servable(self, pages: PageIds) -> int:
-        """How many pages of a prefix that the tree has can be used: the most for which every window has what it needs."""
+        """How many pages of a prefix in the tree can be used: as many as every window has its pages for."""
         count = len(pages)
         while any((fewer := window.usable(pages[:count])) < count for window in self.windows):
             count = fewer

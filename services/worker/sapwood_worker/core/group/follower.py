@@ -31,8 +31,8 @@ _ALONE_SECONDS = 1.0
 def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None) -> None:
     """Runs until the leader is gone.
 
-    A step that fails on all ranks alike, as where memory runs out, ends the requests in it; one that fails here alone, or in
-    another place than elsewhere, ends the group, as the others wait for this rank. With lanes any does.
+    A step that fails on all ranks alike, as when memory runs out, ends only its requests. One that fails here alone, or at
+    another place than elsewhere, ends the group: the others wait for this rank. With lanes any failed step does.
 
     Args:
         runner: This rank's part of the model.

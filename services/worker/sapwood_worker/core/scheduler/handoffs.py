@@ -56,7 +56,7 @@ class Handoffs:
         self._leases.computed(request.serial)
 
     def offer_chunks(self, chunks: Sequence[tuple[Request, int]]) -> None:
-        """Offers the pages that the coming step fills, where it fills many of one prompt: they are read while it computes.
+        """Offers the pages that the coming step fills, if they are many of one prompt: others read them while it computes.
 
         Args:
             chunks: Of the step: requests, and how many tokens it computes of each.

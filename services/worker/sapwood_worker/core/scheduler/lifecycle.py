@@ -98,7 +98,8 @@ class Lifecycle:
             )
 
     def give_away(self, request: Request | None, suits: Callable[[Request], bool]) -> Request | None:
-        """Forgets a waiting request as if it had not come, if it has never run and suits who takes it; returns it then."""
+        """Forgets a waiting request as if it had not come, and returns it, if it has never run and suits the scheduler that is
+        to take it."""
         if request is None or request.cached is not None or not suits(request):
             return None
         self._waiting.remove(request, request.remaining)

@@ -174,7 +174,7 @@ class PagedAttention:
         decode: The backend of decodes; one that has ``decode``. The same as ``prefill`` without ``reads_keys`` computes whole
             steps as one.
         kinds: The kinds of each group's layers; None: the cache has one group.
-        share: Whether decodes read what they share once for all of them, where the backend can and it pays.
+        share: Whether keys that decodes share are read once for all of them, where the backend can do so and it pays.
     """
 
     def __init__(

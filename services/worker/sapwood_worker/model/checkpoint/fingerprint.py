@@ -31,7 +31,8 @@ def model_fingerprint(path: Path) -> str:
 
 
 def sampled_fingerprint(path: Path) -> str:
-    """A hash of a model's names and sizes of files and of samples of their content: other trainings of a model differ in it.
+    """A hash of the names and sizes of a model's files and of samples of their content. It tells trainings of the same model
+    apart.
 
     Of large files it reads 64 pieces of 64 KiB, so that it takes no time beside the loading.
 

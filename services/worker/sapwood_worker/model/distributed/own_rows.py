@@ -16,7 +16,7 @@ from sapwood_worker.model.distributed.group import Group
 class OwnRows:
     """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
 
-    Each rank sends as many rows as the one that has most; those that pad them are left out of what is computed. Before the first
+    Each rank sends as many rows as the rank that has most; rows that only pad are not computed. Before the first
     :meth:`begin`, as where a graph is captured, every rank has as many.
 
     Args:

@@ -42,7 +42,7 @@ class GrammarBackend(Protocol):
 
         Raises:
             InvalidArgumentError: The artefact is damaged or of another vocabulary, the tokens do not match it, or the backend
-                cannot enforce the grammar; the message says what of it.
+                cannot enforce the grammar; the message says which.
             DeadlineExceededError: The grammar took too long.
         """
         ...

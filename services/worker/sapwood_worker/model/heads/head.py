@@ -20,7 +20,8 @@ class Head(Layer):
 
     Args:
         config: The configuration of its one layer, the last that the model's names; ``vocab_size`` is the model's.
-        taken: The layers of the model of whose inputs features are made; the number of its layers: of what the last one gives.
+        taken: The layers of the model whose inputs the features are made of; the number of layers stands for the last one's
+            output.
 
     Attributes:
         config, taken: The arguments.

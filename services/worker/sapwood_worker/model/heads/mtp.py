@@ -1,7 +1,8 @@
 """The heads for multi-token prediction that DeepSeek's and GLM's checkpoints hold after the model's own layers (DeepSeek-AI,
-"DeepSeek-V3 Technical Report", 2024, 2.2): a layer like the model's, of the token and what the model made of the one before.
+"DeepSeek-V3 Technical Report", 2024, 2.2): a layer like the model's, which takes the token and what the model made of the token
+before.
 
-Embedding and output head are the model's; where that is split over ranks, the head runs on one of them and has all of both for
+Embedding and output head are the model's. If the model is split over ranks, the head runs on one rank and has both whole for
 itself. Where a checkpoint has several such layers, the first makes all drafts, one token after another.
 """
 

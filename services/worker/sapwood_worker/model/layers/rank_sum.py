@@ -1,4 +1,4 @@
-"""How a layer ends of which ranks have parts: the sum of theirs, and what is done with it in the same pass."""
+"""The end of a layer that is split over ranks: the sum of their parts, and what is done with the sum in the same pass."""
 
 from __future__ import annotations
 

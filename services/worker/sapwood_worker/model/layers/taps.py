@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Taps:
-    """Takes the hidden states that some layers get, and stores what is made of them, a row for each slot of the cache.
+    """Takes the inputs of some layers, and stores the features that are made of them, a row for each slot of the cache.
 
     Args:
         layers: The layers, ascending.

@@ -85,8 +85,8 @@ class KernelMover:
 
 
 class _Part(NamedTuple):
-    """A component's layers, which lie one after the other in a record: their page table, where their pages are, where the first
-    begins in a record and the words of a page of one."""
+    """The layers of a component, which lie one after the other in a record: their page table, where their pages are, where the
+    first layer begins in a record, and how many words a layer's page has."""
 
     layers: tuple[int, ...]
     group: int

@@ -33,7 +33,7 @@ class GroupedPart:
 
 
 class GroupedMethod(LinearMethod):
-    """The product with what the parts of a layer hold: one product where they have one layout, else one for each that differs.
+    """The product with the weights of a layer's parts: one product if all parts have one layout, else one for each layout.
 
     Args:
         shape: The layer's.

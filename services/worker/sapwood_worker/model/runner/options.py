@@ -42,7 +42,8 @@ class RunnerOptions:
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of made-up weights.
         attention_backend: As ``attention.registry.choose_backend`` takes it.
-        shared_prefix_attention: Whether decodes read what they share once for all of them, where it can and pays.
+        shared_prefix_attention: Whether keys that decodes share are read once for all of them, where the backend can do so and
+            it pays.
         kernels_wait: Whether libraries that have to be compiled are waited for, instead of prompts being computed in another way
             until they are there.
         structured_output: Whether the vocabulary is read for requests with a grammar.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _TRIES = 2
 _QUEUED = 6
-"""Calls that a device is given at once where it computes by itself: in a step, too, the host is ahead of it."""
+"""Calls that a device gets at once if it computes by itself: as in a step, the host is then ahead of it."""
 
 
 @torch.inference_mode()

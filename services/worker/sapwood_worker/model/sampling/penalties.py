@@ -82,7 +82,8 @@ class TokenCounts:
         seen.index_fill_(0, ids, True)
 
     def apply(self, logits: Tensor, penalties: Penalties, drafts: Drafts | None = None) -> None:
-        """Changes the logits [R, V] of the rows that have penalties, in place; those of a draft as if it were sampled so far."""
+        """Changes the logits [R, V] of the rows that have penalties, in place. At the positions of a draft the drafted tokens
+        before count as sampled."""
         if drafts is not None:
             self._apply_drafted(logits, penalties, drafts)
             return

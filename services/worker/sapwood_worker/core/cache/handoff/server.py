@@ -66,8 +66,8 @@ class PageServer:
             leases: The ledger.
             pool: The host pages.
             fingerprint: What pages hold besides tokens.
-            engines: Transfer engines that know the pool, by the ways that they serve: what readers need to know which have
-                reached the worker at an address.
+            engines: For each way that a transfer engine serves: tells what its readers need to know, given the address by which
+                they have reached the worker.
             device: The GPU's pages, where readers may take them from there.
         """
         self._device = device

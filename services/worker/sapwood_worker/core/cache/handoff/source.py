@@ -27,8 +27,8 @@ class PageSource(NamedTuple):
         return self._readable(lease, index) and self._filled(lease, index, on_device)
 
     def is_coming(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
-        """Whether a ticket's page is being computed, or what computed it has not been looked at, or it is on its way to where it
-        is read."""
+        """Whether a ticket's page is being computed, or its step's result is not known yet, or it is on its way to where it is
+        read."""
         return self._readable(lease, index) and not self._filled(lease, index, on_device)
 
     def record(self, lease: Lease, index: int) -> memoryview:

@@ -1,9 +1,9 @@
 """Objects as files in a folder that any number of processes and machines may share. The backend that uses it moves the bytes.
 
-An object is written beside its place and renamed, so that a reader sees all of it or nothing. Which object is used how
-recently is its file's modification time. When the files outgrow the cap, one process at a time (a lock file sees to it)
-removes the least recently used ones down to nine tenths of the cap. Each process counts what it writes itself and looks
-at the whole folder each time it has written a sixteenth of the cap: n processes exceed it by n sixteenths at most.
+An object is written beside its place and renamed, so that a reader sees all of it or nothing. Which object is used how recently
+is its file's modification time. When the files outgrow the cap, one process at a time (a lock file sees to it) removes the
+least recently used ones down to nine tenths of the cap. Each process counts what it writes itself, and looks at the whole
+folder whenever it has written a sixteenth of the cap. So n processes exceed the cap by n sixteenths at most.
 
 Complexity: one or two file operations an object, besides its bytes; a look at the folder is O(objects).
 """

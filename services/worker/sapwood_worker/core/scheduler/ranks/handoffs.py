@@ -10,7 +10,7 @@ from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
 
 _MOST_PROMISED = 1024
-"""Requests that are likely to come of which it is known where; of an older one the pages are read again."""
+"""Requests that are likely to come whose rank is remembered; for an older one pages are read again."""
 
 
 class RankHandoffs:

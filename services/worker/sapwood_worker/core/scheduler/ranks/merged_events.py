@@ -1,4 +1,4 @@
-"""One stream of KV events of ranks that have a prefix cache each: a block is there as long as any of them has it."""
+"""Merges the KV events of ranks that have a prefix cache each: a block is there as long as any of them has it."""
 
 from __future__ import annotations
 

@@ -233,6 +233,6 @@ class RankPlanner:
 
 
 def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
-    """Whether a request begins sooner at a scheduler that has to compute ``more`` tokens less before it; one with a ticket does
-    not, whose pages are where it is."""
+    """Whether a request begins sooner at another scheduler, where ``more`` tokens less are computed before it. One with a
+    ticket does not: its pages are where it is."""
     return request.ticket is None and request.remaining - taker.cached_tokens(request) < more

@@ -140,7 +140,7 @@ class RunningBatch:
                 request.capacity += missing * self._page_size
 
     def reachable(self, request: Request, count: int) -> int:
-        """How many of its next ``count`` tokens a request has pages of windows for, with those that it is given for them."""
+        """Gives a request pages of windows for its next ``count`` tokens; returns for how many of them it then has pages."""
         end = request.planned + count
         if end > request.reach:
             request.reach = self._cache.extend(request.slot, end, request.computed, share=True)

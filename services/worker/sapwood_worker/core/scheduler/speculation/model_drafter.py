@@ -1,9 +1,9 @@
 """Drafts of a model: a smaller one says what the large one probably will.
 
-The draft model runs steps as the model does, but for itself: first what it has not computed yet of the requests (a token or two,
-or a prompt), then token after token. It draws with the request's own seed, and a draw is a function of logits, seed and position;
-so it draws what the model will, as far as they agree, at any temperature. Penalties, bans and grammars are left out: what they
-forbid is found when the draft is checked.
+The draft model runs steps as the model does, but for itself: first what it has not computed yet of the requests (a token or
+two, or a prompt), then token after token. It draws with the request's own seed. A draw is a function of logits, seed and
+position; so at any temperature the draft model draws what the model will draw, as far as their logits agree. Penalties, bans
+and grammars are left out: what they forbid is found when the draft is checked.
 
 It follows its requests late: nothing is computed for one that nothing is drafted for. Its keys and values lie in the pages of the
 ledger (``draft_pages.py``), and share their fate: shared, retracted, resumed, evicted.
@@ -59,8 +59,8 @@ class ChainRunner(Protocol):
             reach: int64 [P]: tokens that the requests' pages hold; where the next draft may go on if ``first`` names them.
 
         Returns:
-            The tokens, (1 + most wanted) * P of them or more, those of the first step first; of a request that has ended
-            undefined. None: nothing was begun.
+            The tokens, (1 + most wanted) * P of them or more, those of the first step first; undefined for a request that has
+            ended. None: nothing was begun.
         """
         ...
 

@@ -15,8 +15,8 @@ LADDER = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256
 _ENOUGH, _TWICE = 3, 2
 """Measurements of steps without drafts before any is compared with them, and of those with drafts before they are trusted."""
 _LIKELY = 0.75
-"""How much of what a step with drafts of other requests took longer is taken for granted: less than all, so that what may pay is
-tried."""
+"""How much of the additional time that drafts took with another number of requests is expected here too: less than all, so that
+drafts that may pay are tried."""
 _NEAR = 4
 """Part of the requests by which others may be more or fewer, for their steps to tell what steps of as many positions take."""
 _WEIGHT = 0.2
@@ -103,9 +103,9 @@ class StepCosts:
         """What steps of so many requests take that sample up to so many positions; :meth:`plain` must be known.
 
         Returns:
-            For each rung, ascending: its positions, what such a step takes, or at least takes as more positions take no less
-            time and other numbers of requests took about as much longer, and whether that is known, for so many requests or about
-            as many.
+            For each rung, ascending: its positions; what such a step takes, or the least that it takes (more positions take no
+                less time, and with another number of requests as much more time was measured); and whether the time is known,
+                for so many requests or about as many.
         """
         bucket = _row_bucket(rows)
         seconds = plain = self._plain[bucket].seconds

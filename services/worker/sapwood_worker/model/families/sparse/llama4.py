@@ -1,5 +1,5 @@
-"""Llama 4, text only. Most layers turn neighbours in a head, norm the heads without weights and see their chunk of the text;
-others see all of it, know no position, and have queries that grow with it."""
+"""Llama 4, text only. Most layers rotate neighbours in a head, norm the heads without weights and see only their chunk of the
+text. The others see all of the text, without rotation, and scale their queries by the position."""
 
 from __future__ import annotations
 

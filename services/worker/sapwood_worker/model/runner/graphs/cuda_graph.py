@@ -99,8 +99,8 @@ class DecodeGraphs:
         model: The model, or a head that drafts.
         backend: The model's attention.
         make: Makes its part for so many decodes, as ``backend.graphs()`` gives it.
-        make_shared: The same for decodes that share keys, as ``backend.shared_graphs()`` gives it; they have graphs of their
-            own, so that others pay nothing for them. None: there are none.
+        make_shared: The same for decodes that share keys, as ``backend.shared_graphs()`` gives it. These have graphs of their
+            own, so that other decodes pay nothing for them. None: there are none.
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
@@ -185,8 +185,8 @@ class DecodeGraphs:
         idle: bool = False,
         late: tuple[Tensor, Tensor] | None = None,
     ) -> Callable[[], DecodeResult]:
-        """Computes the layers of :meth:`run`, which takes the same; what it returns computes the rest, and is called once, by all
-        stages in the order of the steps. Of a model that is in no stages all is computed."""
+        """Computes the layers only; takes what :meth:`run` takes. The returned call computes the rest; all stages make it once,
+        in the order of the steps. Of a model that is in no stages all is computed."""
         self._backend.begin_plan()
         count = len(step.token_ids)
         positions, lengths = step.positions, step.positions + 1

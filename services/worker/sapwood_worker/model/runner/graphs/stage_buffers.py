@@ -36,7 +36,7 @@ class StageBuffers:
 
         Args:
             tokens: How many.
-            rows: Of the graph; those that pad it are zero, as layers would add to what they left there each time.
+            rows: Of the graph. Rows that pad it are zero: else layers would add to what they left there the time before.
         """
         if not self.first:
             self.received[:tokens].copy_(self._link.receive(tokens))

@@ -83,7 +83,7 @@ def build_host_pool(
 
 
 def _shared(parallel: Parallel, size: int, first: int) -> SharedMemory:
-    """Memory of so many bytes that the ranks of a host share, of which ``first`` makes it; to the others the size is 0."""
+    """Memory of so many bytes that the ranks of a host share. ``first`` makes it; the other ranks give a size of 0."""
     memory = SharedMemory.create(size) if size else None
     path = parallel.exchange("" if memory is None else memory.path)[first]
     memory = memory or SharedMemory.open(path)

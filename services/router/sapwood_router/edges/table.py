@@ -159,7 +159,10 @@ def all_routes(
             gives=DetokenizeResponse,
         ),
         Ask("/version", _show_version, summary="Tells the version"),
-        Ask("/health", _show_health(problem), public=True, summary="Tells whether requests are served"),
+        *(
+            Ask(path, _show_health(problem), public=True, summary="Tells whether requests are served")
+            for path in ("/health", "/ping")
+        ),
     ]
     routes += SessionsApi(pipeline.sessions).routes()
     routes += sglang_routes(pipeline, flush)

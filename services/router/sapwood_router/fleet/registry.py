@@ -115,7 +115,7 @@ class Registry:
         return model in self._relayed
 
     def resolve(self, model: str | None, field: str = "model") -> str:
-        """The model a request means: the one it names, or the only one there is.
+        """The model a request means: the one it names, or the only one there is; an empty name is none.
 
         Raises:
             NotFoundError: No worker serves it.
@@ -137,7 +137,7 @@ class Registry:
         known = self._models
         if not known:
             raise UnavailableError("no worker is available", retry_after=RETRY_AFTER)
-        if model is None:
+        if not model:
             if len(known) > 1:
                 raise InvalidArgumentError(f"name a model: there are {', '.join(sorted(known))}", field=field)
             return next(iter(known))

@@ -100,6 +100,18 @@ async def test_embeddings_are_cut_in_both_directions(one) -> None:
     assert "files" in await refused(one, EMBEDDINGS, "dimensions", dimensions=2)
 
 
+async def test_an_empty_name_means_the_only_model_and_embeddings_have_ids(one) -> None:
+    """As vLLM has it: clients that must name a model send an empty name, and Mistral's refuses embeddings without an id."""
+    for path, body in ((COMPLETIONS, {"prompt": "a", "max_tokens": 1}), (EMBEDDINGS, {"input": "a"})):
+        answer = (await one.http.post(path, json={"model": "", **body}, headers={"x-request-id": "id-7"})).json()
+        assert answer["model"] == "fake"
+        assert answer["id"].endswith("-id-7") and answer["created"] > 1_700_000_000
+
+
+async def test_ping_is_health(one) -> None:
+    assert (await one.http.get("/ping")).json() == (await one.http.get("/health")).json() == {"status": "ok"}
+
+
 async def test_embeddings_of_a_model_that_shortens_them_have_fewer_dimensions(make_cluster, wait_until) -> None:
     async with make_cluster(workers=1) as cluster:
         worker = cluster.workers[0]

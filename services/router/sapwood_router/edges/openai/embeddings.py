@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +47,10 @@ class EmbeddingUsage(msgspec.Struct):
 
 
 class EmbeddingResponse(msgspec.Struct):
-    """The answer."""
+    """The answer. ``id`` and ``created`` are not OpenAI's; vLLM tells them too, and Mistral's client needs the first."""
 
+    id: str
+    created: int
     data: list[EmbeddingObject]
     model: str
     usage: EmbeddingUsage
@@ -88,7 +91,8 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     encode = _base64 if request.encoding_format == "base64" else list[float]
     data = [EmbeddingObject(index, encode(vector)) for index, vector in enumerate(found.vectors)]
     usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens)
-    await exchange.send_body(200, msgspec.json.encode(EmbeddingResponse(data, found.model, usage)))
+    answer = EmbeddingResponse(f"embd-{exchange.request_id}", int(time.time()), data, found.model, usage)
+    await exchange.send_body(200, msgspec.json.encode(answer))
 
 
 def _base64(vector: Sequence[float]) -> str:

@@ -18,7 +18,7 @@ typedef uint16_t pairs __attribute__((vector_size(16)));
 typedef uint8_t bytes_at __attribute__((vector_size(16), aligned(1), may_alias));
 
 // By ggml's numbers.
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39 };
 // Our own, of 32 and 128 numbers: `(code - zero) * scale` with a float32 scale, a zero in a byte (three unused), codes as of Q4_0.
 enum { G4_32 = 64, G4_128 = 65 };
 
@@ -127,11 +127,51 @@ INLINE group q8_0(const uint8_t *block) {
     return grouped(load16(block + 2), load16(block + 18), scale, scale, 0);
 }
 
+// What codes of 4 bits stand for where that is a table: of IQ4, and of MXFP4, twice its numbers.
+static const int8_t CURVE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t FLOATS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Such codes, of which a byte has those of two numbers 16 apart.
+INLINE group coded(const uint8_t *at, const int8_t *values, float scale) {
+#if defined(__AVX512F__)
+    const bytes all = load16((const uint8_t *)values);
+    const floats table = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)all)) * scale;
+    return (group){{looked_up(table, at, 0), looked_up(table, at, 4)}};
+#else
+    const bytes q = load16(at);
+    bytes low = q & 15, high = right(q, 4) & 15;
+#if defined(__AVX2__)
+    const __m128i all = (__m128i)load16((const uint8_t *)values);
+    low = (bytes)_mm_shuffle_epi8(all, (__m128i)low), high = (bytes)_mm_shuffle_epi8(all, (__m128i)high);
+#else
+    for (int i = 0; i < 16; i++) low[i] = (uint8_t)values[low[i]], high[i] = (uint8_t)values[high[i]];
+#endif
+    return grouped(low, high, scale, scale, 0);
+#endif
+}
+
+INLINE group iq4_nl(const uint8_t *block) { return coded(block + 2, CURVE, half(block)); }
+INLINE group iq4_xs(const uint8_t *block, int j, const float *scales) { return coded(block + 8 + 16 * j, CURVE, scales[j]); }
+
+INLINE group mxfp4(const uint8_t *block) {
+    const uint32_t exponent = block[0], bits = exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23;
+    float scale;  // half of what the exponent says
+    memcpy(&scale, &bits, sizeof scale);
+    return coded(block + 1, FLOATS, scale);
+}
+
 // The scales of a block of eight groups, SCALES numbers: Q6_K has two for each; Q4_K and Q5_K have one, and what they subtract
-// from the 24th number on.
+// from the 24th number on; IQ4_XS has one.
 INLINE void block_scales(const int type, const uint8_t *block, float *scales) {
     bytes codes;
     float low, high;
+    if (type == IQ4_XS) {
+        uint16_t upper;
+        memcpy(&upper, block + 2, sizeof upper);
+        for (int j = 0; j < 8; j++)
+            scales[j] = half(block) * (float)(((block[4 + j / 2] >> j % 2 * 4 & 15) | (upper >> 2 * j & 3) << 4) - 32);
+        return;
+    }
     if (type == Q6_K) {
         codes = load16(block + 192);
         low = high = half(block + 208);
@@ -185,7 +225,9 @@ INLINE group g4(const uint8_t *block, int j) {
 }
 
 // Groups and bytes of a block.
-INLINE int groups_of(const int type) { return type == G4_128 ? 4 : type < Q4_K || type == G4_32 ? 1 : 8; }
+INLINE int groups_of(const int type) {
+    return type == G4_128 ? 4 : type < Q4_K || type == IQ4_NL || type == MXFP4 || type == G4_32 ? 1 : 8;
+}
 INLINE int64_t bytes_of(const int type) {
     switch (type) {
         case Q4_0: return 18;
@@ -195,6 +237,9 @@ INLINE int64_t bytes_of(const int type) {
         case Q8_0: return 34;
         case Q4_K: return 144;
         case Q5_K: return 176;
+        case IQ4_NL: return 18;
+        case IQ4_XS: return 136;
+        case MXFP4: return 17;
         case G4_32: return 24;
         case G4_128: return 72;
         default: return 210;
@@ -211,6 +256,9 @@ INLINE group read(const int type, const uint8_t *block, int j, const float *scal
         case Q8_0: return q8_0(block);
         case Q4_K: return q4_k(block, j, scales);
         case Q5_K: return q5_k(block, j, scales);
+        case IQ4_NL: return iq4_nl(block);
+        case IQ4_XS: return iq4_xs(block, j, scales);
+        case MXFP4: return mxfp4(block);
         case G4_32:
         case G4_128: return g4(block, j);
         default: return q6_k(block, j, scales);

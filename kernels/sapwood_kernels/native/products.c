@@ -157,6 +157,9 @@ FORMAT(Q8_0)
 FORMAT(Q4_K)
 FORMAT(Q5_K)
 FORMAT(Q6_K)
+FORMAT(IQ4_NL)
+FORMAT(IQ4_XS)
+FORMAT(MXFP4)
 FORMAT(G4_32)
 FORMAT(G4_128)
 
@@ -170,7 +173,7 @@ typedef struct {
 #define ENTRY(type) [type] = {one_##type, few_##type, fewer_##type, widen_##type}
 static const format FORMATS[] = {
     ENTRY(Q4_0), ENTRY(Q4_1), ENTRY(Q5_0), ENTRY(Q5_1), ENTRY(Q8_0), ENTRY(Q4_K), ENTRY(Q5_K), ENTRY(Q6_K),
-    ENTRY(G4_32), ENTRY(G4_128),
+    ENTRY(IQ4_NL), ENTRY(IQ4_XS), ENTRY(MXFP4), ENTRY(G4_32), ENTRY(G4_128),
 };
 
 // out[t][r]: the sums of ROWS widened rows, CHUNK apart, times `count` of the x.

@@ -29,9 +29,19 @@ TYPES = {
         gguf.GGMLQuantizationType.Q6_K,
     )
 }
-"""The types of GGUF files that the library multiplies: ggml's number, numbers of a block and its bytes."""
+"""The types of GGUF files that the library multiplies, also in whole numbers: ggml's number, numbers of a block and its bytes."""
+TABLES = {
+    kind.name: (kind.value, *gguf.GGML_QUANT_SIZES[kind])
+    for kind in (
+        gguf.GGMLQuantizationType.IQ4_NL,
+        gguf.GGMLQuantizationType.IQ4_XS,
+        gguf.GGMLQuantizationType.MXFP4,
+    )
+}
+"""Those of 4-bit codes that stand for the numbers of a table, which it multiplies as float32 only: likewise."""
 GROUPS = {"G4_32": (64, 32, 24), "G4_128": (65, 128, 72)}
 """Our own, of 4-bit codes with a float32 scale and a zero: likewise."""
+ALL = TYPES | TABLES | GROUPS
 
 
 class _Matrix(ctypes.Structure):
@@ -65,13 +75,14 @@ class GgufProduct:
         self._columns = columns
         self._matrices = (_Matrix * len(parts))()
         self._outputs = 0
+        tables = any(kind in TABLES for kind, _ in parts)
         for matrix, (kind, rows) in zip(self._matrices, parts, strict=True):
-            number, per_block, block_bytes = (TYPES | GROUPS)[kind]
+            number, per_block, block_bytes = ALL[kind]
             if rows.dtype != torch.uint8 or rows.stride(1) != 1 or rows.shape[1] != columns // per_block * block_bytes:
                 raise ValueError(f"rows of {columns} numbers in {kind} are not of shape {list(rows.shape)}")
             matrix.data, matrix.stride, matrix.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
             matrix.width, matrix.type, matrix.first = rows.shape[1], number, self._outputs
-            matrix.whole = digits
+            matrix.whole = 0 if tables else digits
             self._outputs += rows.shape[0]
 
     def __call__(

@@ -12,7 +12,7 @@ from torch import Tensor
 from sapwood_kernels import cpu
 from sapwood_kernels.native import steps
 from sapwood_kernels.native.library import NativeLibrary, load_library
-from sapwood_kernels.native.products import TYPES, GgufProduct
+from sapwood_kernels.native.products import ALL, GgufProduct
 from sapwood_kernels.ops.contracts import Gate, KVDestination, StoredProduct, StoreHeads
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.cpu_grouped import can_pack, packed_product
@@ -74,6 +74,6 @@ class CpuOps(DeviceOps):
     def gguf_product(
         self, parts: Sequence[tuple[str, Tensor]], columns: int, *, digits: int = 0
     ) -> StoredProduct | None:
-        if self.native is None or any(kind not in TYPES for kind, _ in parts):
+        if self.native is None or any(kind not in ALL for kind, _ in parts):
             return None
         return GgufProduct(self.native, parts, columns, digits=digits)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sapwood_kernels.native.products import TYPES
-from sapwood_kernels.quantised.grouped import GroupedWeight, pack4
+from sapwood_kernels.native.products import ALL, TABLES
+from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, pack4
 
+_CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4's numbers by their codes
 _SUB = 32  # numbers of a block, or of a part of a larger one, that share a scale
 
 
@@ -18,14 +19,16 @@ def grouped_blocks(kind: str, rows: Tensor, columns: int) -> GroupedWeight:
     """A matrix as a GGUF file stores it, in groups.
 
     Args:
-        kind: Its type, one of ``TYPES``.
+        kind: Its type, one of ``TYPES`` or ``TABLES``.
         rows: Its rows' bytes, uint8 [N, bytes], on the device where the weight is to be.
         columns: Numbers in a row.
     """
-    _, per_block, block_bytes = TYPES[kind]
+    _, per_block, block_bytes = ALL[kind]
     blocks = rows.reshape(len(rows), columns // per_block, block_bytes)
     if kind == "Q6_K":
         return _six_bits(blocks, columns)
+    if kind in TABLES:
+        return _of_table(kind, blocks, columns)
     zeros: Tensor | None = None
     mins: Tensor | None = None
     if kind in ("Q4_K", "Q5_K"):
@@ -76,6 +79,24 @@ def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), -1)
     mins = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), -1)
     return scales.float(), mins.float()
+
+
+def _of_table(kind: str, blocks: Tensor, columns: int) -> GroupedWeight:
+    head = {"IQ4_NL": 2, "IQ4_XS": 8, "MXFP4": 1}[kind]
+    if kind == "MXFP4":
+        exponents = blocks[..., 0].int()  # as a float32's; 0 is a number below the least of its ordinary ones
+        scales = torch.where(exponents > 0, exponents << 23, 1 << 22).view(torch.float32)
+    elif kind == "IQ4_NL":
+        scales = _halves(blocks, 0).flatten(1)
+    else:
+        place = torch.arange(8, device=blocks.device)
+        upper = blocks[..., 2:4].contiguous().view(torch.int16).int() >> 2 * place & 3
+        lower = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2)
+        scales = (_halves(blocks, 0).float() * ((lower | upper << 4) - 32)).flatten(1)
+    halves = blocks[..., head:].reshape(*blocks.shape[:2], -1, _SUB // 2)
+    codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
+    table = torch.tensor(E2M1 if kind == "MXFP4" else _CURVE, dtype=torch.float32, device=blocks.device)
+    return GroupedWeight(pack4(codes), scales, _SUB, columns, bits=4, table=table)
 
 
 def _six_bits(blocks: Tensor, columns: int) -> GroupedWeight:

@@ -10,7 +10,7 @@ import torch
 from sapwood_kernels import reference
 from sapwood_kernels.native.build import compile_libraries, find_compiler, library_name
 from sapwood_kernels.native.library import NativeLibrary, load_library, processor
-from sapwood_kernels.native.products import TYPES, GgufProduct
+from sapwood_kernels.native.products import TABLES, TYPES, GgufProduct
 from sapwood_testing.models.gguf_blocks import HALVES, blocks
 
 whole_numbers = pytest.mark.skipif(processor() != "AVX512", reason="there are no such products for this processor")
@@ -36,17 +36,17 @@ def wide(kind: str, raw: torch.Tensor) -> torch.Tensor:
 
 
 def test_all_types_are_tried():
-    assert set(HALVES) == set(TYPES)
+    assert set(HALVES) == set(TYPES | TABLES)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", TYPES | TABLES)
 def test_rows_are_to_the_bit_what_the_gguf_package_reads(library, kind):
     raw = blocks(kind, 70, 1536)
     ids = torch.tensor([0, 69, 3, 3, *range(60)])
     assert torch.equal(GgufProduct(library, [(kind, raw)], 1536).rows(ids), wide(kind, raw)[ids])
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", TYPES | TABLES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 131])
 def test_products_differ_from_the_float32_numbers_only_in_the_order_of_sums(library, kind, tokens):
     raw, x = blocks(kind, 71, 1536), torch.randn(tokens, 1536)
@@ -104,6 +104,12 @@ def test_three_digits_are_as_near_as_float32(library, kind, tokens, gate):
         assert (got - exact).norm() <= 1e-5 * exact.norm()  # two products of such a row are multiplied: 3.5e-6 was seen
     if tokens > 4:
         assert torch.equal(product(x[:5]), product(x[: min(tokens, 24)])[:5])
+
+
+@pytest.mark.parametrize("digits", [2, 3])
+def test_codes_of_a_table_are_multiplied_in_float32_whatever_is_allowed(library, digits):
+    parts, x = [(kind, blocks(kind, 33, 512)) for kind in ("Q4_0", "IQ4_NL")], torch.randn(7, 512)
+    assert torch.equal(GgufProduct(library, parts, 512, digits=digits)(x), GgufProduct(library, parts, 512)(x))
 
 
 @whole_numbers

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sapwood_kernels.native.products import SMALL, TYPES
+from sapwood_kernels.native.products import ALL, SMALL, TABLES, TYPES
 from sapwood_kernels.ops.contracts import Gate, Norm, StoredProduct
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.gguf_groups import grouped_blocks
@@ -88,9 +88,9 @@ def _blocks(shape: LinearShape, stored: Stored) -> list[tuple[str, Tensor]] | No
     found = []
     for part in shape.parts:
         weight = stored.tensors.get(f"{part.name}.weight")
-        if weight is None or weight.blocks is None or weight.dtype not in TYPES:
+        if weight is None or weight.blocks is None or weight.dtype not in TYPES | TABLES:
             return None
-        _, per_block, block_bytes = TYPES[weight.dtype]
+        _, per_block, block_bytes = ALL[weight.dtype]
         columns = shape.columns
         if columns.start % per_block or columns.size % per_block:
             return None

@@ -111,10 +111,13 @@ def experts_of(loaded):
     return {name: slot.target for method in methods for name, slot in method.slots().items()}
 
 
+MXFP4 = {f"ffn_{kind}_exps": "MXFP4" for kind in ("gate", "up", "down")}
+
+
 @compiled
-@pytest.mark.parametrize("name", QUANTISED)
-def test_experts_are_multiplied_as_they_lie_in_the_file(quantised, name):
-    path, oracle = quantised(name)
+@pytest.mark.parametrize(("name", "kinds"), [*((name, {}) for name in QUANTISED), ("qwen3-moe", MXFP4)])
+def test_experts_are_multiplied_as_they_lie_in_the_file(quantised, name, kinds):
+    path, oracle = quantised(name, **kinds)
     loaded = load(path)
     assert loaded.quantization == "gguf as stored"
     held = experts_of(loaded)
@@ -174,9 +177,6 @@ def test_a_gpu_has_one_tensor_of_them_or_widens_them(quantised, monkeypatch, kin
     stacks = [layer.mlp.experts._sum._tensors for layer in loaded.model.layers if hasattr(layer.mlp, "experts")]
     assert stacks and all((tensors[0].dtype == torch.uint8) == kept for tensors in stacks)
     assert_near(logits_of(loaded, TOKENS), oracle)
-
-
-MXFP4 = {f"ffn_{kind}_exps": "MXFP4" for kind in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize(("kinds", "format_"), [(MXFP4, "fp4 as stored"), ({"ffn_gate_exps": "Q8_0"}, "none")])

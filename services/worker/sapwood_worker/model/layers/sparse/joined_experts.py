@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.matrices import stack_of
@@ -21,6 +21,8 @@ from sapwood_worker.records.experts import ExpertMove
 
 _GROUP = 32
 """Numbers that share a scale in MXFP4."""
+_BLOCK = 1 + _GROUP // 2
+"""Bytes of them with their exponent, which comes first in the kernel's order."""
 
 
 class _Stack(ABC):
@@ -67,7 +69,7 @@ class _WideStack(_Stack):
 
 
 class _Mxfp4Stack(_Stack):
-    """In 4-bit floats with an exponent for each 32 of a row, as stored."""
+    """In 4-bit floats with an exponent for each 32 of a row, as stored; where a CPU's kernel multiplies them, in its order."""
 
     def __init__(self, name: str, places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext) -> None:
         super().__init__(name, places, rows, columns, context)
@@ -77,6 +79,11 @@ class _Mxfp4Stack(_Stack):
             )
         self._groups = Span(*(size // _GROUP for size in (columns.start, columns.size, columns.total)))
         shape = places.size, rows.size, self._groups.size
+        self._packed: Tensor | None = None
+        if not context.ops.groups_experts and self._product(torch.empty(0, _BLOCK, dtype=torch.uint8), _GROUP):
+            self._packed = torch.empty(*shape, _BLOCK, dtype=torch.uint8, device=context.device)
+            self._scales, self._blocks = self._packed[..., 0], self._packed[..., 1:]
+            return
         self._blocks = torch.empty(*shape, _GROUP // 2, dtype=torch.uint8, device=context.device)
         self._scales = torch.empty(shape, dtype=torch.uint8, device=context.device)
 
@@ -89,7 +96,19 @@ class _Mxfp4Stack(_Stack):
         }
 
     def _stack(self, bias: Tensor | None) -> ExpertStack:
-        return stack_of(StoredStack(self._blocks.flatten(2), self._scales, _GROUP, bias), self._context)
+        if self._packed is None:
+            return stack_of(StoredStack(self._blocks.flatten(2), self._scales, _GROUP, bias), self._context)
+        for codes in self._blocks:
+            # A byte has neighbours; the kernel's have two numbers 16 apart.
+            numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+            codes.copy_(numbers[..., : _GROUP // 2] | numbers[..., _GROUP // 2 :] << 4)
+        products = [self._product(rows, self._columns.size) for rows in self._packed.flatten(2)]
+        return StackOfProducts([product for product in products if product], self._rows.size, bias)
+
+    def _product(self, rows: Tensor, columns: int) -> Callable[[Tensor], Tensor] | None:
+        """A matrix's, of its rows' bytes, [N, bytes]; None: there is no kernel."""
+        product = self._context.ops.gguf_product([("MXFP4", rows)], columns)
+        return None if product is None else lambda x: product(x.float()).to(x.dtype)
 
 
 class JoinedExperts(Layer):

@@ -1,5 +1,5 @@
 """Products with 4-bit groups of 128 on a GPU, for the four shapes of an 8B model's layer: a row alone by what a program takes,
-and the layer of four products; 8, 16 and 256 rows; bfloat16 beside them.
+and the layer of four products; 8 to 512 rows; bfloat16 beside them.
 
 Each product is launched for as many copies of its weight as do not fit in the L2 cache, in a CUDA graph. What is not within
 bfloat16's rounding of the float32 product is an error and is not timed. Prints one JSON object a line, the fastest last.
@@ -35,24 +35,24 @@ PROCESSORS = 132
 
 
 class Shape(NamedTuple):
-    """A product of a layer: weight [rows, columns], what goes along with it, and what is tried for one row and for 256."""
+    """A product of a layer: weight [rows, columns], what goes along with it, and what is tried for one row."""
 
     rows: int
     columns: int
     ones: list[tuple[int, int, int, int]]
-    many: list[tuple[int, int, int, int, int, int]]
     normed: bool = False
     gated: bool = False
     adds: bool = False
 
 
 SHAPES = {
-    "qkv": Shape(6144, 4096, [(4, 1, 1, 4), (4, 2, 1, 2), (8, 1, 1, 2)], [(256, 128, 8, 3, 1, 1)], normed=True),
-    "o": Shape(4096, 4096, [(4, 1, 1, 4), (4, 2, 1, 4), (8, 1, 1, 2)], [(256, 128, 8, 3, 1, 1)], adds=True),
-    "gate_up": Shape(28672, 4096, [(8, 1, 2, 2), (4, 1, 2, 2)], [(256, 128, 8, 3, 1, 1)], normed=True, gated=True),
-    "down": Shape(4096, 14336, [(4, 2, 1, 4)], [(256, 128, 8, 3, 1, 1)], adds=True),
+    "qkv": Shape(6144, 4096, [(4, 1, 1, 4), (4, 2, 1, 2), (8, 1, 1, 2)], normed=True),
+    "o": Shape(4096, 4096, [(4, 1, 1, 4), (4, 2, 1, 4), (8, 1, 1, 2)], adds=True),
+    "gate_up": Shape(28672, 4096, [(8, 1, 2, 2), (4, 1, 2, 2)], normed=True, gated=True),
+    "down": Shape(4096, 14336, [(4, 2, 1, 4)], adds=True),
 }
 COPIES = 8
+COUNTS = 16, 32, 64, 128, 256, 512
 
 
 def weights_of(shape: Shape, copies: int = 1) -> list[GroupedWeight]:
@@ -92,9 +92,7 @@ def error_of(
 
 def compile_some(part: int, parts: int) -> None:
     """Compiles a part of all kernels."""
-    jobs: list[tuple[Shape, Any]] = [
-        (shape, each) for shape in SHAPES.values() for each in (*shape.ones, *shape.many, 8, 16)
-    ]
+    jobs: list[tuple[Shape, Any]] = [(shape, each) for shape in SHAPES.values() for each in (*shape.ones, 8, *COUNTS)]
     for shape, each in jobs[part::parts]:
         weight = weights_of(shape)[0]
         if each == 8:
@@ -102,13 +100,13 @@ def compile_some(part: int, parts: int) -> None:
                 triton_one.one_row, shape, drawn(1, shape.columns), weight, drawn(1, shape.rows) if shape.adds else None
             )
         try:
-            if isinstance(each, int):
-                triton_few.few_rows(drawn(each, shape.columns), weight)
-            elif len(each) == 4:
+            if not isinstance(each, int):
                 out = drawn(1, shape.rows) if shape.adds else None
                 one(triton_one.one_row, shape, drawn(1, shape.columns), weight, out, blocks=Blocks(*each))
+            elif each <= triton_few.MOST:
+                triton_few.few_rows(drawn(each, shape.columns), weight)
             else:
-                triton_many.product(drawn(256, shape.columns), weight, PROCESSORS, each)
+                triton_many.product(drawn(each, shape.columns), weight, PROCESSORS)
         except Exception as error:
             print(json.dumps({"cannot": each, "error": str(error)[-200:]}), flush=True)
     torch.cuda.synchronize()
@@ -160,13 +158,13 @@ def measure_rows(name: str, shape: Shape, copies: list[GroupedWeight], count: in
     x = drawn(count, shape.columns)
     line: dict[str, Any] = {"what": "rows", "rows": count, "shape": name}
     line["bf16"] = round(microseconds([lambda each=each: F.linear(x, each) for each in wide]), 2)
-    if count in (8, 16):
+    if 1 < count <= triton_few.MOST:
         line["few"] = round(microseconds([lambda each=each: triton_few.few_rows(x, each) for each in copies]), 2)
-    for tried in shape.many if count == 256 else []:
-        many = partial(triton_many.product, processors=PROCESSORS, blocks=tried)
+    if count > triton_few.MOST:
+        many = partial(triton_many.product, processors=PROCESSORS)
         error = error_of(shape, copies[0], count, partial(many, weight=copies[0]), alone=False)
         value = microseconds([partial(many, x, each) for each in copies])
-        line[f"many {tried}"] = round(value, 2) if error < 0.005 else f"wrong: {error}"
+        line["many"] = round(value, 2) if error < 0.005 else f"wrong: {error}"
     return line
 
 
@@ -222,7 +220,7 @@ def main() -> None:
             value = measure_layer(copies, triton_one.one_row, blocks)
             print(json.dumps({"what": what, "us": round(value, 2), "blocks": blocks} | about), flush=True)
     for name, shape in SHAPES.items():
-        for count in (1, 8, 16, 256):
+        for count in (1, 8, *COUNTS):
             print(json.dumps(measure_rows(name, shape, copies[name], count) | about), flush=True)
 
 

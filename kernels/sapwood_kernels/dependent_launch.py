@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 16
-"""Rows up to which it is used."""
+"""Rows up to which it is used where nothing else is said."""
 
 
-def options(x: Tensor) -> dict[str, Any]:
-    """A launch's arguments for a step whose rows are ``x``'s: the kernel's constant ``PDL``, and Triton's own option with it."""
-    if x.is_cuda and len(x) <= MOST_ROWS and _is_able(x.device):
+def options(x: Tensor, most: int = MOST_ROWS) -> dict[str, Any]:
+    """A launch's arguments for a step whose rows are ``x``'s: the kernel's constant ``PDL``, and Triton's own option with it.
+
+    Args:
+        x: [T, K].
+        most: Largest T with which it is used.
+    """
+    if x.is_cuda and len(x) <= most and _is_able(x.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

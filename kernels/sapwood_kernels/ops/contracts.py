@@ -59,6 +59,36 @@ class FewRows:
     norm: int
 
 
+class ManyRowsProduct(Protocol):
+    """``gate(norm(x)) @ weight.T + add_to`` for x [T, K], or [T, 2 K] with a gated activation ``gate`` of the input.
+
+    ``add_to`` [T, N] becomes the sum and is returned.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        /,
+        *,
+        norm: tuple[Tensor, float] | None = ...,
+        gate: Gate | None = ...,
+        add_to: Tensor | None = ...,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ManyRows:
+    """A product of more rows than :class:`FewRows` has, which takes along what is before it and the sum with a residual.
+
+    Attributes:
+        product: What computes it.
+        most: Largest T.
+    """
+
+    product: ManyRowsProduct
+    most: int
+
+
 class StoredProduct(Protocol):
     """``gate(norm(x) @ weight.T)`` of float32 rows [T, K] by matrices that are read as they are stored, outputs side by side.
 

@@ -29,6 +29,7 @@ from sapwood_kernels.ops.contracts import (
     FewRows,
     Float8,
     Gate,
+    ManyRows,
     Norm,
     NormedLogits,
     OneRow,
@@ -166,7 +167,7 @@ class CudaOps(DeviceOps):
         if not triton_grouped.serves(weight):
             return super().grouped(weight)
         product = partial(triton_grouped.product, weight=weight, processors=self.processors)
-        if not self._hopper or not triton_many.serves(weight):
+        if not self._hopper or not triton_many.serves(weight, torch.bfloat16):
             return product
         many = partial(triton_many.product, weight=weight, processors=self.processors)
         return lambda x: (many if triton_many.takes(x) else product)(x)
@@ -183,6 +184,11 @@ class CudaOps(DeviceOps):
         if not triton_row.serves(weight):
             return None
         return FewRows(partial(triton_row.row_product, weight=weight, bias=bias), 1, norm=1)
+
+    def grouped_many(self, weight: GroupedWeight, dtype: torch.dtype) -> ManyRows | None:
+        if not self._hopper or not triton_many.serves(weight, dtype):
+            return None
+        return ManyRows(partial(triton_many.product, weight=weight, processors=self.processors), triton_many.MOST)
 
     def _says_the_same(self, weight: GroupedWeight, dtype: torch.dtype) -> bool:
         """Whether the kernel of one row computes what that of a few does; tried once for each kind of weight."""

@@ -27,6 +27,7 @@ from sapwood_kernels.ops.contracts import (
     Float8,
     Gate,
     KVDestination,
+    ManyRows,
     Norm,
     NormedLogits,
     OneRow,
@@ -219,6 +220,10 @@ class DeviceOps:
 
     def grouped_few(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> FewRows | None:
         """The fused product of few rows in a dtype with such a weight; None: there is none."""
+        return None
+
+    def grouped_many(self, weight: GroupedWeight, dtype: torch.dtype) -> ManyRows | None:
+        """The fused product of more rows than :meth:`grouped_few` has; None: there is none."""
         return None
 
     def tune_experts(self, seconds: float, folder: Path) -> None:

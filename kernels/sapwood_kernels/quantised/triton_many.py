@@ -1,19 +1,22 @@
 """Gluon: products of many rows with a weight in 4-bit groups, widened into the registers that ``wgmma`` multiplies from.
 
 The weight is the left side: a thread widens just the numbers that it multiplies (``triton_few`` says how), and scales them in
-registers, while tensor cores multiply those of the group before. Inputs come by the bulk copy engine, in the order in which a
-thread holds its codes (:func:`permuted`). Programs are as many as the device runs at once, and each takes an equal share of all
-tiles' groups, one after another (stream-K: Osama et al. 2023, arXiv:2301.03598); tiles that several programs share are summed by
-a second kernel, in their order.
+registers. Inputs, in the order in which a thread holds its codes (``triton_permuted``), and codes come by the bulk copy engine
+into a ring in shared memory, which a warp of its own fills. Two warp groups multiply, each with rows of the weight of its own,
+and do not meet: one widens while tensor cores multiply for the other. Programs are as many as there are multiprocessors, and each
+takes an equal share of all tiles' groups (stream-K: Osama et al. 2023, arXiv:2301.03598), the last ones first: a tile that
+several programs share is summed by the last of them, whose share ends with it. It waits for programs before it only, which have
+begun before it, and for what each of them did first.
 
 Bound: up to 128 rows one read of the weight, O(N K); from there on the products, O(T N K). Measured: docs/quantization.md.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,21 +27,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels.quantised import triton_few
 from sapwood_kernels.quantised.grouped import GroupedWeight
-from sapwood_kernels.quantised.triton_few import _widen, bits
+from sapwood_kernels.quantised.triton_few import _widen
+from sapwood_kernels.quantised.triton_permuted import permuted
+from sapwood_kernels.quantised.triton_row import Gate
 
 MOST = 512
 """Rows of inputs: for more, a weight is better widened once for all of them."""
-_TILE = 128
-"""A tile's rows of the weight."""
-_LARGE = 1 << 25  # numbers of a weight
-_PER_SUM = 16  # inputs' rows that a program of the second kernel takes
+_TILE = 128  # rows of the weight, 64 for a warp group
 
-# Triton 3.6 and later ones name them differently.
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Triton 3.6 and later ones name it differently.
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 _WIDEN_SCALED = (
     triton_few._WIDEN.removesuffix("}}") + "".join(f"    {{times}} ${i}, ${i}, $6;\n" for i in range(4)) + "}}"
@@ -49,14 +52,14 @@ _HALVES, _BFLOATS = gl.constexpr((gl.float16,) * 4), gl.constexpr((gl.bfloat16,)
 
 
 @gluon.constexpr_function
-def _code_layout(block_n, warps):
-    """Which thread holds which codes [block_n, 32]: the rows that it multiplies, 16 bytes of each."""
+def _word_layout():
+    """Which thread holds which words of eight codes [64, 16]: of the rows that it multiplies, 16 bytes of each."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *[[16 * warps << b, 0] for b in bits(block_n // (16 * warps))]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16 << b, 0] for b in bits(warps)],
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[block_n, 32],
+        shape=[64, 16],
     )
 
 
@@ -74,173 +77,224 @@ def _widen_scaled(codes, zero, scale, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _ordered(w0, w1, w2, w3, N: gl.constexpr):
-    """Numbers 4 e + i of a group for i = 0 .. 3, [N, 32] each -> [N, 128] as ``permuted`` has the inputs."""
-    four = gl.reshape(gl.join(gl.join(w0, w1), gl.join(w2, w3)), [N, 4, 2, 2, 2, 2, 2])  # e = 8 t + 4 j + 2 k + b; i
-    return gl.reshape(gl.permute(four, (0, 6, 5, 2, 3, 1, 4)), [N, 128])
+def _ordered(w0, w1, w2, w3):
+    """Numbers 4 e + i of a group for i = 0 .. 3, [64, 32] each -> [64, 128] as ``permuted`` has the inputs."""
+    four = gl.reshape(gl.join(gl.join(w0, w1), gl.join(w2, w3)), [64, 4, 2, 2, 2, 2, 2])  # e = 8 t + 4 j + 2 k + b; i
+    return gl.reshape(gl.permute(four, (0, 6, 5, 2, 3, 1, 4)), [64, 128])
 
 
 @gluon.jit
-def _numbers(code, scale, zero, dtype: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr):
-    """A group's numbers, as tensor cores take their left side."""
-    zero = zero | (0x6400 if dtype == gl.float16 else 0x4300)
+def _values(scales, zeros, at, HAS_ZEROS: gl.constexpr):
+    """A group's scales and zeros, in 32 bits each: narrower ones would be put together in pairs as soon as they are there."""
+    scale = gl.load(scales + at)
+    narrow: gl.constexpr = scale.dtype != gl.float32
+    scale = scale.to(gl.uint16, bitcast=True).to(gl.int32) if narrow else scale.to(gl.int32, bitcast=True)
+    zero = at * 0
+    if HAS_ZEROS:
+        zero = gl.load(zeros + at).to(gl.int32)
+    return scale, zero
+
+
+@gluon.jit
+def _numbers(words, scale, zero, kind: gl.constexpr, dtype: gl.constexpr, LEFT: gl.constexpr):
+    """A group's numbers, as tensor cores take their left side, of its codes and the scales of a dtype ``kind``."""
+    code = gl.reshape(gl.join((words & 0xFFFF).to(gl.uint16), (words >> 16).to(gl.uint16)), [64, 32])
+    rows: gl.constexpr = gl.SliceLayout(1, code.type.layout)
+    zero = gl.convert_layout(zero.to(gl.int16), rows, assert_trivial=True) | (0x6400 if dtype == gl.float16 else 0x4300)
     zero, code = gl.broadcast(gl.expand_dims(zero, 1), code)
-    if scale.dtype == dtype:
-        each, code = gl.broadcast(gl.expand_dims(scale, 1), code)
+    if kind == dtype:
+        each = gl.convert_layout(scale.to(gl.uint16).to(kind, bitcast=True), rows, assert_trivial=True)
+        each, code = gl.broadcast(gl.expand_dims(each, 1), code)
         w0, w1, w2, w3 = _widen_scaled(code, zero, each, dtype)
     else:
         w0, w1, w2, w3 = _widen(code, zero, dtype)
-        wide = gl.expand_dims(scale.to(gl.float32), 1)
-        w0, w1 = (w0.to(gl.float32) * wide).to(dtype), (w1.to(gl.float32) * wide).to(dtype)
-        w2, w3 = (w2.to(gl.float32) * wide).to(dtype), (w3.to(gl.float32) * wide).to(dtype)
-    return gl.convert_layout(_ordered(w0, w1, w2, w3, N), LEFT)
+        if kind == gl.float32:
+            each = scale.to(gl.float32, bitcast=True)
+        else:
+            each = scale.to(gl.uint16).to(kind, bitcast=True).to(gl.float32)
+        each = gl.expand_dims(gl.convert_layout(each, rows, assert_trivial=True), 1)
+        w0, w1 = (w0.to(gl.float32) * each).to(dtype), (w1.to(gl.float32) * each).to(dtype)
+        w2, w3 = (w2.to(gl.float32) * each).to(dtype), (w3.to(gl.float32) * each).to(dtype)
+    return gl.convert_layout(_ordered(w0, w1, w2, w3), LEFT)
 
 
 @gluon.jit
-def _held(
-    codes, scales, zeros, code_at, value_at, step, STEPS: gl.constexpr, GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr
-):
-    """A step's codes, scales and zeros."""
-    group = step * GROUPS // STEPS
-    scale = gl.load(scales + (value_at + group))
-    zero = (value_at * 0).to(gl.int16)
-    if HAS_ZEROS:
-        zero = gl.load(zeros + (value_at + group)).to(gl.int16)
-    return gl.load(codes + (code_at + step * 32)), scale, zero
+def _share(M, SHARE, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Tiles side by side, and a program's first step of all tiles' groups and that after its last."""
+    across = (M + BLOCK_M - 1) // BLOCK_M
+    start = gl.program_id(0) * SHARE
+    return across, start, gl.minimum(start + SHARE, across * (N // BLOCK_N) * STEPS)
+
+
+@gluon.jit
+def _quarters(x):
+    """[64, M] -> four of [64, M / 4], of columns that follow each other."""
+    half = gl.permute(gl.reshape(x, [64, 2, 2, x.shape[1] // 4]), (0, 3, 2, 1))
+    low, high = gl.split(half)
+    one, two = gl.split(low)
+    three, four = gl.split(high)
+    return one, two, three, four
+
+
+@gluon.jit
+def _side_by_side(x):
+    """[64, M] as a thread's four numbers, those of the next thread, ...: [64 M]."""
+    six = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
+    return gl.reshape(gl.permute(six, (3, 0, 2, 4, 1, 5)), [64 * x.shape[1]])
+
+
+@gluon.jit
+def _in_place(x):
+    """What :func:`_side_by_side` was made of."""
+    six = gl.reshape(x, [x.shape[0] // 512, 4, 8, 4, 2, 2])
+    return gl.reshape(gl.permute(six, (1, 4, 2, 0, 3, 5)), [64, x.shape[0] // 64])
+
+
+@gluon.jit
+def _fill(
+    x, words, taken, coded, ready, free, M, SHARE, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fills the ring: a warp's part of a program."""
+    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M, BLOCK_N)
+    turn = 0
+    gdc_wait()
+    while end > start:
+        tile = (end - 1) // STEPS
+        first = gl.maximum(tile * STEPS, start) - tile * STEPS
+        last = end - tile * STEPS
+        first_m = tile % across * BLOCK_M
+        first_n = tile // across * BLOCK_N
+        for step in range(first, last):
+            stage = turn % STAGES
+            mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
+            mbarrier.expect(ready.index(stage), BLOCK_M * 256 + BLOCK_N * 64)
+            _fetch(words, [first_n, step * 16], ready.index(stage), coded.index(stage))
+            _fetch(x, [first_m, step * 128], ready.index(stage), taken.index(stage))
+            turn += 1
+        end -= last - first
+
+
+@gluon.jit
+def _multiply(
+    scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, GROUP: gl.constexpr, N: gl.constexpr,
+    STEPS: gl.constexpr, GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr, ADDS: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """A warp group's part of a program: of each tile 64 rows of the weight."""
+    held_layout: gl.constexpr = _word_layout()
+    dtype: gl.constexpr = taken.dtype
+    kind: gl.constexpr = scales.dtype.element_ty
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    size: gl.constexpr = 16 * BLOCK_M  # of a quarter of what a group has of a tile
+    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M, 128)
+    row = gl.arange(0, 64, gl.SliceLayout(1, held_layout)) + GROUP * 64
+    program = gl.program_id(0)
+    turn = 0
+    while end > start:
+        tile = (end - 1) // STEPS
+        first = gl.maximum(tile * STEPS, start) - tile * STEPS
+        last = end - tile * STEPS
+        first_m = tile % across * BLOCK_M
+        first_n = tile // across * 128
+        value_at = (first_n + row) * GROUPS
+        scale, zero = _values(scales, zeros, value_at + first * GROUPS // STEPS, HAS_ZEROS)
+        total = gl.zeros([64, BLOCK_M], gl.float32, mma)
+        for step in range(first, last):
+            stage = turn % STAGES
+            then = gl.minimum(step + 1, last - 1) * GROUPS // STEPS
+            next_scale, next_zero = _values(scales, zeros, value_at + then, HAS_ZEROS)
+            mbarrier.wait(ready.index(stage), turn // STAGES & 1)
+            words = coded.index(stage).slice(GROUP * 64, 64, 0).load(held_layout)
+            numbers = _numbers(words, scale, zero, kind, dtype, left)
+            product = warpgroup_mma(numbers, taken.index(stage).permute((1, 0)), total, is_async=True)
+            # What is being multiplied must stay in its registers until then.
+            total, numbers = warpgroup_mma_wait(0, deps=[product, numbers])
+            mbarrier.arrive(free.index(stage), count=1)
+            scale, zero = next_scale, next_zero
+            turn += 1
+        gdc_wait()  # before the first is written; from then on it has ended
+        quarters = _quarters(total)
+        if last < STEPS:  # the share of a program after this one ends with the tile
+            flat = gl.arange(0, size, _side_by_side(quarters[0]).type.layout)
+            for i in gl.static_range(4):
+                gl.store(partial + ((program * 2 + GROUP) * 4 + i) * size + flat, _side_by_side(quarters[i]))
+            _together()
+            gl.atomic_xchg(done + program * 2 + GROUP, 1, sem="release")
+        else:
+            for other in range(tile * STEPS // SHARE, program):
+                while gl.atomic_add(done + other * 2 + GROUP, 0, sem="acquire") == 0:
+                    pass
+            for i in gl.static_range(4):
+                sum_ = _side_by_side(quarters[i])
+                flat = gl.arange(0, size, sum_.type.layout)
+                for other in range(tile * STEPS // SHARE, program):
+                    sum_ += gl.load(partial + ((other * 2 + GROUP) * 4 + i) * size + flat, cache_modifier=".cg")
+                each = _in_place(sum_)
+                n = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, each.type.layout)), 1) + (first_n + GROUP * 64)
+                m = gl.expand_dims(gl.arange(0, BLOCK_M // 4, gl.SliceLayout(0, each.type.layout)), 0) + (
+                    first_m + i * (BLOCK_M // 4)
+                )
+                inside = (m < M) & (n < N)
+                if ADDS:
+                    each += gl.load(out + (m * N + n), mask=inside, other=0.0).to(gl.float32)
+                gl.store(out + (m * N + n), each.to(out.dtype.element_ty), mask=inside)
+        end -= last - first
 
 
 @gluon.jit
 def _many_kernel(
-    x, codes, scales, zeros, out, partial, M, SHARE, N: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
-    WARPS: gl.constexpr,
+    x, words, scales, zeros, out, partial, done, M, SHARE, N: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, ADDS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    code_layout: gl.constexpr = _code_layout(BLOCK_N, WARPS)
-    steps: gl.constexpr = K // 128
-    dtype: gl.constexpr = x.dtype
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, 16]
-    )
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    across = (M + BLOCK_M - 1) // BLOCK_M
-    at = gl.program_id(0) * SHARE
-    end = gl.minimum(at + SHARE, across * (N // BLOCK_N) * steps)
-
-    taken = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x.layout)
+    gdc_launch_dependents()
+    taken = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128], x.layout)
+    coded = gl.allocate_shared_memory(gl.int32, [STAGES, 128, 16], words.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
-    own = gl.arange(0, BLOCK_N, gl.SliceLayout(1, code_layout))
-    word = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, code_layout)), 0)
-    turn = 0  # of the stages
-    while at < end:
-        tile = at // steps
-        first = at % steps
-        count = gl.minimum(end - at, steps - first)
-        last = first + count - 1
-        first_m = tile % across * BLOCK_M
-        first_n = tile // across * BLOCK_N
-        for s in gl.static_range(STAGES):
-            stage = (turn + s) % STAGES
-            mbarrier.expect(ready.index(stage), BLOCK_M * 256, pred=s < count)
-            _fetch(x, [first_m, (first + s) * 128], ready.index(stage), taken.index(stage), pred=s < count)
-        code_at = gl.expand_dims(first_n + own, 1) * (K // 4) + word
-        value_at = (first_n + own) * GROUPS
-        code, scale, zero = _held(codes, scales, zeros, code_at, value_at, first, steps, GROUPS, HAS_ZEROS)
-        held = ()  # of the next DEPTH steps, which are under way; the last one is read again
-        for d in gl.static_range(DEPTH):
-            step = gl.minimum(first + d + 1, last)
-            held += (_held(codes, scales, zeros, code_at, value_at, step, steps, GROUPS, HAS_ZEROS),)  # type: ignore[assignment]
-        numbers = _numbers(code, scale, zero, dtype, BLOCK_N, left)
-        total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-        for i in range(count):
-            stage = turn % STAGES
-            mbarrier.wait(ready.index(stage), turn // STAGES & 1)
-            product = warpgroup_mma(numbers, taken.index(stage).permute((1, 0)), total, is_async=True)
-            step = gl.minimum(first + i + DEPTH + 1, last)
-            coming = ()
-            for d in gl.static_range(DEPTH - 1):
-                coming += (held[d + 1],)  # type: ignore[assignment]
-            coming += (_held(codes, scales, zeros, code_at, value_at, step, steps, GROUPS, HAS_ZEROS),)  # type: ignore[assignment]
-            later = _numbers(held[0][0], held[0][1], held[0][2], dtype, BLOCK_N, left)  # type: ignore[misc]
-            # What is being multiplied must stay in its registers until then; what is widened meanwhile passes through.
-            total, numbers, later = warpgroup_mma_wait(0, deps=[product, numbers, later])
-            _together()
-            more = i + STAGES < count
-            mbarrier.expect(ready.index(stage), BLOCK_M * 256, pred=more)
-            _fetch(x, [first_m, (first + i + STAGES) * 128], ready.index(stage), taken.index(stage), pred=more)
-            numbers = later
-            held = coming
-            turn += 1
-        n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma)), 1)
-        m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma)), 0)
-        if count == steps:
-            inside = (first_m + m < M) & (n < BLOCK_N)
-            gl.store(out + ((first_m + m) * N + (first_n + n)), total.to(out.dtype.element_ty), mask=inside)
-        else:
-            # A program's first tile may lack its first inputs, its last one the last. Threads' numbers lie side by side.
-            slot = gl.program_id(0) * 2 + 1 - gl.minimum(first, 1)
-            inner = ((n // 8) * (BLOCK_M // 8) + m // 8) * 64 + n % 8 * 8 + m % 8
-            gl.store(partial + (slot * (BLOCK_M * BLOCK_N) + inner), total)
-        at += count
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
+        mbarrier.init(free.index(s), count=2)
+    gl.warp_specialize(
+        [
+            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, gl.constexpr(0), N, STEPS,
+                         GROUPS, HAS_ZEROS, ADDS, BLOCK_M, STAGES)),
+            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, gl.constexpr(1), N, STEPS,
+                         GROUPS, HAS_ZEROS, ADDS, BLOCK_M, STAGES)),
+            (_fill, (x, words, taken, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M, gl.constexpr(128), STAGES)),
+        ],
+        [4, 1],
+        [240, 24],  # registers of a thread that multiplies, and of one that fills the ring
+    )  # fmt: skip
 
 
-@triton.jit
-def _sum_kernel(
-    partial, out, M, SHARE, N: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Sums of tiles whose inputs several programs have taken."""
-    across = tl.cdiv(M, BLOCK_M)
-    tile, part = tl.program_id(0) // (BLOCK_M // ROWS), tl.program_id(0) % (BLOCK_M // ROWS)
-    first, last = tile * STEPS // SHARE, (tile * STEPS + STEPS - 1) // SHARE
-    m = tile % across * BLOCK_M + part * ROWS + tl.arange(0, ROWS)
-    if first < last:
-        flat = tl.arange(0, ROWS * BLOCK_N)
-        place = (flat // (8 * ROWS) * (BLOCK_M // 8) + part * (ROWS // 8) + flat // 64 % (ROWS // 8)) * 64 + flat % 64
-        total = tl.load(partial + (first * 2 + 1) * (BLOCK_M * BLOCK_N) + place)
-        for each in range(first + 1, last + 1):
-            total += tl.load(partial + each * 2 * (BLOCK_M * BLOCK_N) + place)
-        total = tl.permute(tl.reshape(total, (BLOCK_N // 8, ROWS // 8, 8, 8)), (1, 3, 0, 2))
-        n = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = tl.reshape(total, (ROWS, BLOCK_N)).to(out.dtype.element_ty)
-        tl.store(out + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None])
+class Blocks(NamedTuple):
+    """What a program takes.
+
+    Attributes:
+        rows: A tile's rows of inputs.
+        stages: Groups that the ring has room for.
+    """
+
+    rows: int
+    stages: int
 
 
-@triton.jit
-def _permute_kernel(x, out, x_stride, K: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    within = at % 128
-    # Column 32 i + 8 j + 2 t + b of a group is input 32 t + 8 j + 4 b + i.
-    source = at - within + within // 2 % 4 * 32 + within // 8 % 4 * 8 + within % 2 * 4 + within // 32
-    tl.store(out + row * K + at, tl.load(x + row * x_stride + source, mask=at < K, other=0.0), mask=at < K)
-
-
-def permuted(x: Tensor) -> Tensor:
-    """Rows [T, K] with each group's numbers in the order in which a thread that holds their codes multiplies them."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _permute_kernel[(len(x), triton.cdiv(x.shape[1], 2048))](x, out, x.stride(0), x.shape[1], BLOCK=2048)
-    return out
-
-
-def block_shape(count: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
-    """A tile's rows of inputs and of the weight, warps, stages of inputs, groups of codes that are under way, and programs of a
-    multiprocessor. Measured for an 8B model's shapes on an H200."""
+def block_shape(count: int) -> Blocks:
+    """What a program takes. Measured for an 8B model's shapes on an H200."""
     if count <= 32:
-        return 32, _TILE, 8, 4, 3, 2
+        return Blocks(32, 12)
     if count <= 64:
-        return 64, _TILE, 8, 4, 2, 2
+        return Blocks(64, 8)
     if count <= 128:
-        return (128, _TILE, 4, 3, 1, 2) if rows * columns > _LARGE else (128, _TILE, 8, 4, 2, 1)
-    return 256, _TILE, 8, 3, 1, 1
+        return Blocks(128, 5)
+    return Blocks(256, 3)
 
 
-def serves(weight: GroupedWeight) -> bool:
+def serves(weight: GroupedWeight, dtype: torch.dtype) -> bool:
     """Whether it is one of ``triton_few``'s without factors, and its rows make whole tiles."""
-    return triton_few.serves(weight, torch.bfloat16) and weight.rows % _TILE == 0 and weight.factors is None
+    return triton_few.serves(weight, dtype) and weight.rows % _TILE == 0 and weight.factors is None
 
 
 def takes(x: Tensor) -> bool:
@@ -249,30 +303,48 @@ def takes(x: Tensor) -> bool:
 
 
 def product(
-    x: Tensor, weight: GroupedWeight, processors: int, blocks: tuple[int, int, int, int, int, int] | None = None
+    x: Tensor,
+    weight: GroupedWeight,
+    processors: int,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gate: Gate | None = None,
+    add_to: Tensor | None = None,
+    blocks: Blocks | None = None,
 ) -> Tensor:
-    """``x @ weight.T``; arguments as of ``triton_grouped.product``, ``weight`` one that :func:`serves`, of fewer than 2^31
-    outputs in all."""
-    if weight.order is not None:
-        x = x.index_select(1, weight.order)
+    """``gate(norm(x)) @ weight.T + add_to``.
+
+    Args:
+        x: [T, K], or [T, 2 K] with ``gate``, one that is taken (:func:`takes`); rows may lie apart.
+        weight: One that :func:`serves`, of fewer than 2^31 outputs in all.
+        processors: Multiprocessors.
+        norm: An RMSNorm's weight, float32 [K], and eps.
+        gate: A gated activation of the input.
+        add_to: [T, N], contiguous; becomes the sum.
+        blocks: What a program takes, as :func:`block_shape` gives it.
+
+    Returns:
+        [T, N].
+    """
     count, rows, columns = x.shape[0], weight.rows, weight.columns
-    block_m, block_n, warps, stages, depth, resident = blocks or block_shape(count, rows, columns)
+    block_m, stages = blocks or block_shape(count)
     steps = columns // 128
-    tiles = triton.cdiv(count, block_m) * (rows // block_n)
-    share = triton.cdiv(tiles * steps, processors * resident)
+    tiles = triton.cdiv(count, block_m) * (rows // _TILE)
+    share = triton.cdiv(tiles * steps, processors)
     programs = triton.cdiv(tiles * steps, share)
-    out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
-    partial = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
+    done = torch.empty(2 * programs, dtype=torch.int32, device=x.device)
+    taken = permuted(x, done, order=weight.order, norm=norm, gate=gate, most=MOST)
+    out = torch.empty(count, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    partial = torch.empty(programs * block_m * _TILE, dtype=torch.float32, device=x.device)
     kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
-    order = gl.NVMMASharedLayout.get_default_for([block_m, 128], kind)
+    words = weight.codes.view(torch.int32)
+    x_order = gl.NVMMASharedLayout.get_default_for([block_m, 128], kind)
+    word_order = gl.NVMMASharedLayout.get_default_for([_TILE, 16], gl.int32)
     _many_kernel[(programs,)](
-        TensorDescriptor.from_tensor(permuted(x), [block_m, 128], order), weight.codes.view(torch.uint16), weight.scales,
-        weight.codes if weight.zeros is None else weight.zeros, out, partial, count, share, rows, columns, weight.scales.shape[1],
-        HAS_ZEROS=weight.zeros is not None, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, DEPTH=depth,
-        WARPS=warps, num_warps=warps,
+        TensorDescriptor.from_tensor(taken, [block_m, 128], x_order),
+        TensorDescriptor.from_tensor(words, [_TILE, 16], word_order), weight.scales,
+        weight.codes if weight.zeros is None else weight.zeros, out, partial, done, count, share, rows, steps,
+        weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, ADDS=add_to is not None, BLOCK_M=block_m, STAGES=stages,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    if share % steps:
-        _sum_kernel[(tiles * (block_m // _PER_SUM),)](
-            partial, out, count, share, rows, steps, BLOCK_M=block_m, BLOCK_N=block_n, ROWS=_PER_SUM, num_warps=4
-        )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -36,7 +37,9 @@ class _Pointer:
         return _Pointer(self.base, self.at + offset)
 
 
-def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
+    if pointer.base.dtype == torch.uint16:  # torch cannot choose among these
+        return _load(_Pointer(pointer.base.view(torch.int16), pointer.at), mask, other).view(torch.uint16)
     at = pointer.at.as_subclass(torch.Tensor)
     inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.as_subclass(torch.Tensor).expand_as(at)
     assert ((at >= 0) & (at < pointer.base.numel()))[inside].all(), "reads beyond a tensor"
@@ -49,6 +52,10 @@ class _Shared:
 
     def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
         self.values = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
 
     def _part(self, values: Tensor) -> _Shared:
         part = _Shared.__new__(_Shared)
@@ -102,21 +109,89 @@ def _seen(kept: _Shared, shape: list[int], layout: Any) -> _Shared:
     return kept._part(kept.values.view(shape))
 
 
-def _fetch(source: Any, at: list[int], barrier: _Shared, target: _Shared, pred: bool) -> None:
+class _Barriers:
+    """Barriers of shared memory, by where they lie; what waits longer than a while for one waits for what does not come."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Arrivals of a phase, those that are missing, bytes that are, and phases that are over.
+        self._left: dict[int, list[int]] = {}
+
+    def init(self, barrier: _Shared, count: int) -> None:
+        self._left[barrier.values.data_ptr()] = [count, count, 0, 0]
+
+    def arrive(self, barrier: _Shared, count: int = 1, pred: bool = True) -> None:
+        self._change(barrier, count, 0, pred)
+
+    def expect(self, barrier: _Shared, size: int, pred: bool = True) -> None:
+        self._change(barrier, 1, size, pred)
+
+    def copied(self, barrier: _Shared, size: int) -> None:
+        self._change(barrier, 0, -size, True)
+
+    def wait(self, barrier: _Shared, phase: int) -> None:
+        with self._changed:
+            left = self._left[barrier.values.data_ptr()]
+            came = self._changed.wait_for(lambda: left[3] % 2 != phase, timeout=5)
+        assert came, "waits for what does not come"
+
+    def _change(self, barrier: _Shared, arrivals: int, size: int, pred: bool) -> None:
+        if not pred:
+            return
+        with self._changed:
+            left = self._left[barrier.values.data_ptr()]
+            left[1] -= arrivals
+            left[2] += size
+            assert left[1] >= 0, "more arrive than a phase has"
+            if left[1:3] == [0, 0]:
+                left[1], left[3] = left[0], left[3] + 1
+            self._changed.notify_all()
+
+
+_BARRIERS = _Barriers()
+_MBARRIER = SimpleNamespace(
+    **{name: getattr(_BARRIERS, name) for name in ("init", "arrive", "expect", "wait")},
+    MBarrierLayout=lambda: None,
+    invalidate=lambda barrier: None,
+)
+
+
+def _fetch(source: Any, at: list[int], barrier: _Shared, target: _Shared, pred: bool = True) -> None:
     """The bulk copy, done at once; beyond the tensor there is 0."""
     if pred:
-        found = source.base[at[0] :, at[1] :][: source.block_shape[0], : source.block_shape[1]]
-        target.values.zero_()[: found.shape[0], : found.shape[1]] = found
-        barrier.values += 1
+        place = zip(at, source.block_shape, strict=True)
+        found = source.base[tuple(slice(first, first + size) for first, size in place)]
+        target.values.zero_()[tuple(slice(size) for size in found.shape)] = found
+        _BARRIERS.copied(barrier, target.values.nbytes)
 
 
-def _wait(barrier: _Shared, phase: int) -> None:
-    assert barrier.values.item() % 2 != phase, "waits for what does not come"
+def _warp_specialize(
+    parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]
+) -> None:
+    """Parts of a program, each in a thread."""
+    failed: list[BaseException] = []
+
+    def run(part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            part(*arguments)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=each) for each in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
-_MBARRIER = SimpleNamespace(
-    wait=_wait, MBarrierLayout=lambda: None, **dict.fromkeys(("init", "expect", "invalidate"), lambda *_, **__: None)
-)
+def _exchange(pointer: _Pointer, value: int, sem: str) -> None:
+    pointer.base[pointer.at] = value
+
+
+def _maximum(one: Any, other: Any) -> Any:
+    return one.clamp(min=other) if isinstance(one, Tensor) else max(one, other)
 
 
 def _minimum(one: Any, other: Any) -> Any:
@@ -125,16 +200,19 @@ def _minimum(one: Any, other: Any) -> Any:
 
 _GL = SimpleNamespace(
     allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
-    int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+    int8=torch.int8, uint8=torch.uint8, uint16=torch.uint16, int32=torch.int32, int64=torch.int64,
+    float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+    atomic_add=lambda pointer, value, sem: int(pointer.base[pointer.at]), atomic_xchg=_exchange,
     arange=lambda start, end, layout: _value(torch.arange(start, end)),
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
-    convert_layout=lambda tensor, layout: tensor, exp=torch.exp, expand_dims=torch.unsqueeze,
+    constexpr=lambda value: value, convert_layout=lambda tensor, layout, assert_trivial=False: tensor,
+    exp=torch.exp, expand_dims=torch.unsqueeze,
     full=lambda shape, value, dtype, layout: _value(torch.full(shape, value, dtype=dtype)), load=_load,
-    join=lambda one, other: torch.stack((one, other), -1), maximum=lambda one, other: one.clamp(min=other),
+    join=lambda one, other: torch.stack((one, other), -1), maximum=_maximum,
     minimum=_minimum, permute=lambda tensor, order: tensor.permute(order),
     reduce=lambda values, axis, combine: values.amax(axis), reshape=lambda tensor, shape: tensor.reshape(shape),
     rsqrt=torch.rsqrt, split=lambda tensor: tensor.unbind(-1), where=torch.where,
-    static_range=range, store=_store, sum=lambda tensor, axis: tensor.sum(axis),
+    static_range=range, store=_store, warp_specialize=_warp_specialize, sum=lambda tensor, axis: tensor.sum(axis),
     zeros=lambda shape, dtype, layout: _value(torch.zeros(shape, dtype=dtype)),
     **dict.fromkeys(
         ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"),
@@ -162,7 +240,9 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         others: Its module's other functions of Gluon, by name.
     """
     waits = dict.fromkeys(("_together", "gdc_launch_dependents", "gdc_wait"), lambda: None)
-    layouts = dict.fromkeys(("_code_layout", "_input_layout", "scale_layout", "_digit_layout"), lambda *_: None)
+    layouts = dict.fromkeys(
+        ("_code_layout", "_input_layout", "scale_layout", "_digit_layout", "_word_layout"), lambda *_: None
+    )
 
     def body(function: Any) -> Callable[..., Any]:
         return FunctionType(function.fn.__code__, names)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sapwood_kernels import reference
 from sapwood_kernels.quantised.grouped import dequantise
 from tests.kernels.quantised.gluon_in_torch import in_torch
 from tests.kernels.quantised.test_few import DEVICE, made, near
@@ -15,10 +16,13 @@ triton_many = pytest.importorskip("sapwood_kernels.quantised.triton_many", reaso
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda", reason="Triton is not installed")
 
 
+_PARTS = ("_fill", "_in_place", "_multiply", "_numbers", "_ordered", "_quarters", "_share", "_side_by_side", "_values")
+
+
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch):
     if DEVICE == "cpu":
-        others = {name: getattr(triton_many, name) for name in ("_held", "_numbers", "_ordered")}
+        others = {name: getattr(triton_many, name) for name in _PARTS}
         monkeypatch.setattr(triton_many, "_many_kernel", in_torch(triton_many._many_kernel, **others))
 
 
@@ -34,7 +38,7 @@ def _on_a_cpu(monkeypatch):
 def test_products_are_those_of_the_numbers_whatever_share_a_program_has(dtype, count, columns, group, processors):
     torch.manual_seed(count)
     weight = made(256, columns, group, dtype)
-    assert triton_many.serves(weight)
+    assert triton_many.serves(weight, dtype)
     x = torch.randn(count, 2 * columns, device=DEVICE).to(dtype)[:, columns:]  # rows that lie apart
     near(triton_many.product(x, weight, processors), x.float() @ dequantise(weight).t())
 
@@ -47,11 +51,28 @@ def test_scales_of_another_dtype_an_order_and_no_zeros_are_taken():
     near(triton_many.product(x, weight, 3), x.float() @ dequantise(weight).t())
 
 
+@pytest.mark.parametrize("processors", [1, 3])  # a program has the whole tile, or a part
+def test_a_norm_a_gate_and_a_residual_go_along(processors):
+    torch.manual_seed(2)
+    weight = made(256, 640, 128, torch.float16)
+    wide, norm = dequantise(weight).t(), (torch.rand(640, device=DEVICE) + 0.5, 1e-5)
+    x, total = torch.randn(20, 1280, device=DEVICE).half(), torch.randn(20, 256, device=DEVICE).half()
+    wanted = reference.rms_norm(x[:, :640].float(), *norm) @ wide + total.float()
+    assert triton_many.product(x[:, :640], weight, processors, norm=norm, add_to=total) is total
+    for got, exact in (
+        (total, wanted),
+        (triton_many.product(x, weight, processors, gate="silu"), reference.silu_mul(x.float()) @ wide),
+    ):
+        assert float((got.float() - exact).norm() / exact.norm()) < 0.001
+
+
 def test_a_hopper_takes_it_for_17_rows_and_more(monkeypatch):
     ops = cuda.CudaOps(torch.device(DEVICE))
     monkeypatch.setattr(ops, "_hopper", True)
     weight, calls = made(128, 640, 128, torch.bfloat16), []
     monkeypatch.setattr(triton_many, "product", lambda x, **_: calls.append(len(x)) or x)
+    assert ops.grouped_many(weight, torch.bfloat16).most == triton_many.MOST
+    assert ops.grouped_many(made(64, 640, 128, torch.bfloat16), torch.bfloat16) is None
     product = ops.grouped(weight)
     for count in (16, 17, triton_many.MOST, triton_many.MOST + 1):
         product(torch.randn(count, 640, device=DEVICE).bfloat16())

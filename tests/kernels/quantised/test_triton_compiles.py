@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_one_wide
-from sapwood_kernels.quantised import triton_row
+from sapwood_kernels.quantised import triton_permuted, triton_row
 
 def check(kernel, kinds, warps, stages=2, language=ASTSource, described={}, **constants):
     kinds = dict(each.split(":") for each in kinds.split()) | described
@@ -93,14 +93,23 @@ for rows, columns, gate in ((28672, 4096, 1), (4096, 14336, 0), (6144, 4096, 0))
         triton_one._one_kernel, tensors + " codes:*u8", shares * wide, **settings, SHARES=shares, WIDE=wide, TALL=tall,
         DEPTH=depth, PARTS=triton.next_power_of_2(columns // (256 * shares)),
     )
-for count, scales in ((64, "bf16"), (256, "fp16")):
-    block_m, block_n, warps, stages, depth, _ = triton_many.block_shape(count, N, K)
+for count, scales in ((64, "bf16"), (128, "fp32"), (256, "fp16")):
+    block_m, stages = triton_many.block_shape(count)
     order = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
+    word_order = gl.NVMMASharedLayout.get_default_for([128, 16], gl.int32)
     check(
-        triton_many._many_kernel,
-        f"codes:*u16 scales:*{scales} zeros:*u8 out:*bf16 partial:*fp32 M:i32 SHARE:i32", warps,
-        described={"x": f"tensordesc<bf16[{block_m}, 128],{order!r}>"}, language=GluonASTSource, N=N, K=K, GROUPS=K // 128,
-        HAS_ZEROS=True, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, DEPTH=depth, WARPS=warps,
+        triton_many._many_kernel, f"scales:*{scales} zeros:*u8 out:*bf16 partial:*fp32 done:*i32 M:i32 SHARE:i32", 4,
+        described={
+            "x": f"tensordesc<bf16[{block_m}, 128],{order!r}>", "words": f"tensordesc<i32[128, 16],{word_order!r}>",
+        },
+        language=GluonASTSource, N=N, STEPS=K // 128, GROUPS=K // 128, HAS_ZEROS=True, ADDS=True, BLOCK_M=block_m,
+        STAGES=stages,
+    )
+for gate in (0, 1):
+    check(
+        triton_permuted._permute_kernel,
+        "x:*bf16 order:*i64 norm:*fp32 out:*bf16 cleared:*i32 eps:fp32 x_stride:i32 count:i32", 8, K=K, HAS_ORDER=not gate,
+        HAS_NORM=not gate, GATE=gate, BLOCK=2048 if gate else 4096, CLEARED=512, PDL=True,
     )
 for gate in (0, 1):
     check(
@@ -121,6 +130,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 31
+    assert len(lines) == 34
     for line in lines:
         assert int(line.split()[1]) <= SHARED_KIB * 1024, line

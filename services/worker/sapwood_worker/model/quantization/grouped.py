@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.contracts import FewRows, Gate, Norm
+from sapwood_kernels.ops.contracts import FewRows, Gate, ManyRows, Norm
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Stored
@@ -61,6 +61,7 @@ class GroupedMethod(LinearMethod):
             start = end
         self._products: list[Callable[[Tensor], Tensor]] = []
         self._few: FewRows | None = None
+        self._many: ManyRows | None = None
 
     def slots(self) -> WeightSlots:
         slots = dict(self._biases)
@@ -75,6 +76,7 @@ class GroupedMethod(LinearMethod):
         self._products = [self._ops.grouped(weight) for weight in weights]
         if len(weights) == 1:
             self._few = self._ops.grouped_few(weights[0], self._bias, self._dtype)
+            self._many = self._ops.grouped_many(weights[0], self._dtype)
 
     def grouped(self) -> GroupedWeight | None:
         weights = self._weights()
@@ -86,10 +88,12 @@ class GroupedMethod(LinearMethod):
         return joined([part.weight() for part in parts])
 
     def fuses(self, rows: int) -> Fuses:
-        few = self._few
-        if few is None or rows > few.most:
-            return Fuses()
-        return Fuses(norm=rows <= few.norm, gate_after=True, residual=True)
+        few, many = self._few, self._many
+        if few is not None and rows <= few.most:
+            return Fuses(norm=rows <= few.norm, gate_after=True, residual=True)
+        if many is not None and rows <= many.most:
+            return Fuses(norm=True, gate_before=True, residual=True)
+        return Fuses()
 
     def apply(
         self,
@@ -100,11 +104,14 @@ class GroupedMethod(LinearMethod):
         gate_after: Gate | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        before = None if norm is None else (norm.weight, norm.eps)
         if self._few is not None and x.shape[0] <= self._few.most:
-            before = None if norm is None else (norm.weight, norm.eps)
             return self._few.product(x, norm=before, gate=gate_after, add_to=residual)
-        results = [product(x) for product in self._products]
-        result = results[0] if len(results) == 1 else torch.cat(results, 1)
+        if self._many is not None and x.shape[0] <= self._many.most:
+            result = self._many.product(x, norm=before, gate=gate_before, add_to=residual)
+        else:
+            results = [product(x) for product in self._products]
+            result = results[0] if len(results) == 1 else torch.cat(results, 1)
         return result if self._bias is None else result.add_(self._bias)
 
 

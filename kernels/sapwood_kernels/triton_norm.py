@@ -7,10 +7,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sapwood_kernels import dependent_launch
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, eps, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < N
@@ -26,7 +32,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
-    _rms_norm_kernel[(rows,)](x, weight, out, eps, x.stride(0), N=width, BLOCK=block, num_warps=warps)
+    _rms_norm_kernel[(rows,)](
+        x, weight, out, eps, x.stride(0), N=width, BLOCK=block, num_warps=warps, **dependent_launch.options(x)
+    )
     return out
 
 

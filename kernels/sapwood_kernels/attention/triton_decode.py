@@ -286,10 +286,9 @@ def decode_attention(
     block_d = max(16, triton.next_power_of_2(dim))
     words = float8 and takes_words(key_pages)
     rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
-    # Blocks of 128 keys are the fastest where stretches are long.
-    block, warps, stages = (
-        (128, 2 if float8 else 4, 3 if float8 else 2) if least >= _SHORT and dim <= 128 else (64, 4, 3)
-    )
+    block, warps, stages = 64, 4, 3
+    if least >= _SHORT and dim <= 128:  # where stretches are long
+        block, warps, stages = (128, 2, 3) if float8 else (64, 2, 3)
     if words:
         block, warps, stages = 64, 1 if rows * block_d <= _LARGE else 2, 2
     if words:

@@ -34,30 +34,40 @@ class TilePlan(NamedTuple):
 HEIGHTS = (16, 32, 64, 128)
 FEW_TOKENS = 16
 """Tokens up to which pairs by themselves are worth measuring."""
-_LOW = (TileShape(64, 64, 4, 3), TileShape(64, 128, 4, 4), TileShape(128, 64, 4, 4), TileShape(32, 128, 4, 4))
+_LOW = (TileShape(64, 128, 4, 3), TileShape(64, 64, 4, 6), TileShape(64, 128, 4, 4), TileShape(128, 64, 4, 4))
+_STORED = TileShape(64, 64, 4, 3)
 _ALONE = (
-    TileShape(4, 4096, 8, 1), TileShape(4, 2048, 8, 1), TileShape(2, 1024, 2, 1), TileShape(4, 1024, 4, 1),
-    TileShape(8, 1024, 8, 1), TileShape(8, 512, 4, 1),
+    TileShape(1, 2048, 4, 1), TileShape(8, 256, 8, 1), TileShape(2, 1024, 2, 1), TileShape(2, 1024, 4, 1),
+    TileShape(2, 256, 4, 1), TileShape(4, 256, 8, 1),
 )  # fmt: skip
-_TALL = (TileShape(128, 64, 8, 3), TileShape(128, 64, 4, 4), TileShape(64, 64, 4, 4), TileShape(256, 64, 8, 3))
+_TALL = (TileShape(128, 64, 8, 3), TileShape(256, 64, 8, 3), TileShape(128, 64, 4, 4), TileShape(64, 64, 4, 6))
 
 
 def tile_height(pairs: int, experts: int) -> int:
-    """Places of a tile, for so many pairs of tokens and experts: what an expert has on average, from 16 to 128."""
-    return next((height for height in HEIGHTS if pairs <= height * experts), HEIGHTS[-1])
+    """Places of a tile, for so many pairs of tokens and experts, from 16 to 128: what an expert has on average, and a third more,
+    so that few experts need a second tile."""
+    return next((height for height in HEIGHTS if 4 * pairs <= 3 * height * experts), HEIGHTS[-1])
 
 
-def tile_shape(height: int) -> TileShape:
-    """What goes with tiles so high, unless it was measured."""
+def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileShape]:
+    """What goes with tiles so high, unless it was measured: of the first product and of the second.
+
+    Args:
+        height: Places of a tile.
+        stored: Whether matrices are in few bits: widened in registers, of which a tile may not take too many.
+    """
     if height == 1:
-        return _ALONE[0]
-    return TileShape(128 if height >= 64 else 64, 64, 8 if height == 128 else 4, 3)
+        return _ALONE[0], _ALONE[4 if stored else 1]
+    if height < 64:
+        return (_STORED, _STORED) if stored else (_LOW[0], _LOW[1])
+    tall = _TALL[2 if height == 64 else 0 if stored else 1]
+    return tall, tall
 
 
-def modelled_tiles(pairs: int, experts: int) -> TilePlan:
+def modelled_tiles(pairs: int, experts: int, *, stored: bool = False) -> TilePlan:
     """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one."""
     height = 1 if 4 * pairs <= experts else tile_height(pairs, experts)
-    return TilePlan(height, tile_shape(height), tile_shape(height))
+    return TilePlan(height, *tile_shapes(height, stored=stored))
 
 
 def candidates(pairs: int, experts: int, chosen: int) -> dict[int, tuple[TileShape, ...]]:
@@ -71,10 +81,7 @@ def candidates(pairs: int, experts: int, chosen: int) -> dict[int, tuple[TileSha
     at = HEIGHTS.index(tile_height(pairs, experts))
     heights = HEIGHTS[max(at - 1, 0) : at + 2]
     alone = {1: _ALONE} if pairs <= FEW_TOKENS * chosen else {}
-    return alone | {
-        height: tuple({tile_shape(height): None, **dict.fromkeys(_TALL if height >= 64 else _LOW)})
-        for height in heights
-    }
+    return alone | {height: _TALL if height >= 64 else _LOW for height in heights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +91,12 @@ class TileTable:
     Attributes:
         experts: How many there are.
         measured: By pairs of tokens and experts the fastest that was measured.
+        stored: Whether its matrices are in few bits.
     """
 
     experts: int
     measured: Mapping[int, TilePlan] = field(default_factory=dict)
+    stored: bool = False
 
     def plan(self, pairs: int) -> TilePlan:
         """The tiles of the nearest number that was measured, if that is at most twice as many or half; else the modelled ones."""
@@ -95,4 +104,4 @@ class TileTable:
             nearest = min(self.measured, key=lambda each: abs(math.log2(each / pairs)))
             if pairs <= 2 * nearest and nearest <= 2 * pairs:
                 return self.measured[nearest]
-        return modelled_tiles(pairs, self.experts)
+        return modelled_tiles(pairs, self.experts, stored=self.stored)

@@ -13,8 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_BLOCK = 1024
+from sapwood_kernels import dependent_launch
+
+_BLOCK = 4096
 _LEAST_BINS = 128
 """The fewest bins of a histogram: one for each thread of a program."""
 
@@ -28,17 +31,23 @@ class Tiles:
             Undefined in tiles without an expert.
         experts: int32 [tiles]: each tile's expert; E for tiles left over. Pairs whose expert is not here have no place.
         height: Places of a tile.
+        ids: What was sorted, [T, k].
     """
 
     places: Tensor
     experts: Tensor
     height: int
+    ids: Tensor
 
 
 @triton.jit
 def _align_kernel(
     ids, places, experts, COUNT, TILES, EXPERTS, HEIGHT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
     sizes = tl.zeros((BINS,), tl.int32)
@@ -83,6 +92,7 @@ def align(ids: Tensor, experts: int, height: int) -> Tiles:
     bins = max(_LEAST_BINS, triton.next_power_of_2(experts + 1))
     _align_kernel[(experts + 1,)](
         ids, places, of_tiles, count, tiles, experts, HEIGHT=height, BINS=bins,
-        BLOCK=min(_BLOCK, max(_LEAST_BINS, triton.next_power_of_2(count))), num_warps=4,
+        BLOCK=min(_BLOCK, max(_LEAST_BINS, triton.next_power_of_2(count))), num_warps=4 if count <= 1024 else 8,
+        **dependent_launch.options(ids),
     )  # fmt: skip
-    return Tiles(places, of_tiles, height)
+    return Tiles(places, of_tiles, height, ids)

@@ -15,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.experts import triton_few_tokens
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
-from sapwood_kernels.experts.tiles import TilePlan, TileShape, modelled_tiles
+from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable
 from sapwood_kernels.experts.triton_align import Tiles, align
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import widened
@@ -30,8 +32,11 @@ _SUM_BLOCK = 512
 def _product_kernel(
     x, weight, scales, zeros, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS, SHARE: tl.constexpr,
     K: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     # Programs that run at the same time share an expert's tokens and matrix, which the L2 cache then holds.
     blocks = tl.cdiv(N, BLOCK_N)
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -42,41 +47,56 @@ def _product_kernel(
         nth = tl.arange(0, BLOCK_N)
         columns = block * BLOCK_N + nth
         inside = columns < N
-        if GATE == 0 or GATE == 1:  # each gate beside what it lets through, as matrices of the other kind have them
-            columns = columns // 2 + nth % 2 * (N // 2)
+        if GATE >= 0:  # 8 gates and what they let through take turns: a tensor core's thread has both
+            active = block * (BLOCK_N // 2) + nth // 16 * 8 + nth % 8
+            inside = active < N // 2
+            columns = 2 * active + nth % 16 // 8 if GATE == 2 else active + nth % 16 // 8 * (N // 2)
         # Offsets of 64 bits: all experts of a layer may have more than 2^31 numbers.
         matrix = weight + (expert.to(tl.int64) * N + columns.to(tl.int64)) * K
         row = x + (pair // SHARE).to(tl.int64) * K
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        # Few tokens are the right side: the matrix, as the left one, fills a tensor core.
+        few: tl.constexpr = BLOCK_M < 128
+        total = tl.zeros((BLOCK_N, BLOCK_M) if few else (BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)
             deep = at < K
             taken = tl.load(row[:, None] + at[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
             if GROUP > 0:
-                wide = widened(
+                part = widened(
                     weight, scales, zeros, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
-                )  # fmt: skip
-                part = tl.trans(wide.to(taken.dtype))
+                ).to(taken.dtype)  # fmt: skip
             else:
-                part = tl.load(matrix[None, :] + at[:, None], mask=inside[None, :] & deep[:, None], other=0.0)
-            total = tl.dot(taken, part, total, input_precision="ieee")
+                part = tl.load(
+                    matrix[:, None] + at[None, :], mask=inside[:, None] & deep[None, :], other=0.0,
+                    eviction_policy="evict_first" if few else "",
+                )  # fmt: skip
+            if few:
+                total = tl.dot(part, tl.trans(taken), total, input_precision="ieee")
+            else:
+                total = tl.dot(taken, tl.trans(part), total, input_precision="ieee")
+        if not few:
+            total = tl.trans(total)
         if HAS_BIAS:
-            total += tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
         if GATE >= 0:
-            gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+            both = tl.permute(tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+            gate, up = tl.split(both)
+            result = tl.reshape(gated(gate, up, alpha, limit, GATE), (BLOCK_N // 2, BLOCK_M))
             active = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            target = out + pair.to(tl.int64)[:, None] * (N // 2) + active[None, :]
-            result = gated(gate, up, alpha, limit, GATE).to(out.dtype.element_ty)
-            tl.store(target, result, mask=valid[:, None] & (active < N // 2)[None, :])
+            target = out + pair.to(tl.int64)[None, :] * (N // 2) + active[:, None]
+            tl.store(target, result.to(out.dtype.element_ty), mask=valid[None, :] & (active < N // 2)[:, None])
         else:
-            target = out + pair.to(tl.int64)[:, None] * N + columns[None, :]
-            tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
+            target = out + pair.to(tl.int64)[None, :] * N + columns[:, None]
+            tl.store(target, total.to(out.dtype.element_ty), mask=valid[None, :] & inside[:, None])
 
 
 @triton.jit
 def _sum_kernel(
-    parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr
+    parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -115,6 +135,7 @@ def product(
         tiles.places, tiles.experts, alpha, limit, pairs, outputs, experts, SHARE=share, K=x.shape[1], GATE=kind,
         HAS_BIAS=stack.bias is not None, GROUP=group, BITS=bits, INTEGERS=zeros is not None, BLOCK_M=tiles.height,
         BLOCK_N=shape.width, BLOCK_K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
+        **dependent_launch.options(tiles.ids),
     )  # fmt: skip
     return out
 
@@ -126,7 +147,7 @@ def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int, add_
     out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device) if add_to is None else add_to
     _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
         parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], ADDS=add_to is not None, BLOCK=_SUM_BLOCK,
-        num_warps=4,
+        num_warps=4, **dependent_launch.options(ids),
     )  # fmt: skip
     return out
 
@@ -150,7 +171,9 @@ def expert_sum(
         add_to: [T, K], contiguous, to which the sum is added in place before it is rounded, and which is returned.
     """
     pairs, chosen = ids.numel(), ids.shape[1]
-    plan = modelled_tiles(pairs, gate_up.experts) if tiles is None else tiles(pairs)
+    if tiles is None:
+        tiles = TileTable(gate_up.experts, stored=isinstance(gate_up, StoredStack)).plan
+    plan = tiles(pairs)
     if plan.height == 1:
         return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan, add_to)
     places = align(ids, gate_up.experts, plan.height)

@@ -56,9 +56,9 @@ class ProductTimer:
 
         def run(ids: Tensor) -> None:
             if height == 1 and part == "gate_up":
-                first(x, ids, stack, shape)
+                first(x, ids, stack, self._gate, shape)
             elif height == 1:
-                second(x, ids, weights, stack, self._gate, shape)
+                second(x, ids, weights, stack, shape)
             elif part == "gate_up":
                 product(x, stack, align(ids, stack.experts, height), pairs, self._chosen, shape, self._gate)
             else:
@@ -67,7 +67,7 @@ class ProductTimer:
         if part == "gate_up":
             x = numbers(pairs // self._chosen, self._widths[part])
         else:
-            x = numbers(pairs, self._widths[part] * (2 if height == 1 else 1))
+            x = numbers(pairs, self._widths[part])
             aligned = {id(ids): align(ids, stack.experts, height) for ids in draws if height > 1}
         try:
             run(draws[0])

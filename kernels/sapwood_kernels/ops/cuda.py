@@ -220,12 +220,12 @@ class CudaOps(DeviceOps):
         """The tiles of a kind of layer, measured once."""
         experts, (seconds, folder) = gate_up.experts, self._tune
         if not seconds:
-            return TileTable(experts)
+            return TileTable(experts, stored=isinstance(gate_up, StoredStack))
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
         kind = f"int{gate_up.integers}" if isinstance(gate_up, StoredStack) and gate_up.integers else held.dtype
         parts = (  # and the number of what candidates there were
             torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
-            f"triton{version('triton')}", "3",
+            f"triton{version('triton')}", "4",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
         if name not in self._tables:

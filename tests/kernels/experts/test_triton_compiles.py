@@ -47,25 +47,26 @@ formats = {
 }
 for name, (stored, group, bits) in formats.items():
     for height in (16, 64, 128) if name == "bf16" else (16, 128):
-        shape = tiles.tile_shape(height)
+        shape = tiles.tile_shapes(height, stored=name != "bf16")[0]
         constants = dict(
             SHARE=8, K=2048, GATE=0 if bits < 8 else -1, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
-            BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
+            BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth, PDL=height == 16,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         print(name, height, *compiled(triton_experts._product_kernel, kinds | stored, constants, **options))
 kinds = dict(x="*bf16", inner="*bf16", zeros="*u8", bias="*bf16", out="*bf16", ids="*i32", weights="*fp32")
 kinds |= dict(N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
 for name, (stored, group, bits) in formats.items():
-    constants = dict(HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", BLOCK_N=4, BLOCK_K=2048)
-    one = constants | dict(SHARE=8, K=2048)
-    print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=8))
-    two = constants | dict(CHOSEN=8, K=2048, GATE=0, ADDS=True)
+    constants = dict(HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", K=2048, PDL=True)
+    first, second = (dict(BLOCK_N=shape.width, BLOCK_K=shape.depth) for shape in tiles.tile_shapes(1, stored=name != "bf16"))
+    one = constants | dict(SHARE=8, GATE=0) | first
+    print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=4))
+    two = constants | dict(CHOSEN=8, ADDS=True, BLOCK_CHOSEN=8) | second
     print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds | stored, two, num_warps=8))
 kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i32", N="i32")
-print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, ADDS=True, BLOCK=512)))
+print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, ADDS=True, BLOCK=512, PDL=True)))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
-print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=1024)))
+print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=4096, PDL=True), num_warps=8))
 kinds = dict(
     logits="*fp32", correction="*fp32", live="*i32", ids="*i32", weights="*fp32", counts="*i64", of_rank="i32"
 )  # fmt: skip

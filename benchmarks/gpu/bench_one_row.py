@@ -4,7 +4,7 @@ Weights are those of ``bench_few_rows.py``, and each product is launched as ther
 JSON object for each product: the least time, that of reading its weight; the tile that is used, cuBLAS (without a gate), and the
 fastest tiles, for ``triton_gemv.TILES``, with their time where each kernel waits for the one ahead. About a minute on an H200.
 
-    python benchmarks/gpu/bench_one_row.py [--model 8b|70b-of-4] [--normed] [--processes 12]
+    python benchmarks/gpu/bench_one_row.py [--model 8b|qwen3-30b-a3b|70b-of-4] [--normed] [--processes 12]
 """
 
 from __future__ import annotations

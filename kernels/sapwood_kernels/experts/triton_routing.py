@@ -29,7 +29,7 @@ TILES = (64, 16, 64, 3, 8), (64, 64, 32, 3, 1)
 
 
 @triton.jit(do_not_specialize=["T"])
-def _few_kernel(
+def _few_logits_kernel(
     x, weight, bias, norm, normed, out, T, eps, EXPERTS: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def _few_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _many_kernel(
+def _many_logits_kernel(
     x, weight, bias, out, T, EXPERTS: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     height, wide, depth, stages, shares = TILES[rows > _DECODED]
     shape = (rows, experts) if shares == 1 else (rows, shares, experts)
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _many_kernel[(triton.cdiv(rows, height), triton.cdiv(experts, wide), shares)](
+    _many_logits_kernel[(triton.cdiv(rows, height), triton.cdiv(experts, wide), shares)](
         x.contiguous(), weight, weight if bias is None else bias, out, rows, EXPERTS=experts, K=width, HAS_BIAS=bias is not None,
         BLOCK_M=height, BLOCK_N=wide, BLOCK_K=depth, SHARES=shares, num_warps=4, num_stages=stages,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, flo
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     normed = x if norm is None else torch.empty_like(x)
     factors, eps = (weight, 0.0) if norm is None else norm
-    _few_kernel[(rows, triton.cdiv(experts, _FEW_EXPERTS))](
+    _few_logits_kernel[(rows, triton.cdiv(experts, _FEW_EXPERTS))](
         x, weight, weight if bias is None else bias, factors, normed, out, rows, eps, EXPERTS=experts, K=width,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, BLOCK_N=_FEW_EXPERTS, BLOCK_K=triton.next_power_of_2(width),
         num_warps=4 if width <= 4096 else 8, **dependent_launch.options(x),

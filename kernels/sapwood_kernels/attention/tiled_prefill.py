@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
@@ -24,9 +26,17 @@ class TiledPrefillAttention:
         self._tile = tile_tokens(shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.dtype)
         self._step: tuple[Tensor, ...] = ()
 
-    def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
-        lengths = keys.lengths(self._shape.page_size)
-        tiles = cut_tiles(query_indptr.diff().numpy(), lengths.numpy(), self._tile)
+    def plan(self, query_indptr: Tensor, keys: PagedKeys, leaving_out: npt.NDArray[np.bool_] | None = None) -> None:
+        """As :meth:`PlannedAttention.plan`.
+
+        Args:
+            query_indptr, keys: The same.
+            leaving_out: bool [B]: requests that :meth:`run` computes nothing of, but not all of them.
+        """
+        lengths, counts = keys.lengths(self._shape.page_size), query_indptr.diff().numpy()
+        if leaving_out is not None:
+            counts = np.where(leaving_out, 0, counts)
+        tiles = cut_tiles(counts, lengths.numpy(), self._tile)
         starts, indptr, sizes = (self._ops.to_device(each.numpy()) for each in (query_indptr, keys.indptr, lengths))
         self._step = self._ops.to_device(tiles), starts, indptr, keys.indices, sizes
 

@@ -43,11 +43,17 @@ def _unfit(ops: DeviceOps) -> str | None:
 
 def _prefill(parts: AttentionParts) -> StepAttention:
     from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
+    from sapwood_kernels.attention.whole_prompts import WholePromptAttention, serves
 
     if parts.needs.latent:
         return LatentPrefill(parts.pool, parts.ops)
-    shape, kinds = parts.needs.shape, parts.needs.kinds
-    return KernelAttention(parts.pool, {kind: TiledPrefillAttention(shape, kind, parts.ops) for kind in kinds})
+    shape, ops, pool = parts.needs.shape, parts.ops, parts.pool
+
+    def kernel(kind: Variant) -> PlannedAttention:
+        own = TiledPrefillAttention(shape, kind, ops)
+        return WholePromptAttention(own, shape, kind) if serves(shape, kind, pool.dtype, ops.device) else own
+
+    return KernelAttention(pool, {kind: kernel(kind) for kind in parts.needs.kinds})
 
 
 def _shared_prompts(parts: AttentionParts) -> StepAttention:

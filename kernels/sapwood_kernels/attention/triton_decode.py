@@ -27,7 +27,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
-from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, oldest_seen, window_code
+from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, window_code
+from sapwood_kernels.attention.triton_parts import _merge_kernel, first_own_key, num_stretches
 from sapwood_kernels.attention.triton_shared import attend_shared
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
@@ -79,19 +80,6 @@ def _block_of_words(
     fade = tl.exp2(highest - above)
     result = tl.dot(weights.to(tl.float16), _widened(v, BLOCK, BLOCK_D), result * fade[:, None])
     return above, total * fade + tl.sum(weights, axis=1), result
-
-
-@triton.jit
-def num_stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
-    """The number of stretches into which ``length`` keys are split."""
-    return tl.minimum(tl.maximum(length // LEAST, 1), SPLITS)
-
-
-@triton.jit
-def first_own_key(length, starts, request, WINDOW: tl.constexpr, SHARED: tl.constexpr):
-    """The first key that a request reads by itself."""
-    start = oldest_seen(length - 1, WINDOW) if WINDOW != 0 else 0
-    return tl.maximum(start, tl.load(starts + request)) if SHARED else start
 
 
 @triton.jit
@@ -160,35 +148,6 @@ def _split_kernel(
             slots = head_rows * SLOTS + split
             tl.store(part + slots[:, None] * D + columns[None, :], result, mask=wanted)
             tl.store(sums + slots, tl.where(empty, float("-inf"), highest + tl.log2(total)), mask=rows < GROUP)
-
-
-@triton.jit
-def _merge_kernel(
-    part, sums, lengths, starts, counts, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
-    LEAST: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Adds a row's parts, weighted by their sums: the first of ``SPLITS`` slots its own, those after them of shared runs."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
-    request = row // HEADS
-    length = tl.load(lengths + request)
-    own = num_stretches(length - first_own_key(length, starts, request, WINDOW, SHARED), LEAST, SPLITS)
-    others = tl.load(counts + request) if SHARED else 0
-    if own + others > 1:
-        slots, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-        there = slots < own
-        if SHARED:
-            there = there | ((slots >= SPLITS) & (slots < SPLITS + others))
-        logs = tl.load(sums + row * SLOTS + slots, mask=there, other=float("-inf"))
-        weights = tl.exp2(logs - tl.max(logs, axis=0))
-        weights /= tl.sum(weights, axis=0)
-        inside = there[:, None] & (columns < D)[None, :]
-        parts = tl.load(part + (row * SLOTS + slots)[:, None] * D + columns[None, :], mask=inside, other=0.0)
-        result = tl.sum(parts * weights[:, None], axis=0)
-        tl.store(out + row * D + columns, result.to(out.dtype.element_ty), mask=columns < D)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from triton.compiler import ASTSource
 from sapwood_kernels import triton_qkv
 from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
-from sapwood_kernels.attention import triton_merge as merging, triton_shared as sharing, triton_shared_latent as sharing_latent
+from sapwood_kernels.attention import triton_merge as merging, triton_parts as parts
+from sapwood_kernels.attention import triton_shared as sharing, triton_shared_latent as sharing_latent
 
 capability = int(sys.argv[1])
 
@@ -108,7 +109,7 @@ for dim, group, batch, window, cache in (
         STAGES=stages,
     )
 check(
-    decoding._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,
+    parts._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,
     SPLITS=8, SLOTS=24, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=128, BLOCK=32, PDL=capability >= 90,
 )
 check(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sapwood_kernels.attention.latent.triton_shared import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 from sapwood_kernels.attention.triton_block import LOG2_E
-from sapwood_kernels.attention.triton_decode import SharedWork, _merge_kernel, first_own_key, num_stretches
+from sapwood_kernels.attention.triton_decode import SharedWork
+from sapwood_kernels.attention.triton_parts import _merge_kernel, first_own_key, num_stretches
 
 _KEYS_OF_BLOCK, _WARPS, _STAGES = 32, 4, 2
 

@@ -3,6 +3,10 @@
 Such a kernel asks first thing that the next may begin (``gdc_launch_dependents``) and waits for the one ahead (``gdc_wait``)
 before it reads or writes what others write. So the next is in place, with its weights under way, when the last program of this
 one ends. For steps of few tokens, whose kernels take microseconds.
+
+Lengths and page tables may be read before the wait: copies and torch's kernels write them, and a step's first kernel, of its
+embedding, is not of this kind, so that it begins once they have ended. Of each kernel a program at least waits, so that none has
+ended before the one ahead.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
 from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, window_code
-from sapwood_kernels.attention.triton_parts import _merge_kernel, first_own_key, num_stretches
+from sapwood_kernels.attention.triton_parts import first_own_key, merge_parts, num_stretches
 from sapwood_kernels.attention.triton_shared import attend_shared
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
@@ -83,6 +83,21 @@ def _block_of_words(
 
 
 @triton.jit
+def _fetch(
+    pages_of_layer, own, at, end, page_stride, slot_stride, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Has the keys or values of a block come to the L2 cache; ``D`` counts numbers, or words where these are read."""
+    line: tl.constexpr = 1024 // pages_of_layer.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    tokens = tl.minimum(at + tl.arange(0, BLOCK), end - 1)
+    lines = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(D, line))) * line, D - 1)
+    page = tl.load(own + tokens // PAGE).to(tl.int64)
+    places = pages_of_layer + (page * page_stride + tokens % PAGE * slot_stride)[:, None] + lines[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _split_kernel(
     query, keys, values, indptr, lengths, starts, counts, pages, sinks, part, sums, out, scale, value_scale, softcap, page_stride,
     slot_stride, head_stride,  # With WORDS, keys and values are float8 in words of four, and strides count words.
@@ -93,7 +108,7 @@ def _split_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+    # What was there before the step, lengths and pages, is read while the kernel ahead runs.
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
     length = tl.load(lengths + request)
@@ -107,6 +122,12 @@ def _split_kernel(
         share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK
         at = start + split * share
         end = tl.minimum(at + share, length)
+        if PDL:
+            if at < end:
+                words: tl.constexpr = D // 4 if WORDS else D
+                _fetch(keys, own, at, end, page_stride, slot_stride, words, PAGE, BLOCK)
+                _fetch(values, own, at, end, page_stride, slot_stride, words, PAGE, BLOCK)
+            gdc_wait()
         rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]
         head_rows = request * heads + head * GROUP + rows
@@ -252,19 +273,16 @@ def decode_attention(
         block, warps, stages = 64, 1 if rows * block_d <= _LARGE else 2, 2
     if words:
         key_pages, value_pages = key_pages.view(torch.int32), value_pages.view(torch.int32)
-    ahead = dependent_launch.options(query)
     _split_kernel[(kv_heads, batch, splits)](
         query, key_pages, value_pages, indptr, lengths, starts, counts, pages, query if sinks is None else sinks, part, sums, out,
         scale * kv_scales[0], kv_scales[1], softcap or 1.0, *key_pages.stride()[:3],
         GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=seen,
         CAPPED=softcap is not None, SINKS=sinks is not None, SHARED=shared is not None, FLOAT8=float8, WORDS=words, ROWS=rows,
         BLOCK_D=block_d, BLOCK=block,
-        STAGES=stages if query.is_cuda else 0, num_warps=warps, **ahead,
+        STAGES=stages if query.is_cuda else 0, num_warps=warps, **dependent_launch.options(query),
     )  # fmt: skip
     if slots > 1:
-        _merge_kernel[(batch * heads,)](
-            part, sums, lengths, starts, counts, out, HEADS=heads, D=dim, SPLITS=splits, SLOTS=slots, LEAST=least,
-            WINDOW=seen, SHARED=shared is not None, BLOCK_D=block_d, BLOCK=triton.next_power_of_2(slots), num_warps=1,
-            **ahead,
-        )  # fmt: skip
+        merge_parts(
+            part, sums, lengths, starts, counts, out, splits=splits, least=least, window=seen, shared=shared is not None
+        )
     return out

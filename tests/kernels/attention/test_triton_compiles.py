@@ -19,7 +19,10 @@ SHARED = {89: 99, 90: 227}
 """KiB of shared memory that a program may have, by compute capability times 10."""
 
 PROGRAM = """
+import os
+import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
@@ -42,6 +45,15 @@ def check(kernel, kinds, warps, **constants):
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     print(kernel.__name__, constants, made.metadata.shared)
+    return made
+
+def stack(made):  # bytes of a thread's: registers that were spilled
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(told.split("STACK:")[1].split()[0])
 
 def kinds(text):
     return dict(each.split(":") for each in text.split())
@@ -108,10 +120,13 @@ for dim, group, batch, window, cache in (
         FIELDS=8, WINDOW=window, CAPPED=dim == 256, FLOAT8="fp8" in cache, ROWS=rows, BLOCK_D=dim, BLOCK=sharing.tile_keys(dim),
         STAGES=stages,
     )
-check(
-    parts._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"), 1, HEADS=32, D=128,
-    SPLITS=8, SLOTS=24, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=128, BLOCK=32, PDL=capability >= 90,
-)
+for dim, slots in ((128, 32), (512, 32), (128, 64)):
+    made = check(
+        parts._merge_kernel, kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 out:*bf16"),
+        parts.merge_warps(dim * slots), HEADS=32, D=dim, SPLITS=8, SLOTS=slots - 8, LEAST=512, WINDOW=0, SHARED=True, BLOCK_D=dim,
+        BLOCK=slots, PDL=capability >= 90,
+    )
+    assert stack(made) == 0, "a program's parts do not fit in its registers"
 check(
     merging._add_kernel, kinds("out:*bf16 sums:*fp32 part:*bf16 part_sums:*fp32 rows:*i32 first:i32"), 4, HEADS=32, D=128,
     BLOCK_D=128, BLOCK=32,
@@ -120,7 +135,7 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
     check(
         latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, SLOTS=24,
         LEAST=1, SHARED=True, FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64,
-        BLOCK=latent._KEYS_OF_BLOCK, STAGES=latent._STAGES,
+        BLOCK=latent._KEYS_OF_BLOCK, STAGES=latent._STAGES, PDL=capability >= 90,
     )
     requests = sharing_latent.requests_of(divmod(capability, 10))
     check(

@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.attention.latent.triton_shared import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 from sapwood_kernels.attention.triton_block import LOG2_E
 from sapwood_kernels.attention.triton_decode import SharedWork
-from sapwood_kernels.attention.triton_parts import _merge_kernel, first_own_key, num_stretches
+from sapwood_kernels.attention.triton_parts import first_own_key, merge_parts, num_stretches
 
 _KEYS_OF_BLOCK, _WARPS, _STAGES = 32, 4, 2
 
@@ -26,8 +28,11 @@ def _latent_kernel(
     query, stored, indptr, lengths, starts, counts, pages, part, sums, out, scale, value_scale, page_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     LEAST: tl.constexpr, SHARED: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    # What was there before the step, lengths and pages, is read while the kernel ahead runs.
     request, split = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     own = pages + tl.load(indptr + request)
@@ -38,6 +43,8 @@ def _latent_kernel(
         share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK
         at = start + split * share
         end = tl.minimum(at + share, length)
+        if PDL:
+            gdc_wait()
         heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns, ends = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E)
         wanted = (heads < HEADS)[:, None] & (columns < R)[None, :]
@@ -116,15 +123,13 @@ def latent_decode(
         )
     out = torch.empty(batch, heads, rank, dtype=query.dtype, device=query.device)
     block_r, block_e = (max(16, triton.next_power_of_2(size)) for size in (rank, dim - rank))
+    ahead = dependent_launch.options(query)
     _latent_kernel[(triton.cdiv(heads, HEADS_OF_BLOCK), batch, splits)](
         query, stored, indptr, lengths, starts, counts, pages, part, sums, out, scale * kv_scale, kv_scale, *stored.stride()[:2],
         HEADS=heads, R=rank, E=dim - rank, PAGE=stored.shape[1], SPLITS=splits, SLOTS=slots, LEAST=least,
         SHARED=shared is not None, FLOAT8=stored.dtype == torch.float8_e4m3fn, ROWS=HEADS_OF_BLOCK, BLOCK_R=block_r,
-        BLOCK_E=block_e, BLOCK=_KEYS_OF_BLOCK, STAGES=_STAGES if query.is_cuda else 0, num_warps=_WARPS,
+        BLOCK_E=block_e, BLOCK=_KEYS_OF_BLOCK, STAGES=_STAGES if query.is_cuda else 0, num_warps=_WARPS, **ahead,
     )  # fmt: skip
     if slots > 1:
-        _merge_kernel[(batch * heads,)](
-            part, sums, lengths, starts, counts, out, HEADS=heads, D=rank, SPLITS=splits, SLOTS=slots, LEAST=least, WINDOW=0,
-            SHARED=shared is not None, BLOCK_D=block_r, BLOCK=triton.next_power_of_2(slots), PDL=False, num_warps=1,
-        )  # fmt: skip
+        merge_parts(part, sums, lengths, starts, counts, out, splits=splits, least=least, shared=shared is not None)
     return out

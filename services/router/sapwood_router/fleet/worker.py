@@ -100,10 +100,10 @@ class Worker:
 
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
     __slots__ = (
-        "_clock", "_foreign_requests", "_foreign_tokens", "_generating_changed", "_recent", "_recent_at", "_storage_id",
-        "_used_share", "_work", "address", "available", "backend", "breaker", "draining", "generated", "generating",
-        "handing_off", "in_flight", "kept", "leaving", "load", "loop_lag", "model", "most_requests", "on_room",
-        "pending_tokens", "problem", "prompted", "prompts", "proposed", "running", "session", "step_seconds",
+        "_clock", "_foreign_requests", "_foreign_tokens", "_generating_changed", "_generating_seconds", "_prompt_tokens",
+        "_recent", "_recent_at", "_storage_id", "_used_share", "address", "available", "backend", "breaker", "draining",
+        "generated", "generating", "handing_off", "in_flight", "kept", "leaving", "load", "loop_lag", "model", "most_requests",
+        "on_room", "pending_tokens", "problem", "prompted", "prompts", "proposed", "running", "session", "step_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -159,8 +159,9 @@ class Worker:
         self._foreign_tokens = 0
         self._recent = 0.0
         self._recent_at = clock()
-        self._work = Work(0.0, 0)
+        self._generating_seconds = 0.0
         self._generating_changed = clock()
+        self._prompt_tokens = 0
 
     @property
     def takes_new(self) -> bool:
@@ -179,15 +180,14 @@ class Worker:
 
     def work(self) -> Work:
         """All that it has done until now: what it did meanwhile is the difference of two of these."""
-        now = self._clock()
-        generating, prompt_tokens = self._work
-        self._work = Work(generating + self.generating * (now - self._generating_changed), prompt_tokens)
-        self._generating_changed = now
-        return self._work
+        self.generates(0)
+        return Work(self._generating_seconds, self._prompt_tokens)
 
     def generates(self, more: int) -> None:
         """It generates for so many requests more, or with -1 for one less. Called by leases."""
-        self.work()
+        now = self._clock()
+        self._generating_seconds += self.generating * (now - self._generating_changed)
+        self._generating_changed = now
         self.generating += more
 
     def has_computed(self, tokens: int) -> None:
@@ -195,7 +195,7 @@ class Worker:
         self.pending_tokens -= tokens
         self.prompted.add(tokens)
         self.prompts.add()
-        self._work = self._work._replace(prompt_tokens=self._work.prompt_tokens + tokens)
+        self._prompt_tokens += tokens
 
     def report(self, load: Load) -> None:
         """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""

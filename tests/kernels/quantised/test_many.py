@@ -51,6 +51,13 @@ def test_scales_of_another_dtype_an_order_and_no_zeros_are_taken():
     near(triton_many.product(x, weight, 3), x.float() @ dequantise(weight).t())
 
 
+def test_a_ring_that_has_room_for_two_groups_is_filled_again():
+    torch.manual_seed(3)
+    weight, x = made(128, 640, 128, torch.bfloat16), torch.randn(20, 640, device=DEVICE).bfloat16()
+    got = triton_many.product(x, weight, 1, blocks=triton_many.Blocks(32, 2))
+    near(got, x.float() @ dequantise(weight).t())
+
+
 @pytest.mark.parametrize("processors", [1, 3])  # a program has the whole tile, or a part
 def test_a_norm_a_gate_and_a_residual_go_along(processors):
     torch.manual_seed(2)

@@ -182,10 +182,13 @@ def _route_kernel(
     chosen = tl.zeros((BLOCK_CHOSEN,), tl.int32)
     weight = tl.zeros((BLOCK_CHOSEN,), tl.float32)
     for each in tl.static_range(CHOSEN):
+        best_score, best_expert = tl.max(eligible, axis=0, return_indices=True)
         # What is no number may be no expert's either: the last stands in.
-        best_expert = tl.minimum(tl.argmax(eligible, axis=0), EXPERTS - 1).to(tl.int32)
+        best_expert = tl.minimum(best_expert, EXPERTS - 1).to(tl.int32)
         chosen = tl.where(nth == each, best_expert, chosen)
-        weight = tl.where(nth == each, tl.sum(tl.where(expert == best_expert, scores, 0.0), axis=0), weight)
+        if CORRECTED:
+            best_score = tl.sum(tl.where(expert == best_expert, scores, 0.0), axis=0)
+        weight = tl.where(nth == each, best_score, weight)
         eligible = tl.where(expert == best_expert, float("-inf"), eligible)
     if RENORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)  # a sum of sigmoids may be 0

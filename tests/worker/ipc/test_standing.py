@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 
-from sapwood_worker.ipc.standing import Standing, hung, stuck
+from sapwood_worker.ipc import standing
+from sapwood_worker.ipc.standing import RankStanding, Standing, hung, stuck
 from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, Shown
 
 
@@ -27,6 +30,47 @@ def ahead(rank: int, waits_for: int, launched: int, seconds: float = 2.0, allowe
 
 
 COMPUTES = 0
+
+
+@dataclass
+class StillRank:
+    """Comes no further; its main thread sleeps."""
+
+    wants_cpu: bool
+    number: int = 1
+    ticks: int = 0
+    shown: Shown = field(default_factory=lambda: Shown(99, 7, COMPUTES, 0.1, 30.0, 0))
+
+    @property
+    def process(self) -> StillRank:
+        return self
+
+    progress = process
+
+    def waits(self) -> Shown:
+        return self.shown
+
+    def cpu_ticks(self) -> int:
+        return self.ticks
+
+    def state(self) -> str:
+        return "S"
+
+
+@pytest.mark.parametrize(("wants_cpu", "ticks", "most"), [(False, 0, 9.9), (True, 0, 0.5), (True, 10, 9.9)])
+def test_seconds_do_not_count_in_which_a_thread_that_the_main_one_waits_for_has_no_cpu(
+    monkeypatch, wants_cpu: bool, ticks: int, most: float
+) -> None:
+    """They do where it computes all the time."""
+    now = [0.0]
+    monkeypatch.setattr(standing.time, "monotonic", lambda: now[0])
+    still = StillRank(wants_cpu)
+    watched = RankStanding(still, 0.1)
+    for _ in range(101):
+        now[0] += 0.1
+        still.ticks += ticks
+        seconds = watched.check().seconds
+    assert most - 0.3 < seconds < most + 0.3
 
 
 @pytest.mark.parametrize(

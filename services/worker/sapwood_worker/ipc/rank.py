@@ -22,7 +22,7 @@ def last_words(folder: Path, rank: int) -> Path:
 LOST_AFTER, LOST_AT_START_AFTER = 1.5, 30.0
 """Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
 loads its model, a slow disk may keep it still for longer."""
-_DOUBTFUL = 0.3
+DOUBTFUL = 0.3
 """Seconds without a sign of life from which on the kernel is asked what the process does, which takes a millisecond."""
 
 
@@ -137,7 +137,7 @@ class RankSilence:
         if self._signs != before:
             self._hear()
         self.seconds = self._silence.check()
-        if self.seconds >= _DOUBTFUL:
+        if self.seconds >= DOUBTFUL:
             process = self.rank.process
             if process.is_stopped:
                 self.seconds = time.monotonic() - self._heard

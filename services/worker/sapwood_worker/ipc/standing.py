@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sapwood_worker.ipc.rank import Rank
+from sapwood_worker.ipc.rank import DOUBTFUL, Rank
 from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, Shown
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -59,7 +59,10 @@ class RankStanding:
         if shown.moves != self._moves:
             self._moves, self._seconds = shown.moves, 0.0
         else:
-            counts = {"R": min(used, passed), "S": passed}.get(process.state(), 0.0)
+            state = process.state()
+            if state == "S" and self._seconds >= DOUBTFUL and process.wants_cpu:
+                state = "R"  # the main thread waits for one that would compute
+            counts = {"R": min(used, passed), "S": passed}.get(state, 0.0)
             self._seconds += min(counts, self._most_a_check)
         return Standing(self._rank.number, shown, self._seconds)
 

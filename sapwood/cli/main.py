@@ -61,18 +61,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    verbs = _verbs(parser)
+    assert verbs is not None
     if not words[0].startswith("-") and words[0] not in verbs.choices:
         similar = difflib.get_close_matches(words[0], verbs.choices, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "`sapwood --help` lists them"
         parser.error(f"there is no verb {words[0]!r}; {hint}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        verb = verbs.choices[words[0]]
+        verb, further = verbs.choices[words[0]], iter(words[1:])
+        while (inner := _verbs(verb)) is not None:  # it has been parsed: each level's verb is there
+            verb = next(inner.choices[word] for word in further if word in inner.choices)
         similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
         hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
         verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
+
+
+def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser] | None:
+    """The verbs of a parser; None: it has none."""
+    return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 
 _ELSEWHERE = {
@@ -112,6 +120,8 @@ def _similar(word: str, flags: list[str]) -> list[str]:
     name = word.partition("=")[0].replace(".", "-").replace("_", "-")
     if not name.startswith("-"):
         return []
+    if name == "--address" and "--worker" in flags:
+        return ["--worker"]
     if (known := _ELSEWHERE.get(name.lstrip("-"))) in flags:
         return [known]
     of_services = [f"--{service}{name[1:]}" for service in ("router", "tokenizer", "worker")]

@@ -95,6 +95,28 @@ def test_a_verb_that_is_not_there(capsys: pytest.CaptureFixture[str], verb: str,
     assert f"there is no verb {verb!r}; {hint}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ("worker", "flush", "--address", "x"),
+            "sapwood worker flush: error: unrecognized arguments: --address x; did you mean --worker?",
+        ),
+        (
+            ("router", "workers", "list", "--adress", "x"),
+            "sapwood router workers list: error: unrecognized arguments: --adress x; did you mean --address?",
+        ),
+    ],
+)
+def test_an_unknown_flag_is_told_with_the_flags_of_its_own_verb(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert ended.value.code == exit_codes.REFUSED
+    assert problem in capsys.readouterr().err
+
+
 def test_any_sampling_field_can_be_set_by_its_name(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fields = ("presence_penalty=0.5", 'logit_bias={"5": -1}')
     assert main(["generate", "--address", router.address, "--sampling", fields[0], "--sampling", fields[1], "Hi"]) == 0

@@ -114,3 +114,11 @@ def test_the_command_line_exits_with_2_and_one_line(capsys: pytest.CaptureFixtur
         parse_config(ExampleConfig, "example", "text", ["--port", "x", "--model", "m"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_misspelt_flag_is_told_without_all_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(ExampleConfig, "example", "text", ["--prot=3", "--model", "m"])
+    assert ended.value.code == 2
+    told = "example: error: unrecognized arguments: --prot=3; did you mean --port?"
+    assert capsys.readouterr().err.splitlines() == ["usage: example [FLAG ...]", told]

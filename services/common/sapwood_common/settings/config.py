@@ -7,6 +7,7 @@ file named by ``--config``, the default in the class. ``--help`` is written from
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import types
 import typing
@@ -197,15 +198,20 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
 
 def build_parser(cls: type[ServiceConfig], program: str, description: str) -> argparse.ArgumentParser:
     """The parser of a service's command line."""
-    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    usage = "%(prog)s [FLAG ...]"  # all of them would hide what an error says
+    parser = argparse.ArgumentParser(prog=program, usage=usage, description=description, allow_abbrev=False)
     add_settings(parser, cls)
     return parser
 
 
 def parse_config(cls: type[ConfigT], program: str, description: str, argv: list[str] | None = None) -> ConfigT:
-    """Parses the command line; on a wrong value prints one line to standard error and exits 2."""
+    """Parses the command line; on a wrong flag or value prints a line about it to standard error and exits 2."""
     parser = build_parser(cls, program, description)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        similar = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1, cutoff=0.8)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {similar[0]}?' if similar else ''}")
     try:
         return load_config(cls, given_settings(cls, arguments), arguments.config)
     except ConfigError as error:

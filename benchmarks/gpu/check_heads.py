@@ -29,7 +29,7 @@ from sapwood_testing.drafts.answers import run, tokens_of
 from sapwood_testing.drafts.drafted import scheduler_of
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.runner.factory import make_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner

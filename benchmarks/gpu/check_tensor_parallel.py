@@ -31,7 +31,7 @@ from check_correctness import SHAPE, models
 from ranks import Options, Split, group_runners, leave
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.model.distributed.group import Group

@@ -27,7 +27,7 @@ from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.experts.balancer import ExpertBalancer
 from sapwood_worker.core.experts.watch import ExpertWatch
-from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner

@@ -12,7 +12,7 @@ import pytest
 
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.ranks.waits import WAITS_BYTES, Shown, Waits

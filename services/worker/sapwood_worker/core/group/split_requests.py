@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from sapwood_worker.core.group.follower import attempt
-from sapwood_worker.core.group.leading import GroupStep, LeadingRunner
+from sapwood_worker.core.group.leading_runner import GroupStep, LeadingRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
 from sapwood_worker.records.ranks.waits import Waits

@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from sapwood_worker.core.group.follower import attempt
-from sapwood_worker.core.group.leading import GroupStep, LeadingRunner
+from sapwood_worker.core.group.leading_runner import GroupStep, LeadingRunner
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport

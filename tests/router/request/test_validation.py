@@ -6,7 +6,7 @@ import pytest
 
 from sapwood_common.contract.limits import LONGEST_STOP, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.request.validation import check_bad_words, check_stop
+from sapwood_router.request.validation import check_bad_words, check_grammar, check_stop
 
 
 @pytest.mark.parametrize("stop", [("a",) * (MOST_STOPS + 1), ("a", ""), ("a", "b" * (LONGEST_STOP + 1))])
@@ -24,3 +24,10 @@ def test_bad_words_are_not_long() -> None:
         check_bad_words(("b" * (LONGEST_STOP + 1),))
     assert refused.value.field == "bad_words"
     check_bad_words(("b" * LONGEST_STOP,))
+
+
+def test_a_grammar_is_not_longer_than_any_tokenizer_takes() -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_grammar("a" * (2 * 1024 * 1024 + 1), "regex")
+    assert refused.value.field == "regex"
+    check_grammar("a" * 2 * 1024 * 1024, "regex")

@@ -8,14 +8,24 @@ from typing import Any
 import msgspec
 
 from sapwood.v1 import common_pb2
+from sapwood_common.contract.json_text import decode
 from sapwood_common.contract.sampling import SamplingParams, read_sampling
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 
+_MOST_PARAMETERS = 64 * 1024
+"""Characters of all that processors are told."""
+
 
 def _called(calls: Iterable[common_pb2.LogitProcessor]) -> list[dict[str, Any]]:
+    size = sum(len(call.parameters) for call in calls)
+    if size > _MOST_PARAMETERS:
+        raise InvalidArgumentError(
+            f"logit_processors: their parameters have {size} characters; the most are {_MOST_PARAMETERS}",
+            field="sampling.logit_processors",
+        )
     try:
-        return [{"name": call.name, "parameters": msgspec.json.decode(call.parameters or "{}")} for call in calls]
+        return [{"name": call.name, "parameters": decode(call.parameters or "{}")} for call in calls]
     except msgspec.DecodeError as error:
         raise InvalidArgumentError(
             f"logit_processors: parameters are not JSON: {error}", field="sampling.logit_processors"

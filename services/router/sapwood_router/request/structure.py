@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.json_text import decode
 from sapwood_common.grammar.source import GrammarKind
 
 
@@ -46,7 +47,7 @@ def has_strict_tool(tools: str) -> bool:
     if '"strict"' not in tools:
         return False
     try:
-        found: Any = msgspec.json.decode(tools)
+        found: Any = decode(tools)
     except (msgspec.DecodeError, RecursionError):
         return False  # the tokenizer service says what is wrong
     return isinstance(found, list) and any(map(_is_strict, found))

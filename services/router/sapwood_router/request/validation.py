@@ -14,6 +14,10 @@ MOST_TOGETHER = 4 * 1024 * 1024
 tokenized, hashed, sent and kept."""
 _MOST_TOOLS = 1024 * 1024
 """Characters of a conversation's tools: the tokenizer reads them for each answer, and compiles them where a call must come."""
+_MOST_ARGUMENTS = 1024 * 1024
+"""Characters of a call's arguments: the tokenizer parses them, in one piece, for the model's template."""
+_MOST_GRAMMAR = 2 * 1024 * 1024
+"""Characters of a grammar: the tokenizer takes half as many unless it is told otherwise, and they go to it in one piece."""
 _CHARACTERS_A_TOKEN, _CHARACTERS_A_TURN = 4, 32
 _UINT32 = 2**32
 
@@ -24,6 +28,7 @@ def extent(prompt: Prompt) -> int:
         return len(prompt.text) + len(prompt.suffix)
     if isinstance(prompt, ChatPrompt):
         said = sum(len(turn.content or "") + len(turn.reasoning or "") for turn in prompt.turns)
+        said += sum(len(call.arguments) for turn in prompt.turns for call in turn.tool_calls)
         return said + _CHARACTERS_A_TURN * len(prompt.turns) + len(prompt.tools) + len(prompt.template_variables)
     return _CHARACTERS_A_TOKEN * len(prompt.token_ids)
 
@@ -65,6 +70,9 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
             raise InvalidArgumentError(
                 f"the tools have {len(prompt.tools)} characters; the most are {_MOST_TOOLS}", field="tools"
             )
+        for turn in prompt.turns:
+            for call in turn.tool_calls:
+                check_arguments(call.arguments, fields.prompt)
     else:
         check_token_ids(prompt.token_ids, fields.prompt)
 
@@ -75,6 +83,22 @@ def check_token_ids(token_ids: Sequence[int], field: str) -> None:
         raise InvalidArgumentError("the prompt is empty", field=field)
     if not 0 <= min(token_ids) <= max(token_ids) < _UINT32:
         raise InvalidArgumentError("token ids must be in 0..4294967295", field=field)
+
+
+def check_arguments(text: str, field: str) -> None:
+    """Refuses arguments of a call that are very long."""
+    if len(text) > _MOST_ARGUMENTS:
+        raise InvalidArgumentError(
+            f"the arguments of a call have {len(text)} characters; the most are {_MOST_ARGUMENTS}", field=field
+        )
+
+
+def check_grammar(text: str, field: str) -> None:
+    """Refuses a grammar that no tokenizer would compile: it would be copied and written in one piece."""
+    if len(text) > _MOST_GRAMMAR:
+        raise InvalidArgumentError(
+            f"the grammar has {len(text)} characters; the most are {_MOST_GRAMMAR}", field=field or "grammar"
+        )
 
 
 def check_counts(stops: int, bad_words: int, field: str = "stop") -> None:

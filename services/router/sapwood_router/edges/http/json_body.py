@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -42,7 +43,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
         InvalidArgumentError: It is not JSON, not Unicode (the parameter is named), or not an object.
     """
     try:
-        value = msgspec.json.decode(body)
+        value = decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _explain(body, error) from error
     except RecursionError as error:

@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.responses.types import Item, Part
 from sapwood_router.request.context import ToolCall, Turn
 from sapwood_router.request.output import Output
+from sapwood_router.request.validation import check_arguments
 
 BETWEEN_TEXTS = "\n"
 """Stands between several messages of the assistant's that are one turn, and between instructions and a first such message."""
@@ -111,8 +113,9 @@ def _needed(value: str | None, path: str) -> str:
 
 
 def _arguments(item: Item, path: str) -> str:
+    check_arguments(item.arguments or "", f"{path}.arguments")
     try:
-        found = msgspec.json.decode(item.arguments or "")
+        found = decode(item.arguments or "")
     except (msgspec.DecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):

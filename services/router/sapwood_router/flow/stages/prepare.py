@@ -16,6 +16,7 @@ from sapwood_router.request.structure import has_strict_tool
 from sapwood_router.request.tokens import MANY, TokenIds, pieces
 from sapwood_router.request.validation import (
     check_bad_words,
+    check_grammar,
     check_prompt,
     check_session,
     check_stop,
@@ -49,6 +50,8 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         check_prompt(context.prompt, context.fields)
     if context.session is not None:
         check_session(context)
+    if context.grammar is not None:
+        check_grammar(context.grammar.text, context.fields.grammar)
     check_stop(context.output.stop, context.fields.stop)
     check_bad_words(context.bad_words)
     if context.truncation is not None:

@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from sapwood_common.tenants.api_keys import hash_key, make_key
+from sapwood_router.edges.openai.parameters import sampling_of
+from sapwood_router.edges.sglang import request
 from sapwood_router.edges.sglang.request import NEUTRAL, SETTINGS_NEUTRAL, GenerateRequest
 from sapwood_testing.router.fake_tokenizer import encode
 
@@ -162,3 +164,21 @@ def test_the_documentation_names_what_is_not_served() -> None:
     text = (Path(__file__).parents[4] / "docs" / "clients.md").read_text()
     (row,) = re.findall(r"^\| the same: `/generate` \|(.*)\|$", text, re.M)
     assert {*re.findall(r"`(\w+)`", row)} == {*NEUTRAL, *SETTINGS_NEUTRAL}
+
+
+async def test_what_all_texts_share_is_read_once_and_each_has_a_seed_of_its_own(cluster, monkeypatch) -> None:
+    read = []
+
+    def count(*args, **kwargs):
+        read.append(args)
+        return sampling_of(*args, **kwargs)
+
+    monkeypatch.setattr(request, "sampling_of", count)
+    body = {"text": ["hi"] * 100, "sampling_params": {"max_new_tokens": 1, "allowed_token_ids": list(range(1000))}}
+    answer = await cluster.http.post("/generate", json=body)
+    assert len(answer.json()) == 100
+    assert len(read) == 1
+    assert len({call.request.sampling.seed for call in cluster.calls()}) == 100
+    body["sampling_params"]["sampling_seed"] = 7
+    await cluster.http.post("/generate", json=body)
+    assert [call.request.sampling.seed for call in cluster.calls()].count(7) == 100

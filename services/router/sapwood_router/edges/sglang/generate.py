@@ -11,7 +11,6 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.runs import Running
 from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of
 from sapwood_router.edges.single_run import send_events
@@ -51,7 +50,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     request = convert(given, GenerateRequest, NEUTRAL, IGNORED)
     exchange.accept_body_id(request)
     deadline = deadline if request.stream else exchange.sooner(deadline)
-    contexts, is_list = await contexts_of(request, exchange.request_id, deadline, TokenLists(exchange), pipeline.seeds)
+    contexts, is_list = await contexts_of(request, exchange, deadline, pipeline)
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.source import GrammarKind
+from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert
 from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.output import OutputOptions
@@ -82,24 +87,30 @@ class _Settings(msgspec.Struct):
 
 
 async def contexts_of(
-    request: GenerateRequest, request_id: str, deadline: float, lists: TokenLists, seeds: Seeds
+    request: GenerateRequest, exchange: Exchange, deadline: float, pipeline: Pipeline
 ) -> tuple[list[RequestContext], bool]:
-    """One context for each answer, those of a prompt together; and whether the answer is a list of them.
-    ``seeds`` draws absent seeds.
+    """One context for each answer, those of a prompt together, made a few a turn; and whether the answer is a list of them.
 
     Raises:
         InvalidArgumentError: Something is wrong; the field is named.
     """
+    request_id, seeds = exchange.request_id, pipeline.seeds
     given = request.sampling_params or {}
     settings = convert(given, _Settings, SETTINGS_NEUTRAL, TEXT_SAMPLING, prefix=_SETTINGS)
     grammar, grammar_field = _grammar(settings)
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
-    named = await _prompts(request, lists)
+    named = await _prompts(request, TokenLists(exchange))
     count = 1 if settings.n is None else settings.n
     if len(named) * max(1, count) > MOST_CHOICES:
         raise InvalidArgumentError(f"at most {MOST_CHOICES} answers a request", field=named[-1][0])
-    contexts = []
+    output = OutputOptions(stop=tuple(stop), skip_special_tokens=settings.skip_special_tokens is not False)
+    sampling: SamplingParams | None = None
+    contexts: list[RequestContext] = []
+    piece = 0
     for name, prompt in named:
+        if len(contexts) - piece >= A_FEW:
+            piece = len(contexts)
+            await pipeline.heavy.turn(exchange.tenant, goes_on=True)
         fields = FieldNames(
             prompt=name,
             sampling=_SETTINGS,
@@ -107,19 +118,17 @@ async def contexts_of(
             grammar=grammar_field,
             stop=f"{_SETTINGS}stop",
         )
-        own = {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
-        wanted = DEFAULT_MAX_NEW_TOKENS if settings.max_new_tokens is None else settings.max_new_tokens
-        try:
-            sampling = sampling_of(given, fields, seeds, max_tokens=wanted, **own)
-        except InvalidArgumentError as error:
-            raise _renamed(error, given) from error
+        if sampling is None:
+            sampling = _sampling(given, settings, fields, seeds)
+        elif settings.sampling_seed is None:
+            sampling = replace(sampling, seed=seeds.draw())
         contexts += [
             RequestContext(
                 request_id=request_id,
                 worker_request_id=unique_id(request_id),
                 prompt=prompt,
                 sampling=each,
-                output=OutputOptions(stop=tuple(stop), skip_special_tokens=settings.skip_special_tokens is not False),
+                output=output,
                 fields=fields,
                 deadline=deadline,
                 model=request.model,
@@ -129,6 +138,16 @@ async def contexts_of(
             for each in continuations(sampling, count, fields)
         ]
     return contexts, count > 1 or named[0][0] not in ("text", "input_ids")
+
+
+def _sampling(given: dict[str, Any], settings: _Settings, fields: FieldNames, seeds: Seeds) -> SamplingParams:
+    """The settings of the first prompt; those of the others have other seeds, if none is given."""
+    own = {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
+    wanted = DEFAULT_MAX_NEW_TOKENS if settings.max_new_tokens is None else settings.max_new_tokens
+    try:
+        return sampling_of(given, fields, seeds, max_tokens=wanted, **own)
+    except InvalidArgumentError as error:
+        raise _renamed(error, given) from error
 
 
 def _renamed(error: InvalidArgumentError, given: dict[str, Any]) -> InvalidArgumentError:

@@ -1,7 +1,8 @@
 """Other clients of the router while strangers flood it, and the same floods beside grpcio's server.
 
     make bench-floods                                            everything, an hour and a half
-    make bench-floods ARGS='--floods PING,PRIORITY --no-peer'    these alone, of our router alone
+    make bench-floods ARGS='--floods PING,combined --no-peer'    these alone, and a whole table of them, of our router alone
+    python benchmarks/bench_floods.py --no-peer --missed OLD.jsonl --json NEW.jsonl    what missed the aim in an earlier run
     taskset -c 2,3 python benchmarks/bench_floods.py --part 2/8 --json out-2.jsonl
     python benchmarks/bench_floods.py --render out-*.jsonl
 
@@ -36,7 +37,7 @@ from floods.flood import Flood
 from floods.neighbour import neighbour
 from floods.outcome import Outcome, read_outcomes
 from floods.table import render
-from floods.tables import FLOODS
+from floods.tables import FLOODS, TABLES
 from floods.targets import GRPCIO, OURS, Target, grpcio_server, router
 from report import cpu_name
 from router_load.engines import cpu_seconds, resident_mb
@@ -165,16 +166,35 @@ def _flood_all(
 
 
 def _choose(names: str | None, part: str) -> list[Flood]:
-    """Those named, or all; of these every Nth for a part ``I/N``."""
+    """Those named, by their own names or their tables', or all; of these every Nth for a part ``I/N``."""
     known = {flood.name: flood for flood in FLOODS}
-    chosen = list(known.values()) if names is None else [known[name.strip()] for name in names.split(",")]
+    chosen = list(known.values())
+    if names is not None:
+        chosen = [flood for name in names.split(",") for flood in TABLES.get(name.strip()) or (known[name.strip()],)]
     number, _, of = part.partition("/")
     return chosen[int(number) - 1 :: int(of)]
 
 
+def _missed(files: list[Path]) -> set[tuple[str, int, bool]]:
+    """The cases of our server that missed the aim: flood, connections, and whether over TLS."""
+    outcomes = (outcome for outcome in read_outcomes(files) if outcome.server == OURS)
+    return {(outcome.flood, outcome.connections, outcome.tls) for outcome in outcomes if not outcome.met}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--floods", help="which, by name, with commas between; all unless given", metavar="A,B")
+    parser.add_argument(
+        "--floods",
+        help=f"which, with commas between; {', '.join(TABLES)} stand for all of their files; all unless given",
+        metavar="A,B",
+    )
+    parser.add_argument(
+        "--missed",
+        nargs="+",
+        type=Path,
+        help="only the cases that missed the aim in these files' lines",
+        metavar="FILE",
+    )
     parser.add_argument("--part", default="1/1", help="every Nth of them, from the Ith on", metavar="I/N")
     parser.add_argument("--list", action="store_true", help="print their names, and that is all")
     parser.add_argument("--connections", nargs="*", type=int, default=[1, 10])
@@ -201,6 +221,7 @@ def main() -> None:
         "device": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores",
     }
     outcomes: list[Outcome] = []
+    missed = None if args.missed is None else _missed(args.missed)
 
     def write(outcome: Outcome) -> None:
         outcomes.append(outcome)
@@ -215,6 +236,10 @@ def main() -> None:
         for tls in {"both": [False, True], "yes": [True], "no": [False]}[args.tls]:
             fit = [flood for flood in chosen if tls or not flood.tls]
             cases = [(flood, connections) for flood in fit for connections in args.connections]
+            if missed is not None:
+                cases = [
+                    (flood, connections) for flood, connections in cases if (flood.name, connections, tls) in missed
+                ]
             _flood_all(name, tls, cases, args.seconds, write)
     print(f"\n{render(outcomes)}")
 

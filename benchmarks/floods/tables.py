@@ -25,13 +25,14 @@ CONTROLS = (
     ),
 )
 """What an attacker costs who does not touch the server."""
-FLOODS: tuple[Flood, ...] = (
-    *CONTROLS,
-    *HTTP2_FLOODS,
-    *HTTP1_FLOODS,
-    *TLS_FLOODS,
-    *IDLE_FLOODS,
-    *KEYED_FLOODS,
-    *MORE_FLOODS,
-    *COMBINED_FLOODS,
-)
+TABLES: dict[str, tuple[Flood, ...]] = {
+    "controls": CONTROLS,
+    "http2": HTTP2_FLOODS,
+    "http1": HTTP1_FLOODS,
+    "tls": TLS_FLOODS,
+    "idle": IDLE_FLOODS,
+    "keyed": KEYED_FLOODS,
+    "more": MORE_FLOODS,
+    "combined": COMBINED_FLOODS,
+}
+FLOODS: tuple[Flood, ...] = tuple(flood for table in TABLES.values() for flood in table)

@@ -31,7 +31,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels.quantised import triton_few
 from sapwood_kernels.quantised.grouped import GroupedWeight
-from sapwood_kernels.quantised.triton_few import _widen
 from sapwood_kernels.quantised.triton_permuted import permuted
 from sapwood_kernels.quantised.triton_row import Gate
 
@@ -39,7 +38,9 @@ MOST = 512
 """Rows of inputs: for more, a weight is better widened once for all of them."""
 _TILE = 128  # rows of the weight, 64 for a warp group
 
-# Triton 3.6 and later ones name it differently.
+# Kernels of other modules share no function that uses constants with this one: in Triton 3.6 the key under which a kernel is cached
+# would depend on which of them had been looked at before, and what was compiled ahead would not be found.
+# Triton 3.6 and later ones name these differently.
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -65,7 +66,7 @@ def _word_layout():
 
 @gluon.jit
 def _widen_scaled(codes, zero, scale, dtype: gl.constexpr):
-    """``_widen``, times a scale of the same dtype: rounded once, since codes less zeros are exact."""
+    """Codes less zeros (``triton_few._widen``), which are exact, times a scale of the same dtype: rounded once."""
     places: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
     if dtype == gl.float16:
         numbers = gl.inline_asm_elementwise(_SCALED_HALF, places, [codes, zero, scale], _HALVES, is_pure=True, pack=2)
@@ -107,7 +108,8 @@ def _numbers(words, scale, zero, kind: gl.constexpr, dtype: gl.constexpr, LEFT: 
         each, code = gl.broadcast(gl.expand_dims(each, 1), code)
         w0, w1, w2, w3 = _widen_scaled(code, zero, each, dtype)
     else:
-        w0, w1, w2, w3 = _widen(code, zero, dtype)
+        one, code = gl.broadcast(gl.expand_dims(gl.full([64], 1.0, dtype, rows), 1), code)
+        w0, w1, w2, w3 = _widen_scaled(code, zero, one, dtype)
         if kind == gl.float32:
             each = scale.to(gl.float32, bitcast=True)
         else:
@@ -119,11 +121,11 @@ def _numbers(words, scale, zero, kind: gl.constexpr, dtype: gl.constexpr, LEFT: 
 
 
 @gluon.jit
-def _share(M, SHARE, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _share(M, SHARE, N, STEPS, BLOCK_M: gl.constexpr):
     """Tiles side by side, and a program's first step of all tiles' groups and that after its last."""
     across = (M + BLOCK_M - 1) // BLOCK_M
     start = gl.program_id(0) * SHARE
-    return across, start, gl.minimum(start + SHARE, across * (N // BLOCK_N) * STEPS)
+    return across, start, gl.minimum(start + SHARE, across * (N // 128) * STEPS)
 
 
 @gluon.jit
@@ -152,11 +154,10 @@ def _in_place(x):
 
 @gluon.jit
 def _fill(
-    x, words, taken, coded, ready, free, M, SHARE, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    x, words, taken, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Fills the ring: a warp's part of a program."""
-    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M, BLOCK_N)
+    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M)
     turn = 0
     gdc_wait()
     while end > start:
@@ -164,11 +165,11 @@ def _fill(
         first = gl.maximum(tile * STEPS, start) - tile * STEPS
         last = end - tile * STEPS
         first_m = tile % across * BLOCK_M
-        first_n = tile // across * BLOCK_N
+        first_n = tile // across * 128
         for step in range(first, last):
             stage = turn % STAGES
             mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
-            mbarrier.expect(ready.index(stage), BLOCK_M * 256 + BLOCK_N * 64)
+            mbarrier.expect(ready.index(stage), BLOCK_M * 256 + 128 * 64)
             _fetch(words, [first_n, step * 16], ready.index(stage), coded.index(stage))
             _fetch(x, [first_m, step * 128], ready.index(stage), taken.index(stage))
             turn += 1
@@ -177,9 +178,8 @@ def _fill(
 
 @gluon.jit
 def _multiply(
-    scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, GROUP: gl.constexpr, N: gl.constexpr,
-    STEPS: gl.constexpr, GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr, ADDS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, GROUP: gl.constexpr,
+    PER: gl.constexpr, HAS_ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warp group's part of a program: of each tile 64 rows of the weight."""
     held_layout: gl.constexpr = _word_layout()
@@ -188,7 +188,7 @@ def _multiply(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     size: gl.constexpr = 16 * BLOCK_M  # of a quarter of what a group has of a tile
-    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M, 128)
+    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M)
     row = gl.arange(0, 64, gl.SliceLayout(1, held_layout)) + GROUP * 64
     program = gl.program_id(0)
     turn = 0
@@ -198,12 +198,12 @@ def _multiply(
         last = end - tile * STEPS
         first_m = tile % across * BLOCK_M
         first_n = tile // across * 128
-        value_at = (first_n + row) * GROUPS
-        scale, zero = _values(scales, zeros, value_at + first * GROUPS // STEPS, HAS_ZEROS)
+        value_at = (first_n + row) * (STEPS // PER)
+        scale, zero = _values(scales, zeros, value_at + first // PER, HAS_ZEROS)
         total = gl.zeros([64, BLOCK_M], gl.float32, mma)
         for step in range(first, last):
             stage = turn % STAGES
-            then = gl.minimum(step + 1, last - 1) * GROUPS // STEPS
+            then = gl.minimum(step + 1, last - 1) // PER
             next_scale, next_zero = _values(scales, zeros, value_at + then, HAS_ZEROS)
             mbarrier.wait(ready.index(stage), turn // STAGES & 1)
             words = coded.index(stage).slice(GROUP * 64, 64, 0).load(held_layout)
@@ -237,16 +237,16 @@ def _multiply(
                     first_m + i * (BLOCK_M // 4)
                 )
                 inside = (m < M) & (n < N)
-                if ADDS:
-                    each += gl.load(out + (m * N + n), mask=inside, other=0.0).to(gl.float32)
+                each += gl.load(out + (m * N + n), mask=inside & (ADDS != 0), other=0.0).to(gl.float32)
                 gl.store(out + (m * N + n), each.to(out.dtype.element_ty), mask=inside)
         end -= last - first
 
 
-@gluon.jit
+# One kernel for all of a model's layers and the rows of a class: to compile one takes a second.
+@gluon.jit(do_not_specialize=["M", "SHARE", "N", "STEPS", "ADDS"])
 def _many_kernel(
-    x, words, scales, zeros, out, partial, done, M, SHARE, N: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, ADDS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    x, words, scales, zeros, out, partial, done, M, SHARE, N, STEPS, ADDS, PER: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     taken = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128], x.layout)
@@ -258,11 +258,11 @@ def _many_kernel(
         mbarrier.init(free.index(s), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, gl.constexpr(0), N, STEPS,
-                         GROUPS, HAS_ZEROS, ADDS, BLOCK_M, STAGES)),
-            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, gl.constexpr(1), N, STEPS,
-                         GROUPS, HAS_ZEROS, ADDS, BLOCK_M, STAGES)),
-            (_fill, (x, words, taken, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M, gl.constexpr(128), STAGES)),
+            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
+                         gl.constexpr(0), PER, HAS_ZEROS, BLOCK_M, STAGES)),
+            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
+                         gl.constexpr(1), PER, HAS_ZEROS, BLOCK_M, STAGES)),
+            (_fill, (x, words, taken, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M, STAGES)),
         ],
         [4, 1],
         [240, 24],  # registers of a thread that multiplies, and of one that fills the ring
@@ -332,7 +332,7 @@ def product(
     tiles = triton.cdiv(count, block_m) * (rows // _TILE)
     share = triton.cdiv(tiles * steps, processors)
     programs = triton.cdiv(tiles * steps, share)
-    done = torch.empty(2 * programs, dtype=torch.int32, device=x.device)
+    done = torch.empty(2 * processors, dtype=torch.int32, device=x.device)
     taken = permuted(x, done, order=weight.order, norm=norm, gate=gate, most=MOST)
     out = torch.empty(count, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
     partial = torch.empty(programs * block_m * _TILE, dtype=torch.float32, device=x.device)
@@ -344,7 +344,7 @@ def product(
         TensorDescriptor.from_tensor(taken, [block_m, 128], x_order),
         TensorDescriptor.from_tensor(words, [_TILE, 16], word_order), weight.scales,
         weight.codes if weight.zeros is None else weight.zeros, out, partial, done, count, share, rows, steps,
-        weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, ADDS=add_to is not None, BLOCK_M=block_m, STAGES=stages,
-        num_warps=4, launch_pdl=True,
+        int(add_to is not None), PER=steps // weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, BLOCK_M=block_m,
+        STAGES=stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from sapwood_kernels.quantised.triton_row import Gate
 _PART = 2048  # numbers of a row that a program takes where it need not know all of them
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_stride", "count"])
 def _permute_kernel(
     x, order, norm, out, cleared, eps, x_stride, count, K: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_NORM: tl.constexpr,
     GATE: tl.constexpr, BLOCK: tl.constexpr, CLEARED: tl.constexpr, PDL: tl.constexpr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +17,20 @@ if TYPE_CHECKING:
     from sapwood.cli.services import Services
 
 
-def _command() -> str:
-    """How a shell in this folder calls `sapwood`: by name if it would find this one."""
-    here = Path(sys.executable).with_name("sapwood")
-    if shutil.which("sapwood") == str(here):
-        return "sapwood"
+def _command(name: str) -> str | None:
+    """How a shell in this folder calls a program: by name if it would find the one beside this Python; None: there is none."""
+    here = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if found == str(here) or (found and not here.exists()):
+        return name
+    if not here.exists():
+        return None
     return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
 
 
 def welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
-    """What `sapwood up` says once all answer: where, and commands to try, as far as they need no key and no certificate.
+    """What `sapwood up` says once all answer: where, and commands to try, as far as they need no key, no certificate
+    and no program that is not here.
 
     Args:
         services: As they were started.
@@ -35,7 +40,7 @@ def welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
     config = services.router.config
     secure = config.tls_cert is not None
     http, router = f"http{'s' * secure}://{endpoints.http}", endpoints.grpc
-    sapwood = _command()
+    sapwood = _command("sapwood") or "sapwood"
     address = "" if router == "127.0.0.1:50051" else f" --address {router}"
     name = services.worker.config.served_model_name or model_name(services.worker.config.model)
     shown = f"""
@@ -53,18 +58,22 @@ ready to answer in {seconds:.1f} s
     grpc = f"""
   {sapwood} generate{address} --max-tokens 32 --temperature 0 "The capital of France is"
   {sapwood} chat{address}"""
-    grpcurl = f"""
-  grpcurl -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
+    grpcurl = openai = ""
+    if (program := _command("grpcurl")) is not None:
+        grpcurl = f"""
+  {program} -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
     {router} sapwood.v1.Router/Generate"""
+    if find_spec("openai") is not None:
+        openai = f"""
+  {_command(Path(sys.executable).name)} -c 'import openai; c = openai.OpenAI(base_url="{http}/v1", api_key="none"); \\
+    print(c.completions.create(model="{name}", prompt="The capital of France is", max_tokens=32).choices[0].text)'"""
     if is_unix(router):
         grpc = grpcurl = ""
     return f"""{shown}
 Try, in another terminal:
 {grpc}
   curl {http}/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'{grpcurl}
-  python -c 'import openai; c = openai.OpenAI(base_url="{http}/v1", api_key="none"); \\
-    print(c.completions.create(model="{name}", prompt="The capital of France is", max_tokens=32).choices[0].text)'
+    -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'{grpcurl}{openai}
 
 Ctrl-C stops it.
 """

@@ -20,6 +20,10 @@ CLIENTS = {
     "instructor": ("instructor==1.17.0",),
     "llama_index": ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
     "dspy": ("dspy[numpy]==3.4.1", "mcp==2.3.0"),  # the second for litellm, which it calls
+    "smolagents": ("smolagents[openai]==1.26.0",),
+    "haystack": ("haystack-ai==3.4.1",),
+    "autogen": ("autogen-ext[openai]==0.7.5", "autogen-agentchat==0.7.5"),
+    "inspect": ("inspect-ai==0.3.285", "openai==3.57.0"),  # which it needs and does not require
 }
 PACKAGES = ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92")
 

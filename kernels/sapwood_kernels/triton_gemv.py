@@ -101,12 +101,15 @@ def _gemv_kernel(
 TILES = {
     (7168, 8192): (1, 512, 2), (8192, 7168): (4, 1024, 4), (2560, 8192): (1, 1024, 2), (8192, 2048): (4, 512, 1),
     (32064, 8192): (2, 512, 2), (4096, 14336): (2, 2048, 4), (4096, 4096): (4, 1024, 2), (128256, 4096): (1, 2048, 4),
+    (2048, 4096): (2, 2048, 4),
 }  # fmt: skip
 """Outputs and inputs of a product with 16-bit weights, without a norm -> its tile: the fastest of 20 to 40 on an H200
-(``benchmarks/gpu/bench_one_row.py``), for a fourth of a 70B of Llama's shape and for an 8B."""
+(``benchmarks/gpu/bench_one_row.py``), for a fourth of a 70B of Llama's shape and for an 8B, and on an H100 for Qwen3-30B-A3B."""
+NORMED_TILES = {(5120, 2048): (4, 1024, 4)}
+"""The same with a norm."""
 
 
-def block_shape(rows: int, width: int, *, plain: bool) -> tuple[int, int, int]:
+def block_shape(rows: int, width: int, *, plain: bool, normed: bool = False) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its warps.
 
     Args:
@@ -114,9 +117,11 @@ def block_shape(rows: int, width: int, *, plain: bool) -> tuple[int, int, int]:
         width: Inputs.
         plain: Whether weights are 16-bit and no norm comes first. Each program reads all of a norm, so that with one it has more
             rows; a tile of a gate's 2 x 4 x 4096 numbers would not fit the registers.
+        normed: Whether weights are 16-bit, a norm comes first and no gate after it.
     """
-    if plain and (rows, width) in TILES:
-        return TILES[rows, width]
+    known = TILES if plain else NORMED_TILES if normed else {}
+    if (rows, width) in known:
+        return known[rows, width]
     if plain and width > 4096:
         return 2, 1024, 4
     if 4096 < width <= 8192:
@@ -158,7 +163,9 @@ def gemv(
     width = x.shape[1]
     rows = weight.shape[0] // (1 if gate is None else 2)
     out = torch.empty((1, rows), dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
-    block_n, block_k, warps = blocks or block_shape(rows, width, plain=norm is None and scales is None)
+    block_n, block_k, warps = blocks or block_shape(
+        rows, width, plain=norm is None and scales is None, normed=norm is not None and scales is None and gate is None
+    )
     scaled = 0 if scales is None else 1 if scales.shape[0] == weight.shape[0] else 2
     norm_weight, eps = norm if norm is not None else (x, 0.0)
     _gemv_kernel[(triton.cdiv(rows, block_n),)](

@@ -2,7 +2,8 @@
 
 Nearly twice as fast on a Hopper GPU, whose matrix units Triton keeps less busy: for it keys and values are gathered from their
 pages, which takes a hundredth of the time. cuDNN knows no pages, and of causal masks only that of tokens that are all of their
-keys; it plans anew for each length that it has not seen, on the host, so that short prompts are not worth it.
+keys. It plans anew for each length that it has not seen, which takes the host tens of milliseconds: lengths are rounded up to one
+of eight between powers of two, and short prompts are not worth it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
 
 logger = logging.getLogger(__name__)
 
-LEAST = 1024
+LEAST = 2048
 """Tokens from which on a prompt is computed so."""
+
+
+def rounded(length: int) -> int:
+    """The tokens that a prompt is filled up to."""
+    step = 1 << max((length - 1).bit_length() - 4, 0)
+    return -(-length // step) * step
 
 
 def serves(shape: AttentionShape, variant: Variant, stored: torch.dtype, device: torch.device) -> bool:
@@ -78,9 +85,11 @@ class WholePromptAttention:
         if self._others:
             self._own.run(query, cache, out)
         for tokens, pages in self._whole:
-            asked = query[tokens]
-            gathered = (each[pages].flatten(0, 1)[: len(asked)] for each in (cache.keys, cache.values))
-            q, k, v = (each.transpose(0, 1)[None] for each in (asked, *gathered))
+            asked, length = query[tokens], tokens.stop - tokens.start
+            gathered = (each[pages].flatten(0, 1)[:length] for each in (cache.keys, cache.values))
+            # Keys that are filled up come after all tokens, which do not see them.
+            filled = (F.pad(each, (0, 0, 0, 0, 0, rounded(length) - length)) for each in (asked, *gathered))
+            q, k, v = (each.transpose(0, 1)[None] for each in filled)
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
-            out[tokens] = found[0].transpose(0, 1)
+            out[tokens] = found[0, :, :length].transpose(0, 1)
         return out

@@ -66,6 +66,12 @@ def test_whole_prompts_and_others_are_the_references(tokens, before, rest, monke
     assert own.ran == 2 * rest
 
 
+def test_prompts_have_few_lengths():
+    lengths = range(2048, 8193)
+    kinds = {whole_prompts.rounded(each) for each in lengths}
+    assert len(kinds) == 17 and all(each <= whole_prompts.rounded(each) < each * 1.125 for each in lengths)
+
+
 @pytest.mark.parametrize(
     ("kind", "stored"),
     [

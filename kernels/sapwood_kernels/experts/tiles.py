@@ -66,7 +66,7 @@ def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileSh
 
 def modelled_tiles(pairs: int, experts: int, *, stored: bool = False) -> TilePlan:
     """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one."""
-    height = 1 if 4 * pairs <= experts else tile_height(pairs, experts)
+    height = 1 if (4 if stored else 2) * pairs <= experts else tile_height(pairs, experts)
     return TilePlan(height, *tile_shapes(height, stored=stored))
 
 

@@ -1,8 +1,9 @@
 """The kernels of a mixture's layer on one GPU, with tokens spread evenly over experts. One JSON object a line.
 
-``layer``: microseconds of the router's product and of the slots of what it chose, beside torch's; and of experts by the tiles
-that a first start finds, beside the least time. ``tiles``: whether these are within 3 % of the best of all heights and a grid of
-shapes, for the 18 numbers of tokens that a start measures: both are timed again in turns, so that chance favours neither.
+``layer``: microseconds of the router's product and of the slots of what it chose, beside torch's; of experts by the tiles that a
+first start finds, beside the least time; and of all between the norm and the residual, by tiles that are not measured. ``tiles``:
+whether tiles that were found are within 3 % of the best of all heights and a grid of shapes, for the 18 numbers of tokens that a
+start measures: both are timed again in turns, so that chance favours neither.
 
     python benchmarks/gpu/bench_experts.py                              # layer, Qwen3-30B-A3B's shape; about 30 s
     python benchmarks/gpu/bench_experts.py --only tiles --seconds 45
@@ -26,7 +27,9 @@ import torch.nn.functional as F
 from commit import measured_commit
 from torch import Tensor
 
-from sapwood_kernels.experts import triton_experts
+from sapwood_kernels import triton_norm
+from sapwood_kernels.experts import triton_experts, triton_routing
+from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack
 from sapwood_kernels.experts.tiles import FEW_TOKENS, HEIGHTS, TilePlan, TileShape, candidates
 from sapwood_kernels.experts.triton_align import align
@@ -39,6 +42,8 @@ from sapwood_kernels.triton_activation import silu_mul
 GRID = [TileShape(*each) for each in product((32, 64, 128, 256), (64, 128), (4, 8), (3, 4))]
 ALONE = [TileShape(*each, 1) for each in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8))]
 SHARED_BYTES = 227 << 10
+MIXTURES = 4
+"""Copies of a mixture's weights that take turns."""
 LAYERS = 64
 """Copies of small weights that take turns, so that they are not found in the L2 cache."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,9 +173,6 @@ class Bench:
         experts, chosen, hidden, inner = self.sizes
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         plan = self.found(tokens)
-        hit = experts * (1 - (1 - chosen / experts) ** tokens)
-        numbers = 3 * hidden * inner
-        least = max(hit * 2 * numbers / BYTES_A_SECOND, 2 * numbers * tokens * chosen / PRODUCTS_A_SECOND)
         if plan.height > 1 and DEVICE.type == "cuda":
             stack = DenseStack(torch.randn(experts, 2 * inner, hidden, device=DEVICE, dtype=torch.bfloat16) / 30)
             draws = [torch.rand(tokens, experts, device=DEVICE).topk(chosen, -1).indices.int() for _ in range(4)]
@@ -183,7 +185,43 @@ class Bench:
                 apart_us=timed(lambda at: silu_mul(multiply(sorted_by[at])), 4),
             )  # fmt: skip
         taken = self.seconds(tokens * chosen, plan)
-        self.report(f"experts {tokens}", us=taken * 1e6, floor_us=least * 1e6, plan=plan)
+        self.report(f"experts {tokens}", us=taken * 1e6, floor_us=self.least(tokens) * 1e6, plan=plan)
+
+    def mixture(self, tokens: int) -> None:
+        """Prints what norm, router and experts take together, of layers after each other, added to a residual."""
+        experts, chosen, hidden, inner = self.sizes
+        ops, scale = CudaOps(DEVICE), 1 / hidden**0.5
+        x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
+        counts = torch.zeros(experts, dtype=torch.int64, device=DEVICE)
+        choose = ops.router(Routing(experts, chosen, renormalise=True), None, counts)
+        layers = []
+        for _ in range(MIXTURES):
+            weight, norm = torch.randn(experts, hidden, device=DEVICE) * scale, torch.rand(hidden, device=DEVICE) + 0.5
+            stacks = [
+                DenseStack(torch.randn(experts, *shape, device=DEVICE, dtype=torch.bfloat16) * scale)
+                for shape in ((2 * inner, hidden), (hidden, inner))
+            ]
+            layers.append((
+                partial(triton_norm.rms_norm, weight=norm, eps=1e-6), ops.router_logits(weight, None),
+                partial(ops.normed_logits(weight, None).product, x, norm, 1e-6), ops.expert_sum(*stacks, "silu", chosen),
+            ))  # fmt: skip
+
+        def run(at: int) -> None:
+            norm, logits, both, summed = layers[at % MIXTURES]
+            if tokens <= triton_routing.FEW:
+                normed, found = both()
+            else:
+                normed = norm(x)
+                found = logits(normed)
+            summed(normed, *choose(found), add_to=x)
+
+        self.report(f"mixture {tokens}", us=timed(run, 2 * MIXTURES), floor_us=self.least(tokens) * 1e6)
+
+    def least(self, tokens: int) -> float:
+        """Seconds in which the experts' matrices can be read, or multiplied."""
+        experts, chosen, hidden, inner = self.sizes
+        hit, numbers = experts * (1 - (1 - chosen / experts) ** tokens), 3 * hidden * inner
+        return max(hit * 2 * numbers / BYTES_A_SECOND, 2 * numbers * tokens * chosen / PRODUCTS_A_SECOND)
 
     def compile(self, shapes: Mapping[int, Sequence[TileShape]], processes: int) -> None:
         """Compiles products in tiles of some shapes by height, side by side."""
@@ -260,6 +298,7 @@ def main() -> None:
         bench.compile({height: list(shapes) for height, shapes in tried.items()}, given.processes)
         for each in tokens:
             bench.experts(each)
+            bench.mixture(each)
 
 
 if __name__ == "__main__":

@@ -93,14 +93,15 @@ for dim, group, dtype, window, capped in (
     (80, 1, "fp32", 0, False),
 ):
     stored = ["*" + dtype] + ["*fp8e4nv"] * (dtype == "bf16" and capability >= 89)
-    rows, block = prefilling.tile_shape(group, dim, TYPES[dtype])
+    rows = prefilling.tile_rows(group, dim, TYPES[dtype])
+    block, stages = prefilling.key_blocks(dim, TYPES[dtype], divmod(capability, 10))
     for cache in stored:
         check(
             prefilling._prefill_kernel,
             {**PREFILL, "query": "*" + dtype, "out": "*" + dtype, "keys": cache, "values": cache},
             prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, CAUSAL=dim != 128, WINDOW=window, CAPPED=capped,
             SINKS=dim == 64, SUMS=dim != 256, FLOAT8="fp8" in cache, TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]),
-            ROWS=rows, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=2,
+            ROWS=rows, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=stages,
         )
 for words in (False, True)[: 1 + (capability >= 89)]:
     cache = "*i32" if words else "*bf16"

@@ -10,7 +10,7 @@ program here then takes what is a request's own, and the parts of both are added
 Keys and values in float8 are widened to float16, which holds each of their numbers; their scales go into the query and the
 result. Instructions, not memory, are the limit there: on NVIDIA's GPUs four numbers are read as a word and widened two at a
 time, where Triton by itself would move single bytes (20 instead of 36 instructions of a warp for a key and its value). Programs
-have one warp, as they seldom wait for memory, and those of heads that share a row of memory run side by side.
+have one warp or two, as they seldom wait for memory, and those of heads that share a row of memory run side by side.
 
 Cost: one read of the keys and values; a request that is split also writes and reads stretches x H x D floats of partial results.
 Bound: no stretch is longer than its share of the request's keys, rounded up to a block.
@@ -190,11 +190,11 @@ class SharedWork:
 def num_splits(batch: int, kv_heads: int, processors: int, *, float8: bool = False) -> tuple[int, int]:
     """How many programs may share a request's keys, a power of 2, and the fewest keys that one of them takes.
 
-    With few requests it is as many as fill the chip up to four times, at most 32: within 5 % of the best of those tried on an
-    H200 for up to 16 requests of 1100 to 8192 keys. With many it is stretches of at least 256 or 512 keys, which balances the
-    processors: up to a third faster than whole requests for 32 to 256 requests of 100 to 1948 keys.
+    With few requests it is as many as fill the chip up to twice, with float8 four times, at most 32. With many it is stretches of
+    at least 256 or 512 keys, which balances the processors: 32 to 256 requests of 100 to 1948 keys took an H200 up to a third
+    longer whole, though as many of 1024 keys each take it a tenth less so.
     """
-    most = 4 * processors // (batch * kv_heads)
+    most = (4 if float8 else 2) * processors // (batch * kv_heads)
     filling = min(_MOST_SPLITS, 1 << max(0, most.bit_length() - 1))
     if filling >= _SPLITS_OF_LONG:
         return filling, 1
@@ -270,7 +270,9 @@ def decode_attention(
     if least >= _SHORT and dim <= 128:  # where stretches are long
         block, warps, stages = (128, 2, 3) if float8 else (64, 2, 3)
     if words:
-        block, warps, stages = 64, 1 if rows * block_d <= _LARGE else 2, 2
+        block, warps, stages = (
+            (64, 2, 5) if least >= _SHORT and dim <= 128 else (64, 1 if rows * block_d <= _LARGE else 2, 2)
+        )
     if words:
         key_pages, value_pages = key_pages.view(torch.int32), value_pages.view(torch.int32)
     _split_kernel[(kv_heads, batch, splits)](

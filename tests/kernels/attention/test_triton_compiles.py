@@ -103,12 +103,12 @@ for dim, group, dtype, window, capped in (
             SINKS=dim == 64, SUMS=dim != 256, FLOAT8="fp8" in cache, TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]),
             ROWS=rows, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=stages,
         )
-for words in (False, True)[: 1 + (capability >= 89)]:
+for words, warps, stages in ((False, 4, 3), (True, 1, 2), (True, 2, 5))[: 1 + 2 * (capability >= 89)]:
     cache = "*i32" if words else "*bf16"
     check(
-        decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
+        decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, warps, GROUP=4, D=128, PAGE=16, SPLITS=8,
         SLOTS=24, LEAST=1, WINDOW=0 if words else -8192, CAPPED=False, SINKS=words, SHARED=True, FLOAT8=words, WORDS=words,
-        ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=2 if words else 3, PDL=capability >= 90,
+        ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=stages, PDL=capability >= 90,
     )
 for dim, group, batch, window, cache in (
     (128, 4, 256, 0, "*bf16"), (128, 5, 4, -8192, "*bf16"), (256, 2, 256, 512, "*bf16"), (64, 5, 256, 0, "*bf16"),
@@ -133,11 +133,13 @@ check(
     BLOCK_D=128, BLOCK=32,
 )
 for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
-    check(
-        latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, SLOTS=24,
-        LEAST=1, SHARED=True, FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64,
-        BLOCK=latent._KEYS_OF_BLOCK, STAGES=latent._STAGES, PDL=capability >= 90,
-    )
+    for splits in (8, 32):
+        block, warps, stages = latent.tile_of(splits)
+        check(
+            latent._latent_kernel, {**LATENT, "stored": cache}, warps, HEADS=128, R=512, E=64, PAGE=16, SPLITS=splits,
+            SLOTS=splits + 16, LEAST=1, SHARED=True, FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64,
+            BLOCK=block, STAGES=stages, PDL=capability >= 90,
+        )
     requests = sharing_latent.requests_of(divmod(capability, 10))
     check(
         sharing_latent._shared_latent_kernel, {**SHARED_LATENT, "stored": cache}, sharing_latent.warps_of(requests), HEADS=128,

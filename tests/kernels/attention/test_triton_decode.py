@@ -139,3 +139,10 @@ def test_few_requests_are_split_more_than_many():
     assert shares == sorted(shares)
     assert plans[0][0] * 8 >= 132
     assert shares[-1] >= 512
+
+
+@pytest.mark.parametrize(("batch", "kv_heads"), [(4, 4), (8, 4), (4, 8)])
+def test_few_requests_fill_the_chip_at_most_twice(batch: int, kv_heads: int):
+    splits, least = kernel.num_splits(batch, kv_heads, 132)
+    assert least == 1
+    assert 132 <= splits * batch * kv_heads <= 2 * 132

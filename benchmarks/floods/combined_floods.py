@@ -80,6 +80,7 @@ COMBINED_FLOODS = (
     _flood("60 tools 300 deep", _CHAT, **_SAID, tools=[_TOOL] * 60, tool_choice="required"),
     _raw("floats of a large exponent", lambda: b"[%b]" % b",".join([b"1e300"] * 250_000)),
     _raw("small floats", lambda: b"[%b]" % b",".join([b"1.2345678901234567e-300"] * 250_000)),
+    _raw("numbers of 4000 digits", lambda: b"[%b]" % b",".join([b"9" * 4000] * 3800)),
     _raw("pairs of surrogates", lambda: b'"%b"' % (b"\\ud83d\\ude00" * 1_200_000)),
     _raw("15 MB that are no UTF-8", lambda: b'"%b"' % (b"\xff" * 15_000_000)),
     _raw("the same name 60 000 times", lambda: b'"a", %b' % b", ".join([b'"prompt": "' + b"a" * 200 + b'"'] * 60_000)),

@@ -93,7 +93,7 @@ MORE_FLOODS = (
     Flood(
         "variables of a template",
         "http",
-        bodies(lambda: _chat(chat_template_kwargs={"a": [["a"] * 8] * 4000, "b": "a" * 8 * _MB}), _CHAT),
+        bodies(lambda: _chat(chat_template_kwargs={"a": [["a"] * 8] * 4000, "b": "a" * (17 * _MB // 10)}), _CHAT),
         keyed=True,
     ),
     Flood("escapes in a text", "http", bodies(lambda: _completion(b'"%b"' % (b"\\u00e9" * 2_000_000))), keyed=True),

@@ -14,6 +14,8 @@ MOST_TOGETHER = 4 * 1024 * 1024
 tokenized, hashed, sent and kept."""
 _MOST_TOOLS = 1024 * 1024
 """Characters of a conversation's tools: the tokenizer reads them for each answer, and compiles them where a call must come."""
+_MOST_VARIABLES = 2 * 1024 * 1024
+"""Characters of what a chat template is told beside the conversation, which the tokenizer parses in one piece."""
 _MOST_ARGUMENTS = 1024 * 1024
 """Characters of a call's arguments: the tokenizer parses them, in one piece, for the model's template."""
 _MOST_GRAMMAR = 2 * 1024 * 1024
@@ -69,6 +71,11 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
         if len(prompt.tools) > _MOST_TOOLS:
             raise InvalidArgumentError(
                 f"the tools have {len(prompt.tools)} characters; the most are {_MOST_TOOLS}", field="tools"
+            )
+        if len(prompt.template_variables) > _MOST_VARIABLES:
+            raise InvalidArgumentError(
+                f"the template's variables have {len(prompt.template_variables)} characters; the most are {_MOST_VARIABLES}",
+                field=fields.template_variables,
             )
         for turn in prompt.turns:
             for call in turn.tool_calls:

@@ -112,6 +112,15 @@ def test_a_body_of_a_million_escaped_characters_is_refused_and_the_same_as_utf_8
     check_size(json.dumps({"prompt": many}, ensure_ascii=False).encode())
 
 
+@pytest.mark.parametrize("digits", [4000, 300])
+def test_a_body_of_long_numbers_is_refused_and_one_of_many_tokens_is_not(digits) -> None:
+    number = b"7" * digits
+    check_size(b'{"a": [%b]}' % b",".join([number] * (500_000 // digits)))
+    with pytest.raises(InvalidArgumentError, match="128 digits"):
+        check_size(b'{"a": [%b]}' % b",".join([number] * (2_000_000 // digits)))
+    check_size(b'{"prompt": [%b]}' % b",".join([b"1234567"] * 250_000))
+
+
 def _parts(value) -> tuple[int, int]:
     """Strings, keys included, and arrays and objects."""
     if isinstance(value, str):

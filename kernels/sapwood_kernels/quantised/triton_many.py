@@ -38,8 +38,8 @@ MOST = 512
 """Rows of inputs: for more, a weight is better widened once for all of them."""
 _TILE = 128  # rows of the weight, 64 for a warp group
 
-# Kernels of other modules share no function that uses constants with this one: in Triton 3.6 the key under which a kernel is cached
-# would depend on which of them had been looked at before, and what was compiled ahead would not be found.
+# Kernels of other modules share no function that uses constants with this one: in Triton 3.6 the key under which a kernel is
+# cached would depend on which of them had been looked at before, and what was compiled ahead would not be found.
 # Triton 3.6 and later ones name these differently.
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

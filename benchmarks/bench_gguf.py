@@ -30,6 +30,7 @@ from report import Figure, Goal, print_figures, print_table
 import sapwood
 from sapwood.client import AsyncClient
 from sapwood_common.models.model_files import demo_path
+from sapwood_kernels.native.library import load_library
 
 BATCH, PROMPT, LONG = 8, 32, 512
 KEPT, WIDE, PEER = "sapwood", "sapwood, float32", "llama.cpp"
@@ -157,6 +158,8 @@ def main() -> None:
         sys.exit(
             "llama_cpp is not installed: pip install llama-cpp-python==0.3.36 --no-binary llama-cpp-python, or --without-llama"
         )
+    if load_library() is None:  # both of ours would be float32
+        sys.exit("the kernels are not compiled as the sources are now: python hatch_build.py")
     makers: dict[str, Callable[[], Sapwood | LlamaCpp]] = {KEPT: lambda: Sapwood(arguments.threads, "keep")}
     if not arguments.without_float32:
         makers[WIDE] = lambda: Sapwood(arguments.threads, "widen")

@@ -70,5 +70,7 @@ def load_library() -> NativeLibrary | None:
     try:
         return NativeLibrary(path)
     except OSError as error:
-        logger.warning("GGUF weights are widened as they are loaded, no kernel for them: %s", error)
+        logger.warning(
+            "GGUF weights are widened as they are loaded, no kernel for them: %s; hatch_build.py makes it", error
+        )
         return None

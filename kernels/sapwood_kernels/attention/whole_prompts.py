@@ -1,6 +1,6 @@
 """Attention of prompts from their first token on by cuDNN, through torch, and of what else is in a batch by our own kernel.
 
-Nearly twice as fast on a Hopper GPU, whose matrix units Triton keeps less busy: for it keys and values are gathered from their
+Half as fast again on a Hopper GPU, whose matrix units Triton keeps less busy: for it keys and values are gathered from their
 pages, which takes a hundredth of the time. cuDNN knows no pages, and of causal masks only that of tokens that are all of their
 keys. It plans anew for each length that it has not seen, which takes the host tens of milliseconds: lengths are rounded up to one
 of eight between powers of two, and short prompts are not worth it.

@@ -2,8 +2,7 @@
 
 Half as fast again on a Hopper GPU, whose matrix units Triton keeps less busy: for it keys and values are gathered from their
 pages, which takes a hundredth of the time. cuDNN knows no pages, and of causal masks only that of tokens that are all of their
-keys. It plans anew for each length that it has not seen, which takes the host tens of milliseconds: lengths are rounded up to one
-of eight between powers of two, and short prompts are not worth it.
+keys; it plans anew for each length that it has not seen (``cudnn_lengths``), so that short prompts are not worth it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.attention.cudnn_lengths import padded
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
 from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
 
@@ -22,12 +22,6 @@ logger = logging.getLogger(__name__)
 
 LEAST = 2048
 """Tokens from which on a prompt is computed so."""
-
-
-def rounded(length: int) -> int:
-    """The tokens that a prompt is filled up to."""
-    step = 1 << max((length - 1).bit_length() - 4, 0)
-    return -(-length // step) * step
 
 
 def serves(shape: AttentionShape, variant: Variant, stored: torch.dtype, device: torch.device) -> bool:
@@ -85,11 +79,9 @@ class WholePromptAttention:
         if self._others:
             self._own.run(query, cache, out)
         for tokens, pages in self._whole:
-            asked, length = query[tokens], tokens.stop - tokens.start
-            gathered = (each[pages].flatten(0, 1)[:length] for each in (cache.keys, cache.values))
-            # Keys that are filled up come after all tokens, which do not see them.
-            filled = (F.pad(each, (0, 0, 0, 0, 0, rounded(length) - length)) for each in (asked, *gathered))
-            q, k, v = (each.transpose(0, 1)[None] for each in filled)
+            asked = query[tokens]
+            gathered = (each[pages].flatten(0, 1)[: len(asked)] for each in (cache.keys, cache.values))
+            q, k, v = (padded(each).transpose(0, 1)[None] for each in (asked, *gathered))
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
-            out[tokens] = found[0, :, :length].transpose(0, 1)
+            out[tokens] = found[0, :, : len(asked)].transpose(0, 1)
         return out

@@ -11,6 +11,7 @@ from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredP
 
 pytest.importorskip("triton", reason="Triton is not installed")
 whole_prompts = pytest.importorskip("sapwood_kernels.attention.whole_prompts")
+cudnn_lengths = pytest.importorskip("sapwood_kernels.attention.cudnn_lengths")
 tiled_prefill = pytest.importorskip("sapwood_kernels.attention.tiled_prefill")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
 
@@ -68,8 +69,8 @@ def test_whole_prompts_and_others_are_the_references(tokens, before, rest, monke
 
 def test_prompts_have_few_lengths():
     lengths = range(2048, 8193)
-    kinds = {whole_prompts.rounded(each) for each in lengths}
-    assert len(kinds) == 17 and all(each <= whole_prompts.rounded(each) < each * 1.125 for each in lengths)
+    kinds = {cudnn_lengths.rounded(each) for each in lengths}
+    assert len(kinds) == 17 and all(each <= cudnn_lengths.rounded(each) < each * 1.125 for each in lengths)
 
 
 @pytest.mark.parametrize(

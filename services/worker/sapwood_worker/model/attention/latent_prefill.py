@@ -8,6 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.attention.cudnn_lengths import padded
 from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, PromptOrder
@@ -105,7 +106,10 @@ def _attend(
                     whole[each.common : length] = part
                 key, value = made[0][:length], made[1][:length]
             asked = query[each.tokens, some]
+            tokens = len(asked)
+            if asked.is_cuda and tokens == len(key):  # torch has cuDNN compute a whole prompt
+                asked, key, value = padded(asked), padded(key), padded(value)
             mask = causal_lower_right(len(asked), len(key))
             q, k, v = (part.transpose(0, 1)[None] for part in (asked, key, value))
             result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-            out[each.tokens, some] = result[0].transpose(0, 1)[..., : latent.value_dim]
+            out[each.tokens, some] = result[0].transpose(0, 1)[:tokens, :, : latent.value_dim]

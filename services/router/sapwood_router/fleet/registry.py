@@ -49,6 +49,8 @@ class Registry:
         self._on_change = on_change
         self._on_reset = on_reset
         self._most_requests = most_requests
+        self._kept: dict[str, int] = {}
+        """Places that the available workers of each model keep, all together."""
         self._running: dict[str, dict[str, int]] = {}
         """By model and tenant."""
         self._changed = asyncio.Event()
@@ -164,7 +166,7 @@ class Registry:
     def has_few(self, model: str, tenant: str) -> bool:
         """Whether a tenant has so few requests running that the places are his that workers keep for such."""
         running = self._running.get(model, {}).get(tenant, 0)
-        return not running or running < sum(worker.kept for worker in self.available(model)) // _SHARERS
+        return not running or running < self._kept.get(model, 0) // _SHARERS
 
     def find(self, address: str) -> Worker | None:
         """The worker of an address."""
@@ -211,6 +213,7 @@ class Registry:
             if worker.takes_new and worker.model is not None:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
+        self._kept = {model: sum(each.kept for each in workers) for model, workers in grouped.items()}
         self._addresses = {model: tuple(each.address for each in workers) for model, workers in grouped.items()}
         self._kinds = {
             model: frozenset(

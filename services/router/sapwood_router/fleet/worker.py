@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sapwood_common.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
@@ -47,7 +47,7 @@ class Lease:
         self._prompt_is_over()
         if self._held and not self._generating:
             self._generating = True
-            self._worker.generates(1)
+            self._worker.generating += 1
 
     def release(self) -> None:
         """The request is over. May be called again."""
@@ -55,8 +55,7 @@ class Lease:
             self._held = False
             worker = self._worker
             self._prompt_is_over()
-            if self._generating:
-                worker.generates(-1)
+            worker.generating -= self._generating
             worker.handing_off -= self._hands_off
             worker.in_flight -= 1
             left = self._running[self._tenant] - 1
@@ -69,20 +68,10 @@ class Lease:
     def _prompt_is_over(self) -> None:
         """It is computed, or given up with the request."""
         if self._tokens:
-            self._worker.has_computed(self._tokens)
+            self._worker.pending_tokens -= self._tokens
+            self._worker.prompted.add(self._tokens)
+            self._worker.prompts.add()
             self._tokens = 0
-
-
-class Work(NamedTuple):
-    """What a worker has done for this router.
-
-    Attributes:
-        generating: Seconds that requests have generated, summed over the requests.
-        prompt_tokens: Computed.
-    """
-
-    generating: float
-    prompt_tokens: int
 
 
 class Worker:
@@ -100,10 +89,10 @@ class Worker:
 
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
     __slots__ = (
-        "_clock", "_foreign_requests", "_foreign_tokens", "_generating_changed", "_generating_seconds", "_prompt_tokens",
-        "_recent", "_recent_at", "_storage_id", "_used_share", "address", "available", "backend", "breaker", "draining",
-        "generated", "generating", "handing_off", "in_flight", "kept", "leaving", "load", "loop_lag", "model", "most_requests",
-        "on_room", "pending_tokens", "problem", "prompted", "prompts", "proposed", "running", "session", "step_seconds",
+        "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
+        "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "kept", "leaving",
+        "load", "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "prompts", "proposed",
+        "running", "session", "step_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -159,9 +148,6 @@ class Worker:
         self._foreign_tokens = 0
         self._recent = 0.0
         self._recent_at = clock()
-        self._generating_seconds = 0.0
-        self._generating_changed = clock()
-        self._prompt_tokens = 0
 
     @property
     def takes_new(self) -> bool:
@@ -177,25 +163,6 @@ class Worker:
     def open_room(self) -> float:
         """The same of whoever has many running."""
         return max(0.0, self.most_requests - self.kept - self.in_flight)
-
-    def work(self) -> Work:
-        """All that it has done until now: what it did meanwhile is the difference of two of these."""
-        self.generates(0)
-        return Work(self._generating_seconds, self._prompt_tokens)
-
-    def generates(self, more: int) -> None:
-        """It generates for so many requests more, or with -1 for one less. Called by leases."""
-        now = self._clock()
-        self._generating_seconds += self.generating * (now - self._generating_changed)
-        self._generating_changed = now
-        self.generating += more
-
-    def has_computed(self, tokens: int) -> None:
-        """It has computed a prompt of so many tokens, all of which were pending. Called by leases."""
-        self.pending_tokens -= tokens
-        self.prompted.add(tokens)
-        self.prompts.add()
-        self._prompt_tokens += tokens
 
     def report(self, load: Load) -> None:
         """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""

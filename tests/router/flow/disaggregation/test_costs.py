@@ -13,7 +13,6 @@ from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
 from sapwood_router.flow.disaggregation.decision import PROBE_SECONDS, Disaggregation, Estimate, Part
-from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook
@@ -137,39 +136,3 @@ def test_a_pair_waits_for_what_the_decode_worker_computes_longer_than_the_prompt
     assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02)
     pair.workers[Role.DECODE].lease(20_000)
     assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02 + 2.0 - 0.1)
-
-
-def test_that_wait_is_no_part_of_what_a_hand_over_is_measured_to_take() -> None:
-    pair = Pair()
-    pair.measure(handover=0.02)
-    decode = pair.workers[Role.DECODE]
-    prompt = decode.lease(20_000)
-    timing = Timing(pair.costs, lambda: pair.now)
-    timing.handed_off()
-    lease = decode.lease(1)
-    timing.sent(decode, Part.DECODE, 1000)
-    pair.now += 2.02
-    prompt.prefilled()
-    lease.prefilled()
-    timing.answers()
-    assert pair.costs.handover(1000) == pytest.approx(0.02)
-
-
-def test_a_step_is_measured_with_those_who_generated_meanwhile_and_without_the_prompts_that_were_computed() -> None:
-    pair = Pair()
-    decode = pair.workers[Role.DECODE]
-    pair.costs.prefilled(Role.DECODE, 1000, 0.1)
-    timing = Timing(pair.costs, lambda: pair.now)
-    lease, other, prompt = decode.lease(1), decode.lease(1), decode.lease(10_000)
-    timing.sent(decode, Part.DECODE, 1000)
-    lease.prefilled()
-    other.prefilled()
-    timing.answers()
-    pair.now += 1.0
-    other.release()
-    pair.now += 3.0
-    prompt.release()
-    timing.ended(101, 102)
-    # Of four seconds the prompt took one; the other was beside it for one.
-    assert pair.costs.generate(100, requests=0.25, prefilling=0.0) == pytest.approx(3.0)
-    assert pair.costs.generate(100, requests=1.5, prefilling=0.0) == pytest.approx(6.0)

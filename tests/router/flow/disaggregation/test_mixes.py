@@ -70,7 +70,6 @@ MEASURED_MIXES = {
 }
 """Those of ``benchmarks/gpu/bench_pairs.py``."""
 OTHER_MIXES = {
-    "all alike": Mix(((4000, 300),), 48, 0.02, 0.000001),
     "all lengths": Mix(((100, 50), (1000, 400), (3000, 100), (10_000, 600)), 48, 0.02, 0.000001),
     "few documents": Mix(((300, 200),) * 9 + ((16_000, 100),), 48, 0.02, 0.000001),
     "long documents": Mix(((16_000, 20), (12_000, 40)), 48, 0.02, 0.000001),

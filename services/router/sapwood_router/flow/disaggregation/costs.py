@@ -79,19 +79,19 @@ class ModelCosts:
 
         Args:
             tokens: How many of the prompt's tokens it was believed to lack.
-            seconds: Since the ticket came, without its wait for prompts: the transfer, what it computed and a step.
+            seconds: Since the ticket came: its wait, the transfer, what it computed and a step.
         """
         self._handover.add(tokens, seconds)
         self._handed_over_at = self._clock()
 
-    def generated(self, tokens: int, seconds: float, requests: float, prefilling: float) -> None:
+    def generated(self, tokens: int, seconds: float, requests: int, prefilling: float) -> None:
         """A worker has generated.
 
         Args:
             tokens: After its first.
             seconds: From that first to the last.
-            requests: For which it generated meanwhile on average, this one included.
-            prefilling: The share of that time that prompts took.
+            requests: For which it generated meanwhile, this one included.
+            prefilling: The share of the worker's time that prompts took.
         """
         if tokens > 0:
             self._step.add(requests, seconds / tokens * (1 - prefilling))
@@ -122,7 +122,7 @@ class ModelCosts:
         return next((fit.at(tokens) for fit in fits if fit.known), 0.0)
 
     def handover(self, tokens: float) -> float:
-        """Seconds from a ticket to the decode worker's first token, if it lacks so many and computes no prompts before."""
+        """Seconds from a ticket to the decode worker's first token, if it lacks so many."""
         return self._handover.at(tokens)
 
     def generate(self, tokens: float, requests: float, prefilling: float) -> float:

@@ -57,7 +57,7 @@ EVERY = list(itertools.product(POINTS, SIDES, FAULTS))
 class Worker(WorkerProcess):
     """A worker of a role, behind a link of its own."""
 
-    start_seconds = 300.0
+    start_seconds = 600.0
 
     def __init__(self, model: Path, role: str, number: int) -> None:
         self.model, self.role = model, role
@@ -207,7 +207,7 @@ async def cluster(demo_model: Path) -> AsyncIterator[Cluster]:
 class Tokenizer(WorkerProcess):
     """The demo model's tokenizer."""
 
-    start_seconds = 300.0
+    start_seconds = 600.0
 
     def __init__(self, model: Path) -> None:
         super().__init__()

@@ -106,6 +106,14 @@ def test_whoever_is_to_do_it_alone_is_the_one_who_costs_least() -> None:
     assert pair.deciding.roles_for(Part.WHOLE, decision)[0] is Role.PREFILL
 
 
+def test_where_all_cost_nearly_the_same_alone_the_policy_chooses_among_all() -> None:
+    pair = Pair()
+    pair.measure(handover=5.0)
+    decision = pair.deciding.decide(DEMAND, PROMPT, 100)
+    assert decision.reason == "any worker alone costs less"
+    assert pair.deciding.roles_for(Part.WHOLE, decision) == ()
+
+
 def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why_is_none() -> None:
     pair = Pair()
     pair.measure(handover=5.0)

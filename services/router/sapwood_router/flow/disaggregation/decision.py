@@ -13,7 +13,8 @@ the ticket only saves it the computation. So whatever is lost on the way costs t
 
 Roles are preferences: where nobody else can be asked, any worker serves any request whole.
 
-``auto`` takes the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom)::
+``auto`` takes the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom, of the
+role that costs least, or of all where their costs are nearly the same)::
 
     cost = its own seconds (wait and prefill, hand-over, generating)
          + seconds that its prompt takes from each other request of that worker: those that generate wait for it, and those who
@@ -52,6 +53,9 @@ PROBE_SECONDS = 30.0
 """This long after the last hand-over one is tried whatever it is believed to cost: what was measured then may no longer hold."""
 MOST_PREFILLING = 0.9
 """The largest share of a worker's time that prompts are believed to take."""
+_ALIKE = 1.03
+"""Costs of workers alone that differ by less than this factor are not told apart: the policy chooses among the workers of all
+roles, which spreads requests that are all alike more evenly than costs that were measured of each role."""
 _MOST_WEIGHED = 32
 """Workers of each role: a decision on a thousand would take 30 ms."""
 
@@ -227,9 +231,12 @@ class Disaggregation:
         if not ways:
             return Decision(False, "no worker can be asked now")
         least = min(ways, key=_total)
-        what = "a pair costs least" if least.decode_worker else f"a {least.role.value} worker alone costs less"
+        if least.decode_worker:
+            return Decision(True, "a pair costs least", estimates=tuple(ways))
+        if max(each.total for each in alone.values()) < _ALIKE * least.total:
+            return Decision(False, "any worker alone costs less", (), tuple(ways))
         others = (role for role in PREFERRED[Part.WHOLE] if role is not least.role)
-        return Decision(bool(least.decode_worker), what, (least.role, *others), tuple(ways))
+        return Decision(False, f"a {least.role.value} worker alone costs less", (least.role, *others), tuple(ways))
 
     def _able(self, role: Role, demand: Demand) -> list[Worker]:
         """The workers of a role that can take the request now; of many, some that are drawn."""

@@ -1,4 +1,4 @@
-"""Lengths for which cuDNN plans attention: it takes 35 to 55 ms of the host for each that it has not seen, so they are few."""
+"""Lengths for which cuDNN plans attention: it takes 35 to 110 ms of the host for each that it has not seen, so they are few."""
 
 from __future__ import annotations
 

@@ -111,6 +111,18 @@ def test_what_was_long_prepared_goes_after_who_came_meanwhile() -> None:
     assert len(queue.gone) == 151
 
 
+def test_tenants_without_number_go_while_one_request_is_prepared() -> None:
+    """Of tenants who have nothing in the queue some are forgotten, but not the queue."""
+    queue = Queue(most_waiting=2)
+    slow = queue.enter("slow", tenant="slow", ready=False)
+    for number in range(20):
+        queue.enter(f"{number}", tenant=f"tenant-{number}")
+        queue.admission.release()
+    queue.admission.ready(slow)
+    assert queue.drain() == [*map(str, range(20)), "slow"]
+    assert queue.admission.waiting == 0
+
+
 def test_who_was_idle_has_saved_up_nothing() -> None:
     queue = Queue()
     for number in range(10):

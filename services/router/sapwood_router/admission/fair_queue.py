@@ -15,7 +15,7 @@ try again: after the expected wait, at least a second, times a random factor fro
 who came together would come back together; spread out, a burst becomes a steady stream by its second try.
 
 Complexity: O(log n) comparisons to enter, to go and to refuse, and a move of up to n pointers in a list, for a thousand of which
-a microsecond is enough; those that are not ready are passed one by one. Bound: ``most_waiting`` requests, and the tags of three
+a microsecond is enough; those that are not ready are passed one by one. Bound: ``most_waiting`` requests, and the tags of four
 times as many tenants in each class.
 """
 
@@ -106,7 +106,8 @@ class _Class:
     def add(self, ticket: Ticket) -> None:
         """Puts it at its place."""
         if len(self._finish) > len(self.entries) + self._most_idle:
-            self._finish = {each.tenant: self._finish[each.tenant] for _, _, each in self.entries}
+            tenants = {each.tenant for _, _, each in self.entries}
+            self._finish = {tenant: finish for tenant, finish in self._finish.items() if tenant in tenants}
         tenant = ticket.tenant
         if ticket.ready:
             ticket.start, finish = max(self._virtual, self._finish.get(tenant, 0.0)), self._finish

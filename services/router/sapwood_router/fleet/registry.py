@@ -112,7 +112,7 @@ class Registry:
         """Whether requests for a model go to backends, because no available worker has it."""
         if not self._relayed:
             return False
-        if model is None:
+        if not model:
             return len(self._models) == 1 == len(self._relayed)
         return model in self._relayed
 

@@ -273,3 +273,74 @@ def test_a_tenant_whose_requests_have_ended_has_nothing_running() -> None:
         lease.release()
     assert registry.has_few("m", "one")
     assert worker.running == {}
+
+
+class Busy:
+    """A worker of 32 places, two of which are kept, or of more; and who has them."""
+
+    def __init__(self, running: int = 16) -> None:
+        clock = Clock()
+        self.worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
+        registry = Registry([self.worker], most_requests=lambda model: 2 * model.max_running)
+        registry.mark_up(self.worker, ServedModel("m", 100, 10, 4, 10, epoch=1, max_running=running))
+        self.control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+        self.begun: list[tuple[str, Lease]] = []
+        self.asked: list[asyncio.Task[None]] = []
+
+    def ask(self, tenant: str, times: int = 1) -> None:
+        self.asked += [asyncio.ensure_future(self._ask(tenant)) for _ in range(times)]
+
+    def end_first(self) -> str:
+        tenant, lease = self.begun.pop(0)
+        lease.release()
+        return tenant
+
+    async def settle(self) -> None:
+        self.control.pump()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def _ask(self, tenant: str) -> None:
+        place = self.control.reserve("m", Caller(tenant), 1, FAR)
+        await asyncio.sleep(0)  # it is prepared
+        if not place.ready():
+            await place.turn()
+        self.begun.append((tenant, self.worker.lease(1, tenant)))
+
+
+async def test_more_tenants_than_places_leave_nobodys_second_request_waiting_for_ever() -> None:
+    """Whenever a place is free one waits who has nothing running."""
+    busy, served = Busy(), []
+    for number in range(48):
+        busy.ask(f"tenant-{number}")
+    await busy.settle()
+    busy.ask("one", 10)
+    await busy.settle()
+    for _ in range(600):
+        served.append(busy.end_first())
+        if served[-1] != "one":
+            busy.ask(served[-1])
+        await busy.settle()
+    assert served.count("one") == 10
+    for task in busy.asked:
+        task.cancel()
+
+
+async def test_a_tenant_whose_requests_are_let_go_together_has_not_all_places_that_are_kept() -> None:
+    busy = Busy(running=128)
+    busy.ask("many", 300)
+    await busy.settle()
+    for number in range(16):
+        busy.ask(f"tenant-{number}")
+    await busy.settle()
+    assert busy.worker.in_flight == 256, "no place is left"
+    busy.ask("one", 20)
+    await busy.settle()
+    few = [lease for tenant, lease in busy.begun if tenant.startswith("tenant")]
+    for lease in few:
+        lease.release()
+    await busy.settle()
+    begun = [tenant for tenant, _ in busy.begun]
+    assert 1 <= begun.count("one") <= 4, "a part of the 16 that are kept"
+    for task in busy.asked:
+        task.cancel()

@@ -1,7 +1,8 @@
 """Lets requests through to the workers as these have room, and queues them model by model while they have not.
 
 Some places of each worker are for tenants who have few requests running: these begin at once, though a thousand requests of
-another tenant have all other places, and wait. Among those who wait for a place of that kind who came first goes first.
+another tenant have all other places, and wait. Among those who wait for a place of that kind who came first goes first. After
+three of them the next in the queue's order goes: where there are more such tenants than places, all others would never go.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from sapwood_router.request.caller import Caller
 
 _POLL = 0.25
 """Seconds between looks at what changes by time alone: breakers that half-open, requests that waited too long."""
+_MOST_AHEAD = 3
+"""Requests of tenants who have few running that go one after another while others wait."""
 
 
 def _nothing() -> None:
@@ -42,10 +45,14 @@ class _Line:
         self._exits = exits
         self.coming = 0
         self.let_go = 0
+        self._let_go_of: dict[str, int] = {}
+        """The same by tenant."""
         self._more = False
         """Whether more go in a later turn."""
         self._few: dict[Ticket, None] = {}
         """Of those that wait, the requests of tenants who have few running, in the order in which they came."""
+        self._ahead = 0
+        """How many of them went since one last went in the queue's order."""
 
     def has_room(self, taken: int, *, few: bool = False) -> bool:
         """Whether the workers have room for more than ``taken`` requests, or there are none.
@@ -70,18 +77,35 @@ class _Line:
         """Whether there is kept room for more than ``taken`` requests, and this one's tenant is the next who may have of it."""
         if self._next_few() is not None or (self.queue.waiting and self.queue.highest > caller.priority):
             return False
-        return self._registry.has_few(self._model, caller.tenant) and self.has_room(taken, few=True)
+        return self._has_few(caller.tenant) and self.has_room(taken, few=True)
 
     def enter(self, ticket: Ticket) -> None:
         """A request is to wait. Raises ResourceExhaustedError: It is refused."""
         self.queue.enter(ticket)
-        if self._registry.has_few(self._model, ticket.tenant):
+        if self._has_few(ticket.tenant):
             self._few[ticket] = None
+
+    def goes(self, tenant: str) -> None:
+        """One of a tenant's requests is let go."""
+        self.let_go += 1
+        self._let_go_of[tenant] = self._let_go_of.get(tenant, 0) + 1
+
+    def went(self, tenant: str) -> None:
+        """One that was let go chooses a worker now, or has given up."""
+        self.let_go -= 1
+        left = self._let_go_of[tenant] - 1
+        if left:
+            self._let_go_of[tenant] = left
+        else:
+            del self._let_go_of[tenant]
+
+    def _has_few(self, tenant: str) -> bool:
+        return self._registry.has_few(self._model, tenant, self._let_go_of.get(tenant, 0))
 
     def _next_few(self) -> Ticket | None:
         """Who is the next to have a place that is kept."""
         for ticket in tuple(self._few):
-            if not ticket.waiting or not self._registry.has_few(self._model, ticket.tenant):
+            if not ticket.waiting or not self._has_few(ticket.tenant):
                 del self._few[ticket]
             elif ticket.ready and ticket.priority == self.queue.highest:
                 return ticket
@@ -99,8 +123,11 @@ class _Line:
                     self._more = True
                     self._exits.enter(self._go_on)
                 return
+            if self._ahead == _MOST_AHEAD:
+                few = None
             if not self.queue.release(few):
                 return
+            self._ahead = 0 if few is None else self._ahead + 1
             self._exits.enter(_nothing)
 
     def _go_on(self) -> None:
@@ -176,7 +203,7 @@ class Place:
             self._line.coming -= 1
         if self._let_go:
             self._let_go = False
-            self._line.let_go -= 1
+            self._line.went(self._caller.tenant)
         if self._ticket is not None:
             self._line.queue.leave(self._ticket)
 
@@ -192,7 +219,7 @@ class Place:
     def _go(self) -> None:
         if self._turn is None or not self._turn.done():
             self._let_go = True
-            self._line.let_go += 1
+            self._line.goes(self._caller.tenant)
             if self._turn is not None:
                 self._turn.set_result(None)
 

@@ -163,9 +163,15 @@ class Registry:
         """The sizes of the pages that available workers of a model have, each once; not those of backends."""
         return tuple({size for _, size in self._kinds.get(model, ())})
 
-    def has_few(self, model: str, tenant: str) -> bool:
-        """Whether a tenant has so few requests running that the places are his that workers keep for such."""
-        running = self._running.get(model, {}).get(tenant, 0)
+    def has_few(self, model: str, tenant: str, more: int = 0) -> bool:
+        """Whether a tenant has so few requests running that the places are his that workers keep for such.
+
+        Args:
+            model: Whose workers.
+            tenant: Who.
+            more: How many of his are about to choose a worker.
+        """
+        running = self._running.get(model, {}).get(tenant, 0) + more
         return not running or running < self._kept.get(model, 0) // _SHARERS
 
     def find(self, address: str) -> Worker | None:

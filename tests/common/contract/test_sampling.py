@@ -108,6 +108,14 @@ def test_what_is_out_of_range_is_refused_by_name(field: str, value: object) -> N
     assert caught.value.field == f"sampling.{field}"
 
 
+@pytest.mark.parametrize("parameters", ["{", "[" * 60_000, "[" + "1," * 40_000])
+def test_what_a_processor_is_told_is_json_of_no_great_length_or_depth(parameters: str) -> None:
+    call = common_pb2.LogitProcessor(name="f", parameters=parameters)
+    with pytest.raises(InvalidArgumentError, match=r"^logit_processors: ") as caught:
+        from_message(common_pb2.SamplingParams(logit_processors=[call]))
+    assert caught.value.field == "sampling.logit_processors"
+
+
 def test_the_least_and_the_most_tokens_must_agree() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         read_sampling({"min_tokens": 4, "max_tokens": 3})

@@ -26,7 +26,7 @@ def _called(calls: Iterable[common_pb2.LogitProcessor]) -> list[dict[str, Any]]:
         )
     try:
         return [{"name": call.name, "parameters": decode(call.parameters or "{}")} for call in calls]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidArgumentError(
             f"logit_processors: parameters are not JSON: {error}", field="sampling.logit_processors"
         ) from error

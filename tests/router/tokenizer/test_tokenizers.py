@@ -44,6 +44,19 @@ async def test_each_models_prompts_and_answers_are_its_own_tokenizers(two) -> No
         assert chat.choices[0].message.content == answer.choices[0].text
 
 
+async def test_who_names_no_model_has_the_only_ones_tokenizer(make_cluster) -> None:
+    own = FakeTokenizer(OFFSET)
+    await own.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(own.kill)
+        cluster = await stack.enter_async_context(make_cluster(1, model_tokenizers=(f"fake={own.address}",)))
+        cluster.workers[0].script.tokens = lambda prompt: encode("own", OFFSET)[1:]
+        for named in ({}, {"model": ""}):
+            answer = await cluster.http.post("/v1/completions", json={"prompt": "hi", **named})
+            assert answer.json()["choices"][0]["text"] == "own"
+            assert told(cluster.workers[0]) == encode("hi", OFFSET)
+
+
 async def test_while_one_models_tokenizer_is_gone_the_others_are_served(two) -> None:
     cluster, own, _ = two
     await own.kill()

@@ -81,7 +81,7 @@ class Tokenizers:
         """The tokenizer of a model, as a request names it."""
         if not self._of_models:
             return self._usual
-        if model is None:
+        if not model:  # as for the registry, an empty name is none
             try:
                 model = self._registry.resolve(None)
             except SapwoodError:  # there is none yet, or the request must say: it will be told

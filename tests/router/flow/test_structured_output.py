@@ -1,10 +1,11 @@
 """What an answer must match: both edges' words for it, and what of it reaches tokenizer and worker."""
 
+import asyncio
 import json
 
 import grpc
 
-from sapwood.v1 import common_pb2, router_pb2
+from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2
 from sapwood_testing.router.fake_tokenizer import encode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -140,6 +141,24 @@ async def test_a_requests_choices_that_ask_together_have_one_grammar_compiled(cl
         assert len(response.json()["choices"]) == 32
         assert len(cluster.tokenizer.grammars) - before <= 4
         assert len({call.request.grammar.compiled for call in cluster.calls()[-32:]}) <= 4
+
+
+async def test_requests_to_which_clients_gave_one_id_keep_to_their_own_deadlines(cluster, monkeypatch) -> None:
+    client = cluster.router._tokenizers.of(None).client
+    deadlines, gate = [], asyncio.Event()
+
+    async def call(method: object, request: object, request_id: str, deadline: float) -> object:
+        deadlines.append(deadline)
+        await gate.wait()
+        return tokenizer_pb2.CompileGrammarResponse(compiled=b"c")
+
+    monkeypatch.setattr(client, "_call", call)
+    request = tokenizer_pb2.CompileGrammarRequest(grammar=common_pb2.Grammar(regex="a"))
+    asked = [asyncio.ensure_future(client.compile_grammar(request, "id", deadline)) for deadline in (1.0, 1.0, 2.0)]
+    await asyncio.sleep(0.01)
+    gate.set()
+    assert {(await each).compiled for each in asked} == {b"c"}
+    assert deadlines == [1.0, 2.0]
 
 
 async def test_what_goes_with_each_of_many_choices_is_counted_with_their_prompts(cluster) -> None:

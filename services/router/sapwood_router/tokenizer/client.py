@@ -274,14 +274,15 @@ class TokenizerClient:
     ) -> CompiledGrammar:
         """The grammar of an output, as workers take it. The service keeps what it compiled.
 
-        It is asked once for those choices of a request that ask at the same time.
+        It is asked once for those choices of a request that ask at the same time. They have one deadline; requests that clients
+        gave the same id may have others.
         """
 
         async def ask() -> CompiledGrammar:
             answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
             return CompiledGrammar(answer.compiled, answer.tool_parser)
 
-        return await self._compiling.get((request_id, request.SerializeToString(deterministic=True)), ask)
+        return await self._compiling.get((request_id, deadline, request.SerializeToString(deterministic=True)), ask)
 
     async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
         """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`."""

@@ -122,7 +122,7 @@ class RequestWatch:
         self._inter_token: Histogram | None = None
         self._arrivals: list[float] = []
         self._metrics.request_began()
-        self._named = context.model is not None
+        self._named = bool(context.model)
         self._span: Span = self._tracing.start(
             span_name(operation_of(context), context.model),
             parent=traceparent_var.get(),

@@ -19,8 +19,8 @@ def operation_of(context: RequestContext) -> str:
 
 
 def span_name(operation: str, model: str | None) -> str:
-    """The name of an operation's span; None: its model is not known yet."""
-    return operation if model is None else f"{operation} {model}"
+    """The name of an operation's span; None or empty: its model is not known yet."""
+    return operation if not model else f"{operation} {model}"
 
 
 def asked(context: RequestContext) -> dict[str, Attribute]:

@@ -70,8 +70,11 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         verb, further = verbs.choices[words[0]], iter(words[1:])
-        while (inner := _verbs(verb)) is not None:  # it has been parsed: each level's verb is there
-            verb = next(inner.choices[word] for word in further if word in inner.choices)
+        # bench is called with a verb of its own or with none
+        while (inner := _verbs(verb)) is not None and (
+            named := next(filter(inner.choices.__contains__, further), None)
+        ):
+            verb = inner.choices[named]
         similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
         hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
         verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -106,6 +106,7 @@ def test_a_verb_that_is_not_there(capsys: pytest.CaptureFixture[str], verb: str,
             ("router", "workers", "list", "--adress", "x"),
             "sapwood router workers list: error: unrecognized arguments: --adress x; did you mean --address?",
         ),
+        (("bench", "--modle=x"), "sapwood bench: error: unrecognized arguments: --modle=x; did you mean --model?"),
     ],
 )
 def test_an_unknown_flag_is_told_with_the_flags_of_its_own_verb(

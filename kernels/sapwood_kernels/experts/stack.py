@@ -152,3 +152,8 @@ class StoredStack:
     def product(self, expert: int, x: Tensor) -> Tensor:
         weight = dequantise(self.weights()[expert]).to(x.dtype)
         return F.linear(x, weight, None if self.bias is None else self.bias[expert])
+
+
+def in_few_bits(*stacks: ExpertStack) -> bool:
+    """Whether any of these matrices are widened as they are multiplied."""
+    return any(isinstance(each, StoredStack) for each in stacks)

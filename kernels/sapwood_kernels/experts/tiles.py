@@ -70,18 +70,20 @@ def modelled_tiles(pairs: int, experts: int, *, stored: bool = False) -> TilePla
     return TilePlan(height, *tile_shapes(height, stored=stored))
 
 
-def candidates(pairs: int, experts: int, chosen: int) -> dict[int, tuple[TileShape, ...]]:
+def candidates(pairs: int, experts: int, chosen: int, *, stored: bool = False) -> dict[int, tuple[TileShape, ...]]:
     """What is worth measuring, by height: the modelled height and its neighbours, and for few tokens each pair by itself.
 
     Args:
         pairs: Of tokens and experts.
         experts: How many there are.
         chosen: How many a token goes to.
+        stored: As for :func:`tile_shapes`, whose shapes are among these.
     """
+    low = (_STORED, *_LOW) if stored else _LOW
     at = HEIGHTS.index(tile_height(pairs, experts))
     heights = HEIGHTS[max(at - 1, 0) : at + 2]
     alone = {1: _ALONE} if pairs <= FEW_TOKENS * chosen else {}
-    return alone | {height: _TALL if height >= 64 else _LOW for height in heights}
+    return alone | {height: _TALL if height >= 64 else low for height in heights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class TileTable:
     Attributes:
         experts: How many there are.
         measured: By pairs of tokens and experts the fastest that was measured.
-        stored: Whether its matrices are in few bits.
+        stored: Whether any of its matrices are in few bits.
     """
 
     experts: int

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
 from sapwood_kernels.experts import triton_few_tokens
-from sapwood_kernels.experts.stack import DenseStack, StoredStack
+from sapwood_kernels.experts.stack import DenseStack, StoredStack, in_few_bits
 from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable
 from sapwood_kernels.experts.triton_align import Tiles, align
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
@@ -172,7 +172,7 @@ def expert_sum(
     """
     pairs, chosen = ids.numel(), ids.shape[1]
     if tiles is None:
-        tiles = TileTable(gate_up.experts, stored=isinstance(gate_up, StoredStack)).plan
+        tiles = TileTable(gate_up.experts, stored=in_few_bits(gate_up, down)).plan
     plan = tiles(pairs)
     if plan.height == 1:
         return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan, add_to)

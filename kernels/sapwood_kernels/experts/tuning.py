@@ -42,6 +42,8 @@ def tuned(
     path: Path,
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    stored: bool = False,
 ) -> tuple[TileTable, Tuning]:
     """The table in a file, or one that is measured now and written there.
 
@@ -52,8 +54,9 @@ def tuned(
         path: The file; one that cannot be read is written anew, one that cannot be written is only logged.
         seconds: No size is begun after so many.
         clock: Gives seconds.
+        stored: As :class:`TileTable` has it.
     """
-    found = _read(path, experts)
+    found = _read(path, experts, stored=stored)
     if found is not None:
         return found
     started = clock()
@@ -61,17 +64,17 @@ def tuned(
     for tokens in TOKENS:
         if clock() - started >= seconds:
             break
-        plans[tokens * chosen] = _fastest(tokens * chosen, experts, chosen, measure)
+        plans[tokens * chosen] = _fastest(tokens * chosen, experts, chosen, measure, stored=stored)
     tuning = Tuning("measured", len(plans), round(clock() - started, 1))
     logger.info("tiles of experts: %d batch sizes measured in %.1f s", tuning.sizes, tuning.seconds)
     _write(path, plans, tuning.seconds)
-    return TileTable(experts, plans), tuning
+    return TileTable(experts, plans, stored), tuning
 
 
-def _fastest(pairs: int, experts: int, chosen: int, measure: Measure) -> TilePlan:
+def _fastest(pairs: int, experts: int, chosen: int, measure: Measure, *, stored: bool) -> TilePlan:
     """Both products share the tiles' height; given that, each has the shape that is the fastest for it."""
     best: tuple[float, TilePlan] | None = None
-    for height, shapes in candidates(pairs, experts, chosen).items():
+    for height, shapes in candidates(pairs, experts, chosen, stored=stored).items():
         (up_time, up), (down_time, down) = (
             _shape(pairs, height, part, shapes, measure) for part in ("gate_up", "down")
         )
@@ -87,7 +90,7 @@ def _shape(
     return min((measure(pairs, height, part, shape), shape) for shape in shapes)
 
 
-def _read(path: Path, experts: int) -> tuple[TileTable, Tuning] | None:
+def _read(path: Path, experts: int, *, stored: bool) -> tuple[TileTable, Tuning] | None:
     try:
         held = json.loads(path.read_text())
         plans = {
@@ -100,7 +103,7 @@ def _read(path: Path, experts: int) -> tuple[TileTable, Tuning] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s: tiles of experts are measured anew: %s", path, error)
         return None
-    return TileTable(experts, plans), tuning
+    return TileTable(experts, plans, stored), tuning
 
 
 def _write(path: Path, plans: dict[int, TilePlan], seconds: float) -> None:

@@ -20,7 +20,7 @@ from sapwood_kernels import triton_activation, triton_digest, triton_float8, tri
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
-from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, in_few_bits
 from sapwood_kernels.experts.tiles import TileTable
 from sapwood_kernels.experts.triton_timing import ProductTimer
 from sapwood_kernels.experts.tuning import tuned
@@ -219,19 +219,23 @@ class CudaOps(DeviceOps):
     ) -> TileTable:
         """The tiles of a kind of layer, measured once."""
         experts, (seconds, folder) = gate_up.experts, self._tune
+        stored = in_few_bits(gate_up, down)
         if not seconds:
-            return TileTable(experts, stored=isinstance(gate_up, StoredStack))
+            return TileTable(experts, stored=stored)
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
-        kind = f"int{gate_up.integers}" if isinstance(gate_up, StoredStack) and gate_up.integers else held.dtype
+        # A GGUF file may have matrices in few bits beside others that are widened, and not the same ones in each layer.
+        kind = "+".join(dict.fromkeys(map(_kind, (gate_up, down))))
         parts = (  # and the number of what candidates there were
             torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
-            f"triton{version('triton')}", "4",
+            f"triton{version('triton')}", "5",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
         if name not in self._tables:
             dtype = held.dtype if held.dtype.itemsize > 1 else torch.bfloat16
             timer = ProductTimer(gate_up, down, chosen, dtype, gate)
-            self._tables[name], self.tuning = tuned(experts, chosen, timer, folder / f"{name}.json", seconds)
+            self._tables[name], self.tuning = tuned(
+                experts, chosen, timer, folder / f"{name}.json", seconds, stored=stored
+            )
         return self._tables[name]
 
     def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int) -> ExpertSum:
@@ -289,3 +293,10 @@ class CudaOps(DeviceOps):
     apply_penalties = staticmethod(triton_logits.apply_penalties)
     count_tokens = staticmethod(triton_logits.count_tokens)
     add_digest = staticmethod(triton_digest.add_digest)
+
+
+def _kind(stack: DenseStack | StoredStack) -> str:
+    """What numbers experts' matrices are, for a file's name."""
+    if isinstance(stack, StoredStack) and stack.integers:
+        return f"int{stack.integers}"
+    return str(stack.weight.dtype if isinstance(stack, DenseStack) else stack.codes.dtype)

@@ -10,7 +10,8 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack
-from sapwood_kernels.experts.tiles import TilePlan, TileShape, tile_height
+from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable, tile_height
+from sapwood_kernels.experts.tuning import Tuning
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -249,6 +250,27 @@ def test_tiles_are_measured_once_and_give_the_same_sum(tmp_path):
         near(found, expert_sum(x, ids, weights, *stacks, reference.silu_mul), 0.02)
         sources.append(ops.tuning.source)
     assert sources == ["measured", "file"] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_layers_of_a_file_with_several_types_have_tiles_of_their_own(monkeypatch, tmp_path):
+    wide = DenseStack(torch.zeros(EXPERTS, 32, 16, dtype=torch.bfloat16))
+    codes, scales = torch.zeros(EXPERTS, 32, 16, dtype=torch.uint8), torch.ones(EXPERTS, 32, 1)
+    few = StoredStack(codes, scales, 16, None, torch.zeros(EXPERTS, 32, 1, dtype=torch.uint8), 8)
+    found = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(cuda, "ProductTimer", lambda *args: None)
+    monkeypatch.setattr(
+        cuda, "tuned", lambda *args, stored: (found.append((args[3].name, stored)), (TileTable(2), Tuning()))[1]
+    )
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    ops.tune_experts(1.0, tmp_path)
+    for pair in ((wide, wide), (wide, few), (few, wide), (few, few), (wide, few)):
+        ops.expert_sum(*pair, "silu", 2)
+    names, stored = zip(*found, strict=True)
+    assert len(set(names)) == 4 and stored == (False, True, True, True)
+    ops.tune_experts(0.0, tmp_path)
+    tables = [ops.expert_sum(*pair, "silu", 2).keywords["tiles"].__self__ for pair in ((wide, wide), (wide, few))]
+    assert [each.stored for each in tables] == [False, True]
 
 
 def test_a_gpu_takes_the_kernel_for_experts_it_has_a_product_for(monkeypatch):

@@ -102,3 +102,15 @@ def test_a_shape_that_does_not_run_is_not_taken(tmp_path):
 
 def test_without_measurements_tiles_go_by_the_model():
     assert TileTable(EXPERTS).plan(77) == modelled_tiles(77, EXPERTS)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_modelled_is_worth_measuring_and_serves_where_nothing_was(tmp_path, stored):
+    for pairs in (1, 8, 100, 3072, 4096, 9000, 65536):
+        plan, tried = modelled_tiles(pairs, EXPERTS, stored=stored), candidates(pairs, EXPERTS, CHOSEN, stored=stored)
+        assert {plan.gate_up, plan.down} <= set(tried[plan.height])
+    for source in ("measured", "file"):
+        gpu = Gpu()
+        table, found = tuned(EXPERTS, CHOSEN, gpu.measure, tmp_path / "tiles.json", 30, gpu.clock, stored=stored)
+        assert found.source == source
+        assert table.plan(6000) == modelled_tiles(6000, EXPERTS, stored=stored)

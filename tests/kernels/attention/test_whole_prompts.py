@@ -82,6 +82,9 @@ def test_prompts_have_few_lengths():
         (Variant(1.0, None, None), torch.float8_e4m3fn),
     ],
 )
-def test_other_layers_keep_their_kernel(kind, stored):
+def test_other_layers_keep_their_kernel(kind, stored, monkeypatch):
+    monkeypatch.setattr(whole_prompts, "_has_cudnn", lambda device, shape: True)
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16)
-    assert not whole_prompts.serves(shape, kind, stored, torch.device("cuda"))
+    device = torch.device("cuda")
+    assert whole_prompts.serves(shape, Variant(1.0, None, None), torch.bfloat16, device)
+    assert not whole_prompts.serves(shape, kind, stored, device)

@@ -161,7 +161,7 @@ def _stay(tensors: Mapping[str, GgufTensor], layer: str) -> bool:
 
 
 def _all(tensors: Mapping[str, GgufTensor], *names: str) -> list[GgufTensor]:
-    """The tensors of these names, of one shape but for the last two dimensions; none if one is missing."""
+    """The tensors of these names; none if one is missing."""
     return [tensors[name] for name in names] if all(name in tensors for name in names) else []
 
 

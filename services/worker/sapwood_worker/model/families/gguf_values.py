@@ -111,8 +111,8 @@ class GgufValues:
             scores="sigmoid" if gating == _SIGMOID else "softmax",
             renormalise=bool(get("expert_weights_norm", renormalise)) or gating == _SOFTMAX_OF_CHOSEN,
             scale=float(get("expert_weights_scale", 1.0)) or 1.0,
-            groups=int(get("expert_group_count", 1)),
-            chosen_groups=int(get("expert_group_used_count", 1)),
+            groups=int(get("expert_group_count", 1)) or 1,
+            chosen_groups=int(get("expert_group_used_count", 1)) or 1,
         )
         return SparseConfig(
             routing,

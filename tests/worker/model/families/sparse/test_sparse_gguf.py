@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -23,6 +24,7 @@ from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.checkpoint.fingerprint import sampled_fingerprint
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.loader import load_model
 
 TOKENS = tokens_of(41)
@@ -72,6 +74,14 @@ def test_older_files_of_deepseek_have_whole_matrices_and_name_no_groups(tiny_mod
     tiny = tiny_model(name, **changes, num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     path, oracle = write_sparse_gguf(tmp_path, tiny, name, halves=False, says_groups=False)
     assert_near(logits_of(load(path), TOKENS), oracle)
+
+
+@pytest.mark.parametrize("said", [{}, {"expert_group_count": 0, "expert_group_used_count": 0}])
+def test_no_groups_are_one(said):
+    metadata = {"block_count": 1, "feed_forward_length": 8, "expert_count": 12, "expert_used_count": 3, **said}
+    file = SimpleNamespace(metadata={f"x.{key}": value for key, value in metadata.items()}, tensors={})
+    routing = GgufValues(file, "x", {}).experts(renormalise=False).routing
+    assert (routing.groups, routing.chosen_groups) == (1, 1)
 
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "num_hidden_layers": 2}

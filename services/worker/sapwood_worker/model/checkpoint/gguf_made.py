@@ -11,12 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
 from sapwood_worker.model.checkpoint.gguf_numbers import block_size, dequantize_into, expert_of, type_name, unreadable
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.weight_slot import WeightSlot
 
 _MXFP4 = "MXFP4"
+_STACKED = 3
+"""Dimensions of a tensor that holds a matrix of each expert, or head."""
 _PER_BLOCK = 32
 """Numbers of a block of MXFP4, which is a byte with their exponent and 16 bytes with a number in either half."""
 
@@ -129,13 +132,16 @@ def made_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Mad
     """All such tensors of a model, each with our name of it; what is missing of one is left for who loads it to name.
 
     Raises:
-        ConfigError: A type is unknown.
+        ConfigError: The shapes of what makes up a tensor do not fit together; names the file and its parts.
     """
     tensors = file.tensors
     for layer in range(config.num_layers):
         ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
         up = _all(tensors, f"{theirs}.attn_k_b.weight", f"{theirs}.attn_v_b.weight")
         if config.latent is not None and up:
+            keys, values = (part.shape for part in up)
+            if not len(keys) == len(values) == _STACKED or (keys[0], keys[1]) != (values[0], values[2]):
+                raise _unfit(file, up)
             yield f"{ours}.self_attn.kv_b_proj.weight", LatentUp(file, up)
         if config.sparse is None or config.sparse.joined is None:
             continue
@@ -143,6 +149,9 @@ def made_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Mad
             stem = f"{ours}.mlp.experts.{name}"
             matrices = _all(tensors, *(f"{theirs}.ffn_{kind}_exps.weight" for kind in kinds))
             biases = _all(tensors, *(f"{theirs}.ffn_{kind}_exps.bias" for kind in kinds))
+            for parts, dims in ((matrices, _STACKED), (biases, _STACKED - 1)):
+                if any(len(part.shape) != dims or part.shape != parts[0].shape for part in parts):
+                    raise _unfit(file, parts)
             if biases:
                 yield f"{stem}_bias", JoinedMatrices(file, biases, "biases")
             if not matrices:
@@ -163,6 +172,11 @@ def _stay(tensors: Mapping[str, GgufTensor], layer: str) -> bool:
 def _all(tensors: Mapping[str, GgufTensor], *names: str) -> list[GgufTensor]:
     """The tensors of these names; none if one is missing."""
     return [tensors[name] for name in names] if all(name in tensors for name in names) else []
+
+
+def _unfit(file: GgufFile, parts: Sequence[GgufTensor]) -> ConfigError:
+    shapes = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+    return unreadable(file, parts[0], ValueError(f"these shapes do not fit together: {shapes}"))
 
 
 def _mxfp4(

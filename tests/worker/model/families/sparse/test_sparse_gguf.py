@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.models.gguf_file import GgufFile
+from sapwood_common.models.gguf_file import GgufFile, GgufTensor
 from sapwood_kernels.native.library import load_library
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
@@ -22,6 +22,7 @@ from sapwood_testing.models.same_logits import tokens_of
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.checkpoint.fingerprint import sampled_fingerprint
+from sapwood_worker.model.checkpoint.gguf_made import made_tensors
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.gguf_values import GgufValues
@@ -82,6 +83,33 @@ def test_no_groups_are_one(said):
     file = SimpleNamespace(metadata={f"x.{key}": value for key, value in metadata.items()}, tensors={})
     routing = GgufValues(file, "x", {}).experts(renormalise=False).routing
     assert (routing.groups, routing.chosen_groups) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fit"),
+    [
+        ({"attn_k_b.weight": (2, 32, 8), "attn_v_b.weight": (2, 6, 32)}, True),
+        ({"attn_k_b.weight": (64, 8), "attn_v_b.weight": (12, 32)}, False),  # as some forks of llama.cpp write them
+        ({"attn_k_b.weight": (2, 32, 8), "attn_v_b.weight": (2, 6, 16)}, False),
+        ({"ffn_gate_exps.weight": (3, 8, 32), "ffn_up_exps.weight": (3, 8, 32)}, True),
+        ({"ffn_gate_exps.weight": (3, 8, 32), "ffn_up_exps.weight": (3, 4, 32)}, False),
+        ({"ffn_gate_exps.bias": (3, 8, 1), "ffn_up_exps.bias": (3, 8, 1)}, False),
+        ({"ffn_down_exps.weight": (8, 32)}, False),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_named(shapes, fit):
+    tensors = {f"blk.0.{name}": GgufTensor(f"blk.0.{name}", shape, 0, 0) for name, shape in shapes.items()}
+    file = SimpleNamespace(tensors=tensors, paths=[Path("x.gguf")])
+    config = SimpleNamespace(num_layers=1, latent=True, sparse=SimpleNamespace(joined=True))
+    if fit:
+        assert [made.parts for _, made in made_tensors(file, config)] == [list(tensors.values())]
+        return
+    with pytest.raises(
+        ConfigError,
+        match=r"x\.gguf: .*fit together: "
+        + re.escape(", ".join(f"{name} {list(each.shape)}" for name, each in tensors.items())),
+    ):
+        list(made_tensors(file, config))
 
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "num_hidden_layers": 2}

@@ -217,6 +217,17 @@ def test_a_gpu_has_one_tensor_of_them_or_widens_them(quantised, monkeypatch, kin
     assert_near(logits_of(loaded, TOKENS), oracle)
 
 
+def test_a_gpu_may_widen_one_matrix_of_an_expert_and_keep_the_other(quantised, monkeypatch):
+    path, oracle = quantised("qwen3-moe", ffn_gate_exps="Q4_1", ffn_up_exps="Q4_1", ffn_down_exps="Q8_0")
+    monkeypatch.setattr(CpuOps, "multiplies_groups", True)
+    monkeypatch.setattr(CpuOps, "groups_experts", True)
+    loaded = load(path)
+    held = [layer.mlp.experts._sum._tensors for layer in loaded.model.layers if hasattr(layer.mlp, "experts")]
+    assert held and all(tensors[0].dtype == torch.float32 for tensors in held)
+    assert all(any(each.dtype == torch.uint8 for each in tensors) for tensors in held)
+    assert_near(logits_of(loaded, TOKENS), oracle)
+
+
 @pytest.mark.parametrize(("kinds", "format_"), [(MXFP4, "fp4 as stored"), ({"ffn_gate_exps": "Q8_0"}, "none")])
 def test_gpt_oss_files_are_read(tiny_model, tmp_path, kinds, format_):
     tiny = tiny_model("gpt-oss", hidden_size=64, intermediate_size=128, swiglu_limit=7.0)

@@ -61,7 +61,11 @@ class TokenizerConfig(ServiceConfig):
     grammar_timeout: float = Field(
         10.0, gt=0, description="Most seconds that compiling a grammar may take, the wait for its turn included."
     )
-    grammar_max_bytes: int = Field(1 << 20, ge=1, description="Longest grammar that is compiled, in bytes of UTF-8.")
+    grammar_max_bytes: int = Field(
+        1 << 20,
+        ge=1,
+        description="Longest grammar that is compiled, in bytes of UTF-8; the router passes on 2 MiB at most.",
+    )
     grammar_processes: int = Field(2, ge=1, description="Most grammars compiled at a time, each in its own process.")
     grammar_cache_mb: float = Field(64.0, ge=0, description="Memory for compiled grammars, in MiB.")
     max_open_streams: int = Field(

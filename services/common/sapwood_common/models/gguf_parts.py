@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>(?!00000)\d{5})\.gguf")
 
 
 def part_names(name: str) -> Sequence[str]:

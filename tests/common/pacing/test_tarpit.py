@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -126,3 +128,38 @@ async def test_without_time_and_after_its_end_it_closes_at_once(make_server) -> 
         await until_closed(client)
         assert server.tarpit.held == 0
         client.close()
+
+
+class _Encrypted(asyncio.Transport):
+    """Refers to its protocol for as long as it lives, as a connection over TLS does."""
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        cast(asyncio.Protocol, self.protocol).connection_lost(None)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_connection_that_is_over_does_not_wait_for_the_collector(leaves: bool) -> None:
+    tarpit = Tarpit(seconds=60.0)
+    gc.disable()
+    try:
+        transport = _Encrypted()
+        gone = weakref.ref(transport)
+        tarpit.hold(transport)
+        if leaves:
+            transport.abort()
+        else:
+            tarpit.close()
+        del transport
+        assert gone() is None
+    finally:
+        gc.enable()
+    tarpit.close()

@@ -84,12 +84,14 @@ class _Held(asyncio.Protocol):
 
     def __init__(self, tarpit: Tarpit, transport: asyncio.Transport) -> None:
         self._tarpit = tarpit
-        self._transport = transport
+        self._transport: asyncio.Transport | None = transport
 
     def end(self) -> None:
         """Closes it, whatever the client has not read."""
         self._tarpit.release(self)
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._tarpit.release(self)
+        self._transport = None  # over TLS it refers to this object: neither is to wait for the collector

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, Variant
-from sapwood_kernels.attention.shared_items import FIELDS, SLOTS, cut_runs
+from sapwood_kernels.attention.shared.items import FIELDS, SLOTS, cut_runs
+from sapwood_kernels.attention.shared.triton_shared import tile_requests
 from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 from sapwood_kernels.attention.triton_decode import SharedWork
-from sapwood_kernels.attention.triton_shared import tile_requests
 from sapwood_kernels.ops.device import DeviceOps
 
 ITEMS = 256

@@ -27,9 +27,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
+from sapwood_kernels.attention.shared.triton_shared import attend_shared
 from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, window_code
 from sapwood_kernels.attention.triton_parts import first_own_key, merge_parts, num_stretches
-from sapwood_kernels.attention.triton_shared import attend_shared
 
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
 _MOST_SPLITS = 32

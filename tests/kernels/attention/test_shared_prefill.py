@@ -11,7 +11,7 @@ from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedR
 from sapwood_kernels.ops.factory import device_ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
-shared_prefill = pytest.importorskip("sapwood_kernels.attention.shared_prefill")
+shared_prefill = pytest.importorskip("sapwood_kernels.attention.shared.prefill")
 tiled_prefill = pytest.importorskip("sapwood_kernels.attention.tiled_prefill")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

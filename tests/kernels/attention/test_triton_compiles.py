@@ -32,7 +32,8 @@ from triton.compiler import ASTSource
 from sapwood_kernels import triton_qkv
 from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_merge as merging, triton_parts as parts
-from sapwood_kernels.attention import triton_prefill as prefilling, triton_shared as sharing
+from sapwood_kernels.attention import triton_prefill as prefilling
+from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
 
 capability = int(sys.argv[1])

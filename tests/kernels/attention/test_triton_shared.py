@@ -8,12 +8,12 @@ import torch
 
 from sapwood_kernels import reference
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, StoredPages, Variant
-from sapwood_kernels.attention.shared_items import SLOTS, cut_runs
+from sapwood_kernels.attention.shared.items import SLOTS, cut_runs
 from sapwood_kernels.ops.factory import device_ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
 shared_decode = pytest.importorskip("sapwood_kernels.attention.shared_decode")
-triton_shared = pytest.importorskip("sapwood_kernels.attention.triton_shared")
+triton_shared = pytest.importorskip("sapwood_kernels.attention.shared.triton_shared")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = device_ops(DEVICE)

@@ -1,5 +1,5 @@
 """Attention in plain torch that reads what requests share once for all of them, for any device: the reference of
-``sapwood_kernels.attention.triton_shared`` and ``shared_prefill``, and what a CPU uses.
+``sapwood_kernels.attention.shared.triton_shared`` and ``shared.prefill``, and what a CPU uses.
 
 A part of the result is computed for each shared run, with the queries of all who share it as rows of one product, and one for
 each request's own keys. The parts are added, each weighted by its sum of weights (log-sum-exp), which is exact but for rounding.

@@ -58,7 +58,7 @@ def _prefill(parts: AttentionParts) -> StepAttention:
 
 def _shared_prompts(parts: AttentionParts) -> StepAttention:
     """The attention of chunks of prompts that share keys. Layers with a window see little of these keys, and compute as ever."""
-    from sapwood_kernels.attention.shared_prefill import SharedPrefillAttention
+    from sapwood_kernels.attention.shared.prefill import SharedPrefillAttention
     from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
 
     shape, ops = parts.needs.shape, parts.ops

@@ -53,7 +53,7 @@ check() { # The two do not measure, so they may share the machine.
     tests/worker/model/quantization tests/worker/model/runner/graphs/test_decode_rows.py \
     tests/worker/model/sampling/test_token_sampler.py >"$out.tests" 2>&1 &
   local tests=$!
-  part 150 "$python" $gpu/check_correctness.py ${CUT_DEMO:+--cut-demo "$CUT_DEMO"}
+  part 150 "$python" $gpu/checks/check_correctness.py ${CUT_DEMO:+--cut-demo "$CUT_DEMO"}
   wait "$tests" || failed=1
   tail -n 3 "$out.tests"
 }

@@ -79,7 +79,8 @@ class Machine:
 
     def check(self, sizes: Sequence[str], gpus: Sequence[int]) -> Job:
         """What compares ranks with one GPU."""
-        return Job([str(HERE / "check_tensor_parallel.py"), "--sizes", ",".join(sizes), "--device", self.device], gpus)
+        script = str(HERE / "checks" / "check_tensor_parallel.py")
+        return Job([script, "--sizes", ",".join(sizes), "--device", self.device], gpus)
 
     def jobs(self, parts: set[str]) -> Iterator[list[Job]]:
         """What is to be run; what is in one list, side by side."""

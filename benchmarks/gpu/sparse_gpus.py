@@ -107,7 +107,7 @@ class Machine:
             jobs: list[list[str]] = []
             if given.check and size == max(map(int, given.sizes.split(","))):
                 ways = ",".join(way for way in given.ways.split(",") if way != "tp") or "tp"
-                check = [str(HERE / "check_tensor_parallel.py"), "--sizes", str(size), "--ways", ways]
+                check = [str(HERE / "checks" / "check_tensor_parallel.py"), "--sizes", str(size), "--ways", ways]
                 jobs.append([*check, "--device", given.device])
             for shape in given.shapes.split(","):
                 for row in sparse_shape.floors(self.shape(shape, size), size):

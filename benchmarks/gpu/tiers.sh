@@ -13,6 +13,6 @@ part() { # SECONDS COMMAND...
   timeout -k 5 "$1" "${@:2}" 2>>"$out.err" | tee -a "$out" | sed 's/, "engine".*//'
 }
 part 60 "$python" benchmarks/gpu/bench_page_copies.py
-part 75 "$python" benchmarks/gpu/check_tiers.py --model benchmarks/gpu/configs/qwen3-0.6b
+part 75 "$python" benchmarks/gpu/checks/check_tiers.py --model benchmarks/gpu/configs/qwen3-0.6b
 part 150 "$python" benchmarks/gpu/bench_tiers.py --model benchmarks/gpu/configs/llama-3.1-8b
 echo "# $(date +%T)"

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 _ROOT = Path(__file__).parents[2]
-# What lies deeper are the processes that these start.
-_FILES = sorted((*_ROOT.glob("benchmarks/*.py"), *_ROOT.glob("benchmarks/gpu/*.py")))
+# The other folders hold the processes that these start.
+_FOLDERS = ("benchmarks", "benchmarks/gpu", "benchmarks/gpu/checks")
+_FILES = sorted(path for folder in _FOLDERS for path in _ROOT.glob(f"{folder}/*.py"))
 _PROGRAMS = [path for path in _FILES if "__main__" in path.read_text()]
 
 

@@ -4,8 +4,8 @@ The model's text is known: after token t comes t + 1. The head says what comes t
 with, so that the first token of each draft is right and the second is not. Prints a JSON object; exit code 1 if an answer is
 another than without drafts, or if not both were seen. 30 s.
 
-    python benchmarks/gpu/check_heads.py                        # two GPUs
-    python benchmarks/gpu/check_heads.py --device cpu           # tries the check itself
+    python benchmarks/gpu/checks/check_heads.py                        # two GPUs
+    python benchmarks/gpu/checks/check_heads.py --device cpu           # tries the check itself
 """
 
 from __future__ import annotations

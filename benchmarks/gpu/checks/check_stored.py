@@ -1,7 +1,7 @@
 """On the GPU: a tiny model's GGUF file in every type that the package writes, whose layers keep its numbers in groups, against
 the same file widened: prompts, a row alone and four at once. In float32 as near as sums, in bfloat16 as near as its rounding.
 
-    python benchmarks/gpu/check_stored.py [--device cpu]
+    python benchmarks/gpu/checks/check_stored.py [--device cpu]
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from check_correctness import models
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from commit import measured_commit
 
 from sapwood_common.contract.sampling import SamplingParams

@@ -1,6 +1,6 @@
 """On one GPU: tokens from the second tier are those of the first tier, and those of computing it again.
 
-    python benchmarks/gpu/check_tiers.py --model benchmarks/gpu/configs/qwen3-0.6b
+    python benchmarks/gpu/checks/check_tiers.py --model benchmarks/gpu/configs/qwen3-0.6b
 
 1. bf16, FlashInfer, CUDA graphs, steps overlapped: prompts answered from the first tier, then, the device's pages wiped, from
    the second. Both compute the same chunks from the same KV, so tokens and log probabilities must be equal to the bit.

@@ -2,7 +2,7 @@
 
 Prints a JSON object; exit code 1 if a token of thirty is another, or if nothing was chained on a GPU. 40 s on an H200.
 
-    python benchmarks/gpu/check_chain.py --model benchmarks/gpu/configs/llama-3.1-8b --layers 8
+    python benchmarks/gpu/checks/check_chain.py --model benchmarks/gpu/configs/llama-3.1-8b --layers 8
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench_speculation import Engine
 from walking_weights import eagle_head, untied, walk

@@ -4,7 +4,7 @@ Prints a JSON object for each batch: by how much the logits differ, in parts of 
 whose likeliest token is the same; and of the others the largest gap between the two tokens, by the logits one by one.
 A gap of no more than twice the difference is a tie that rounding breaks; exit code 1 says that there is a wider one.
 
-    python benchmarks/gpu/check_drafts.py --model benchmarks/gpu/configs/llama-3.1-8b
+    python benchmarks/gpu/checks/check_drafts.py --model benchmarks/gpu/configs/llama-3.1-8b
 """
 
 from __future__ import annotations

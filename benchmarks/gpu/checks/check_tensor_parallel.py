@@ -28,6 +28,9 @@ import numpy as np
 import torch
 import transformers
 from check_correctness import SHAPE, models
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from ranks import Options, Split, group_runners, leave
 
 from sapwood_common.contract.sampling import SamplingParams

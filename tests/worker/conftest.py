@@ -10,17 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
-from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.models.tiny_models import TINY, Tiny, make_tiny
 from sapwood_testing.worker.fake_worker_process import FakeWorkerProcess
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
-from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -152,52 +148,6 @@ def make_driver() -> Callable[[ModelRunner], Driver]:
 def demo_runner() -> ModelRunner:
     """The demo model, float32."""
     return build_runner(RunnerOptions(model_path=demo_path(), num_pages=1024, max_running=16, threads=1))
-
-
-@pytest.fixture(scope="session")
-def demo_oracle() -> Any:
-    """transformers' Gemma3ForCausalLM with the demo model's weights, dequantised by us to float32."""
-    import transformers
-
-    config = _demo_config()
-    with torch.device("meta"):
-        model = transformers.Gemma3ForCausalLM(config)
-    float32 = {"dtype": torch.float32, "stored_weights": "widen"}
-    loaded = load_model(demo_path(), "auto", ops=device_ops("cpu"), context_length=None, threads=2, seed=0, **float32)
-    state = {}
-    for name, slot in loaded.model.weights().items():
-        # GGUF and our norms hold 1 + w, transformers w.
-        state[name] = slot.target.detach().clone() - 1.0 if slot.norm else slot.target.detach()
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    embedding = model.model.embed_tokens
-    embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
-    return model.eval()
-
-
-def _demo_config() -> Any:
-    """The demo model's shape from its GGUF metadata, read here independently of the product's reader."""
-    import transformers
-
-    file = GgufFile(demo_path())
-    get = {key.removeprefix("gemma3."): value for key, value in file.metadata.items() if key.startswith("gemma3.")}
-    file.close()
-    config = transformers.Gemma3TextConfig(
-        vocab_size=262144,
-        hidden_size=get["embedding_length"],
-        intermediate_size=get["feed_forward_length"],
-        num_hidden_layers=get["block_count"],
-        num_attention_heads=get["attention.head_count"],
-        num_key_value_heads=get["attention.head_count_kv"],
-        head_dim=get["attention.key_length"],
-        max_position_embeddings=get["context_length"],
-        rms_norm_eps=get["attention.layer_norm_rms_epsilon"],
-        sliding_window=get["attention.sliding_window"],
-        query_pre_attn_scalar=get["attention.key_length"],
-    )
-    config._attn_implementation = "sdpa"
-    return config
 
 
 @pytest.fixture

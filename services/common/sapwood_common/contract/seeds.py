@@ -27,4 +27,4 @@ class Seeds:
 
 
 RANDOM_SEEDS = Seeds()
-"""Of a server without ``--random-seed``."""
+"""The seeds of a server that was started without ``--random-seed``: random ones."""

@@ -163,7 +163,7 @@ class _Parser:
         return text
 
     def _strings(self, count: int) -> list[str]:
-        """As many times :meth:`_string`, in a third of the time: vocabularies have hundreds of thousands."""
+        """The next ``count`` strings, in a third of the time of as many calls of :meth:`_string`: vocabularies are long."""
         raw, at, size_at = self._raw, self._at, _SIZE.unpack_from
         strings: list[str] = []
         add = strings.append

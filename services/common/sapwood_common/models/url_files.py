@@ -25,7 +25,7 @@ from sapwood_common.models.wanted import INDEX, description_among, weights_named
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _REFUSED = re.compile(r"status code: 40[13]\b|Unauthenticated")
-"""In what obstore says. The number alone may stand in a port or a time as well."""
+"""Marks a refusal in obstore's messages. The number alone will not do: it may be part of a port or a time."""
 _PIECE = 8 << 20
 _VERSION_KEYS = ("e_tag", "ETag", "etag", "LastModified", "mtime", "created")
 """What file systems of fsspec call that which changes with a file's content."""

@@ -42,7 +42,7 @@ class Newcomers:
         self._most = most
         self._count = 0
         self._waiting: OrderedDict[str | bytes, deque[socket.socket]] = OrderedDict()
-        """By address, the one first whose turn is next; none of them is empty."""
+        """Each address's connections, the address whose turn is next first. An address without connections is not in it."""
 
     def __len__(self) -> int:
         return self._count

@@ -71,7 +71,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._protocol = protocol
         self._encryption = encryption
         self._share = handshakes
-        """Where it has its time from now."""
+        """Gives this connection its time on the event loop: first with other handshakes, later with all connections."""
         self._share_later = share
         self._memory = memory
         self._tarpit = tarpit
@@ -101,7 +101,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._held_back = False
         """Whether the protocol was told to write no more."""
         self._answered = 0
-        """Bytes that TLS itself has answered since then."""
+        """Bytes that TLS itself has answered while the client does not read."""
         self._dropped = 0
         self._timer = Timer()
         """Ends the handshake, or the wait for the client to leave."""

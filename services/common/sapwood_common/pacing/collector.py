@@ -8,11 +8,11 @@ import gc
 _INTERVAL = 0.005
 """Seconds between looks at how many objects there are."""
 _MOST_YOUNG = 8_000
-"""Objects, made and still there, above which those that are new are looked through, which takes 2 to 5 ms. It does not wait for
+"""New objects that are still alive beyond which the collector looks through them, which takes 2 to 5 ms. It does not wait for
 other work to end: thousands of objects may be made meanwhile."""
 _YOUNG, _RECENT, _ALL = range(3)
 _ALL_EACH = 750
-"""Of so many collections one looks at all that was made since the start."""
+"""One collection in so many looks at all objects that were made since the start."""
 
 
 class Collector:

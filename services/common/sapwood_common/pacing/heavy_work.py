@@ -15,13 +15,13 @@ from collections.abc import Callable, Hashable
 LARGE = 256 * 1024
 """Bytes from which on it is worth waiting for a turn: smaller ones take less time than the wait costs."""
 A_FEW = 32
-"""Of many things of which each takes tens of microseconds, so many make a piece."""
+"""Things that make up one piece of work, where each takes tens of microseconds."""
 PIECE = 0.001
 """Seconds of a piece of work that can be cut anywhere, and seconds that a piece may take without a rest after it."""
 _USUAL = 0.002
 """Seconds of a piece after which its caller waits for as long. After one of twice the time he waits four times as long."""
 _LONGEST_REST = 0.5
-"""Seconds."""
+"""Seconds that a caller waits at most after a piece."""
 _MOST_KEPT = 64
 """Callers that rest, above which those are forgotten whose rest is over."""
 
@@ -39,13 +39,13 @@ class HeavyWork:
         self._rest = rest
         self._began = 0.0
         self._caller: Hashable = None
-        """Whose piece was the last."""
+        """The caller of the last piece."""
         self._busy = False
         """Whether a piece is being worked on, or the loop's rest after it is not over."""
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        """By caller, the one first whose turn is next; none of them is empty."""
+        """Each caller's waiters, the caller whose turn is next first. A caller without waiters is not in it."""
         self._resting: dict[Hashable, float] = {}
-        """By caller, the time of the loop at which its rest is over."""
+        """Caller -> when its rest is over, on the event loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         """Goes off at the end of a rest, of the loop's or, where nobody else waits, of a caller's."""
 

@@ -11,9 +11,9 @@ import contextlib
 import ctypes
 
 _MUCH, _SOON = 32 * 1024 * 1024, 1.0
-"""After so many bytes were freed it trims in so many seconds,"""
+"""Bytes freed that are much, and seconds until memory is given back after much was freed."""
 _SOME, _LATER = 1024 * 1024, 10.0
-"""and after so many in so many: what a flood leaves behind it after the last trim."""
+"""The same where less was freed: it gives back what a flood leaves behind after the last trim."""
 _M_MMAP_THRESHOLD, _MAPPED = -3, 1024 * 1024
 
 
@@ -21,7 +21,7 @@ class MemoryTrim:
     """Gives memory back a second after much was freed, and ten after some was. It acts on the whole process: make one.
 
     Attributes:
-        trims: How often that was done.
+        trims: How often memory was given back.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class MemoryTrim:
         self._freed = 0
         self._timer: asyncio.TimerHandle | None = None
         self._soon = False
-        """Whether the timer is that of much."""
+        """Whether the timer was set because much was freed."""
         self._ask_libc("mallopt", _M_MMAP_THRESHOLD, _MAPPED)
 
     @property
     def is_due(self) -> bool:
-        """Whether it will trim."""
+        """Whether the timer is set: memory will be given back."""
         return self._timer is not None
 
     def freed(self, count: int) -> None:

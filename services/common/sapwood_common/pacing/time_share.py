@@ -46,7 +46,7 @@ class TimeShare:
         self.clock = clock
         self._rest = rest
         self._share = 1 / (2 + 2 * rest)
-        """Of all time, that connections may work on what they have just read."""
+        """The share of all time that connections may spend on what they have just read."""
         self._rests_until = 0.0
         self.measuring = False
         self._until = 0.0

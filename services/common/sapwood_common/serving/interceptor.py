@@ -23,9 +23,9 @@ MOST_FIELDS = 32_768
 """Fields that a client's request may have: texts are one each, and so are all token ids together. They are counted only where
 there are bytes enough for more."""
 _LEAST_BYTES = 2
-"""Of a field."""
+"""Bytes that a field takes at least."""
 MOST_FIELDS_OF_SERVICES = 131_072
-"""The same of what one service sends another: a message carries what many clients asked for, or what one asked for in JSON."""
+"""Fields that a message between two services may have: it carries what many clients asked for, or what one asked for in JSON."""
 
 
 class _Malformed:

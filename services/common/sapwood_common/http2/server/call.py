@@ -154,7 +154,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             raise InvalidArgumentError("the request is not a valid message of its type") from error
 
     def _caller(self) -> Hashable:
-        """Whose it is: its connection's where nobody says."""
+        """Who made the call: the caller that the gate names, else the address of the connection's peer."""
         gate = self._shared.gate
         caller = None if gate is None else gate.rank(self.headers, self.tenant).caller
         return self._peer if caller is None else caller
@@ -263,7 +263,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return self._code
 
     def details(self) -> str:
-        """Its message."""
+        """The message of the status so far."""
         return self._details
 
     def add_done_callback(self, callback: Any) -> None:

@@ -34,7 +34,7 @@ class Writer(Protocol):
 
     @property
     def window(self) -> int:
-        """Bytes that the client takes of it now."""
+        """Bytes that the client takes on this stream now."""
         ...
 
     @property
@@ -102,9 +102,9 @@ class FlowControl:
         self._streams = streams
         self._connection = connection
         self._granted = frames.USUAL_WINDOW
-        """Bytes by which the connection's window has ever grown, with those that it began with."""
+        """Bytes that the connection's window began with, plus all bytes by which it has grown since."""
         self._largest = 0
-        """Bytes that no open stream's balance exceeds."""
+        """An upper bound, in bytes, of the balance of every open stream."""
         self._blocked: OrderedDict[Writer, None] = OrderedDict()
         """Streams that wait for the connection's window."""
         self._unwritable: OrderedDict[Writer, None] = OrderedDict()
@@ -112,7 +112,7 @@ class FlowControl:
         self._starved: OrderedDict[Writer, None] = OrderedDict()
         """Streams that wait for their own windows."""
         self._since: OrderedDict[Writer, float] = OrderedDict()
-        """When those that wait began to, by the monotonic clock; without those that were counted as unread."""
+        """Waiting stream -> when it began to wait, by the monotonic clock. Streams that were counted as unread are not in it."""
         self._retries = 0
         """How many of the starved, from the first on, may have room now."""
 

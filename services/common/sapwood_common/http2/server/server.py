@@ -43,7 +43,7 @@ _MESSAGES_HELD = 4
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
 _FEW_CALLS = 2
-"""Of a connection without a key, beyond which its calls begin after those of others with fewer."""
+"""Calls of a connection without a key beyond which its next ones begin after those of connections that have fewer."""
 _MOST_UNKNOWN_BYTES = 64 * 1024
 """Bytes of the largest request of a call that needs no key where others do: for health and reflection."""
 

@@ -30,7 +30,7 @@ class Unfoldings:
     def __init__(self, share: TimeShare) -> None:
         self._share = share
         self._waiting: OrderedDict[Hashable, OrderedDict[_Work, None]] = OrderedDict()
-        """By caller, the one first whose turn it is; none of them is empty."""
+        """Each caller's messages, the caller whose turn is next first. A caller without messages is not in it."""
 
     def is_waiting(self, caller: Hashable) -> bool:
         """Whether a message of the caller is here already."""

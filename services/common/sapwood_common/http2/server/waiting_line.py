@@ -60,7 +60,7 @@ class WaitingLine:
         self._waiting: dict[int, OrderedDict[Hashable, OrderedDict[Place, None]]] = {}
         """Places by priority and caller, in the order of the callers' turns; no dictionary in it is empty."""
         self._new: dict[int, OrderedDict[Hashable, None]] = {}
-        """By priority the callers that wait for their first turn; they have their place among the others, too."""
+        """Priority -> callers that wait for their first turn. They are in ``_waiting`` as well."""
         self._news_turn = False
 
     def __bool__(self) -> bool:

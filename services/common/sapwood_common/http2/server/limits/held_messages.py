@@ -17,10 +17,10 @@ class HeavyStream(Protocol):
 
 
 class Holder(Protocol):
-    """Whose messages they are."""
+    """The connection whose messages are held."""
 
     def count_overloaded(self) -> None:
-        """A call ended as too much was held."""
+        """A call was ended because too many bytes were held."""
         ...
 
 

@@ -46,13 +46,13 @@ class _Line:
         self.coming = 0
         self.let_go = 0
         self._let_go_of: dict[str, int] = {}
-        """The same by tenant."""
+        """``let_go`` by tenant."""
         self._more = False
         """Whether more go in a later turn."""
         self._few: dict[Ticket, None] = {}
-        """Of those that wait, the requests of tenants who have few running, in the order in which they came."""
+        """Waiting requests of tenants who have few requests running, in the order in which they came."""
         self._ahead = 0
-        """How many of them went since one last went in the queue's order."""
+        """How many requests of ``_few`` went since a request last went in the queue's order."""
 
     def has_room(self, taken: int, *, few: bool = False) -> bool:
         """Whether the workers have room for more than ``taken`` requests, or there are none.
@@ -103,7 +103,7 @@ class _Line:
         return self._registry.has_few(self._model, tenant, self._let_go_of.get(tenant, 0))
 
     def _next_few(self) -> Ticket | None:
-        """Who is the next to have a place that is kept."""
+        """The request that gets the next place of those kept for tenants with few requests; None: no request may."""
         for ticket in tuple(self._few):
             if not ticket.waiting or not self._has_few(ticket.tenant):
                 del self._few[ticket]

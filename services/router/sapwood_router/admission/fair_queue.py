@@ -89,9 +89,9 @@ class _Class:
         self._most_idle = most_idle
         self._virtual = 0.0
         self._finish: dict[str, float] = {}
-        """Of each tenant's last request that was ready."""
+        """Tenant -> finish tag of its last request that was ready."""
         self._coming: dict[str, float] = {}
-        """The same of those that are not ready: theirs only say who would go last."""
+        """Tenant -> finish tag of its last request that is not ready. It only says who would go last."""
         self.entries: list[tuple[float, int, Ticket]] = []
         """Start tag, number and ticket, in the order in which they go."""
 
@@ -159,7 +159,7 @@ class Admission:
         self._clock = clock
         self._rng = rng
         self._classes: dict[int, _Class] = {}
-        """Those with requests."""
+        """Priority -> its class. A class without requests is not in it."""
         self._numbers = itertools.count()
         self._left = SlidingCount(_RATE_WINDOW, clock)
         self._busy_since: float | None = None

@@ -47,7 +47,7 @@ class _WholeClient:
     def __init__(self, count: int) -> None:
         self._wholes: list[Delta | None] = [None] * count
         self._outputs: dict[int, OutputBuffer] = {}
-        """Of runs of which more than one delta comes."""
+        """Index of a run -> its output so far, for runs that send more than one delta."""
 
     def writable(self) -> bool:
         """Always: there is no client to wait for."""

@@ -117,7 +117,7 @@ class KvEventFollower:
 
 
 def _parts(hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """So many of them at a time as are taken in a turn."""
+    """The hashes in parts, each of as many as are taken in one turn of the event loop."""
     for start in range(0, len(hashes), _A_TURN):
         yield hashes[start : start + _A_TURN]
 

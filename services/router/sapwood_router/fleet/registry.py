@@ -15,9 +15,9 @@ from sapwood_router.routing.load import Load
 RETRY_AFTER = 1.0
 """Seconds a client is told to wait when nobody can take its request: about when a restarted worker is found again."""
 _SHARERS = 4
-"""Tenants who share those places at least: none of them may have more of them than a part of all."""
+"""How many tenants the kept places are enough for: one tenant may have at most this fraction of them."""
 _KEPT = 1 / 16
-"""Of a worker's places, that are kept for tenants who have few requests running."""
+"""The share of a worker's places that is kept for tenants who have few requests running."""
 
 
 class Registry:
@@ -52,7 +52,7 @@ class Registry:
         self._kept: dict[str, int] = {}
         """Places that the available workers of each model keep, all together."""
         self._running: dict[str, dict[str, int]] = {}
-        """By model and tenant."""
+        """Model -> tenant -> its running requests."""
         self._changed = asyncio.Event()
 
     def all(self) -> tuple[Worker, ...]:

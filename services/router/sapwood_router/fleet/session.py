@@ -28,7 +28,7 @@ MOST_TOKENS = 4 * 1024 * 1024
 """The most tokens of one request: at 5 bytes each they fit into a message. One too large would end the session for all."""
 _CHECK_INTERVAL = 0.1
 _SUBMITS_FIELD = worker_pb2.SessionRequest.SUBMITS_FIELD_NUMBER << 3 | 2
-"""Before its length and its bytes."""
+"""The tag of the field ``submits``; each entry's length and bytes follow it."""
 
 WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest
 """The message that opens a stream."""
@@ -50,7 +50,7 @@ class StreamSink(Protocol):
         ...
 
     def failed(self, error: SapwoodError) -> None:
-        """Nothing follows. WorkerLostError: nobody knows how far the worker got."""
+        """The request failed; nothing follows. With a WorkerLostError nobody knows how far the worker got."""
         ...
 
 

@@ -128,11 +128,11 @@ class Worker:
         self.generating = 0
         """This router's requests on it that have their first token."""
         self.handing_off = 0
-        """Of those in flight, how many it only computes the prompt of: another worker will generate."""
+        """Requests in flight of which it only computes the prompt: another worker will generate."""
         self.prompted = SlidingCount(PROMPT_SECONDS, clock)
         """Prompt tokens that it has computed lately."""
         self.prompts = SlidingCount(PROMPT_SECONDS, clock)
-        """Of how many prompts these were."""
+        """Prompts that these tokens were of."""
         self.step_seconds = 0.0
         """Seconds that it has been at its current step, as last reported."""
         self.loop_lag = 0.0
@@ -161,7 +161,7 @@ class Worker:
 
     @property
     def open_room(self) -> float:
-        """The same of whoever has many running."""
+        """How many more requests of tenants who have many running it may be given; not less than 0."""
         return max(0.0, self.most_requests - self.kept - self.in_flight)
 
     def report(self, load: Load) -> None:

@@ -90,7 +90,7 @@ class OutputBuffer:
         self._text = _Channel()
         self._reasoning = _Channel()
         self._arguments: dict[int, _Channel] = {}
-        """By the calls' indices; a call that is here has begun."""
+        """Index of a tool call -> its arguments. Calls that have not begun are not in it."""
         self._changed: dict[int, ToolCallDelta] = {}
 
     def add(self, piece: Output) -> bool:

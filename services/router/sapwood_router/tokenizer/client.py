@@ -29,7 +29,7 @@ AnswerT = TypeVar("AnswerT")
 _PAUSE = 0.1
 _TOKENS_A_REQUEST = 16384
 _TURNS_AT_ONCE = 16
-"""Of a conversation, that are written into its message in one step."""
+"""Turns of a conversation that are written into its message in one step."""
 _AT_ONCE = nullcontext()
 
 

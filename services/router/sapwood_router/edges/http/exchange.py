@@ -143,7 +143,7 @@ class Exchange:
             await self._stint.turn()
 
     async def pause(self) -> None:
-        """The same, unless the piece so far was a short one."""
+        """Does as :meth:`breathe`, unless the piece of work so far was a short one."""
         if self._stint is not None:
             await self._stint.pause()
 
@@ -161,7 +161,10 @@ class Exchange:
         return self._deadline
 
     def sooner(self, deadline: float) -> float:
-        """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
+        """The deadline of an answer in one piece: ``deadline``, or earlier if the client says so, as OpenAI's clients do.
+
+        To be called after the body was read.
+        """
         timeout = client_timeout(self.headers)
         return deadline if timeout == math.inf else min(deadline, asyncio.get_running_loop().time() + timeout)
 

@@ -13,7 +13,7 @@ keep the event loop for half a second, and then whoever checks what is in it; it
 SMALL = 2 * _MOST_NESTED
 """Bytes: a smaller body cannot have too many."""
 _MANY_STRINGS, _MANY_NESTED = 8_192, 1_024
-"""With more it takes some milliseconds to parse a body, and to make a request of it."""
+"""Strings, and arrays and objects, beyond which it takes some milliseconds to parse a body and to make a request of it."""
 _BATCH, _BESIDE, _MOST_VALUES = 262_144, 65_536, 1_310_720
 """Values of a body that are taken whatever models there are; those beside the tokens of one prompt; and the most of any body."""
 _MOST_SIGNS, _MOST_ESCAPES = 262_144, 1_048_576

@@ -62,19 +62,19 @@ class ConnectionHost(Protocol):
     """The server, as its connections know it."""
 
     loop: asyncio.AbstractEventLoop
-    """Where it runs: to ask which one does takes a system call."""
+    """The loop that the server runs on: to ask for the running loop takes a system call."""
     limits: ConnectionLimits
     share: TimeShare
     turnstile: Turnstile
-    """Where requests begin."""
+    """Begins requests."""
     breaths: Turnstile
-    """Where those read on that have filled ``input``: what a turn reads is bounded, however many send."""
+    """Lets connections that have filled ``input`` read on later: what one turn reads is bounded, however many clients send."""
     writes: WriteBatch
     heads: ResponseHeads
     requests: HeadReader
     bodies: BodyMemory
     tarpit: Tarpit
-    """Where connections end whose clients broke a rule."""
+    """Keeps connections whose clients broke a rule until they end."""
     input: memoryview
     """What is read goes there first, whoever sent it."""
     stopping: bool

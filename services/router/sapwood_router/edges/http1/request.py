@@ -164,7 +164,7 @@ class Request:
             self._write(body, last)
 
     def write_chunk(self, body: bytes) -> None:
-        """The same in this turn of the loop, before any task that is woken from now on goes on. Only while :meth:`writable`."""
+        """Sends more of such a body in this turn of the loop, before tasks that are woken later. Only while :meth:`writable`."""
         if self.over:
             return
         connection = self._connection
@@ -177,7 +177,7 @@ class Request:
         connection, transport, add = self._connection, self._transport, self._connection.writes.add
         fixed = len(before) + len(after)
         heads: dict[int, bytes] = {}
-        """By the number's digits."""
+        """How many digits a number has -> head of its chunk."""
         tail = after + b"\r\n" if self._chunked else after
 
         def send(number: int) -> bool:

@@ -117,7 +117,7 @@ class Annotator:
         return await self._tokenizer.client.token_bytes(needed, context.request_id, context.deadline)
 
     def _tokens(self, delta: Delta) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Those that stand for text."""
+        """The delta's tokens that stand for text, with their log probabilities."""
         return delta.token_ids[: delta.text_tokens], [*delta.logprobs[: delta.text_tokens]]
 
     async def _prompt_text(self, context: RequestContext) -> str:

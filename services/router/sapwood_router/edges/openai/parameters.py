@@ -21,7 +21,7 @@ SAMPLING = FIELDS
 """Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
 
 _TRANSLATED = frozenset(("top_k", "top_p", "seed"))
-"""Those that may mean something else than in ``common.proto``."""
+"""Parameters whose values may mean something else than the field of that name in ``common.proto``."""
 
 BESIDE = IGNORED | SAMPLING
 """Parameters that a request may have beside the fields of its type: sampling settings, and those that are ignored."""

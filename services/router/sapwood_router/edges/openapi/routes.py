@@ -26,7 +26,7 @@ class ApiPages:
         self._made: asyncio.Task[tuple[bytes, bytes]] | None = None
 
     def routes(self) -> list[Route]:
-        """Where."""
+        """The document and the page for people."""
         return [Ask("/openapi.json", self._show_document, public=True), Ask("/docs", self._show_page, public=True)]
 
     async def _show_document(self, exchange: Exchange) -> None:

@@ -188,7 +188,7 @@ class _Answer:
         return self._make("completed", items, usage=told)
 
     def failed(self, error: SapwoodError) -> dict[str, Any]:
-        """Where it fails."""
+        """The response where the run failed with ``error``."""
         code = "rate_limit_exceeded" if http_status(error) == 429 else "server_error"
         return self._make("failed", [], error={"code": code, "message": error.message})
 

@@ -9,9 +9,9 @@ from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_router.request.context import Turn
 
 _OVERHEAD = 4096
-"""Bytes that a response is counted beside its texts."""
+"""Bytes that count for each response beside its texts."""
 _MOST_TURNS = 32_768
-"""Of a conversation with those that it goes on from: no tokenizer takes more fields, and they are looked at in one piece."""
+"""Turns of a conversation, earlier responses included: no tokenizer takes more fields, and all are looked at in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class StoredResponse:
 
     Attributes:
         response_id: Its id.
-        body: It, as JSON.
+        body: The response as JSON.
         turns: What was asked and answered, without what it goes on from.
         previous: The id of the response that it goes on from.
         input_bytes: How long the request was.
@@ -34,7 +34,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes that it is counted; its texts are in its body, too."""
+        """Bytes that count for this response. The body counts twice, because ``turns`` hold its texts again."""
         return 2 * len(self.body) + self.input_bytes + _OVERHEAD
 
 

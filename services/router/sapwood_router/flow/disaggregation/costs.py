@@ -70,7 +70,7 @@ class ModelCosts:
         Args:
             role: The worker's.
             tokens: Prompt tokens that it had to compute until then: queued before the request, and its own.
-            seconds: It took.
+            seconds: The time that took.
         """
         self._prefill[role].add(tokens, seconds)
 
@@ -88,9 +88,9 @@ class ModelCosts:
         """A worker has generated.
 
         Args:
-            tokens: After its first.
-            seconds: From that first to the last.
-            requests: For which it generated meanwhile, this one included.
+            tokens: Tokens after its first one.
+            seconds: From the first token to the last.
+            requests: How many requests it generated for meanwhile, this one included.
             prefilling: The share of the worker's time that prompts took.
         """
         if tokens > 0:
@@ -102,7 +102,7 @@ class ModelCosts:
 
     @property
     def measured(self) -> bool:
-        """Whether all is known that a decision needs."""
+        """Whether everything that a decision needs has been measured."""
         return self._handover.known and self._step.known and any(fit.known for fit in self._prefill.values())
 
     @property
@@ -111,26 +111,26 @@ class ModelCosts:
         return self._clock() - self._handed_over_at
 
     def probing(self) -> None:
-        """A hand-over was begun only to measure it; one is enough."""
+        """A hand-over was begun only to measure it: no other one is begun for that meanwhile."""
         self._handed_over_at = self._clock()
 
     def prefill(self, role: Role, tokens: float) -> float:
-        """Seconds to compute prompt tokens at a worker, 0 for none; of another role where that one's were never measured."""
+        """Seconds to compute prompt tokens at a worker of this role; where that was never measured, of another role."""
         if not tokens:
             return 0.0
         fits = (self._prefill[role], *self._prefill.values())
         return next((fit.at(tokens) for fit in fits if fit.known), 0.0)
 
     def handover(self, tokens: float) -> float:
-        """Seconds from a ticket to the decode worker's first token, if it lacks so many."""
+        """Seconds from a ticket to the decode worker's first token, if the worker lacks so many of the prompt's tokens."""
         return self._handover.at(tokens)
 
     def generate(self, tokens: float, requests: float, prefilling: float) -> float:
-        """Seconds to generate beside so many requests, and where prompts take that share of the worker's time."""
+        """Seconds to generate so many tokens beside other requests, where prompts take the share ``prefilling`` of the time."""
         return tokens * self._step.at(requests + 1) / (1 - prefilling)
 
     def crowding(self, tokens: float, requests: float) -> float:
-        """Seconds that this takes from these requests, summed over them."""
+        """Seconds by which one more request, of so many tokens, delays the ``requests`` that run already, summed over them."""
         return tokens * requests * (self._step.at(requests + 1) - self._step.at(requests))
 
     def output_tokens(self, most: int) -> float:
@@ -150,7 +150,7 @@ class Costs:
         self._of: dict[str, ModelCosts] = {}
 
     def of(self, model: str) -> ModelCosts:
-        """Those of a model that workers serve; always the same."""
+        """The costs of one model: always the same object."""
         found = self._of.get(model)
         if found is None:
             found = self._of[model] = ModelCosts(self._clock)

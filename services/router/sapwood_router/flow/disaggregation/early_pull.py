@@ -16,10 +16,10 @@ from sapwood_router.transport.shared_call import TOKENS_A_MESSAGE
 
 
 class EarlyPull:
-    """One request's.
+    """The early pull of one request.
 
     Args:
-        worker: Who reads.
+        worker: The decode worker that reads the pages.
         choice: Why it was chosen.
     """
 

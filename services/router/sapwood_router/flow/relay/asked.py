@@ -26,15 +26,15 @@ _GRAMMARS = frozenset(
         "structural_tag",
     }
 )
-"""Parameters of several servers that make an answer match something: from its middle on it would not."""
+"""Parameters of several servers that make an answer match a grammar. Its second half alone would not match that."""
 _OTHERS = frozenset(
     {"tools", "functions", "logprobs", "top_logprobs", "echo", "suffix", "audio", "best_of", "min_tokens"}
 )
-"""Others with which an answer is more than text, or its second half depends on more than the text before it."""
+"""Further parameters with which no other backend can go on: the answer is more than text, or depends on more than text."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _BYTES_A_TOKEN = 4
 _MOST_BYTES = 1024 * 1024
-"""Bytes of the prompt that a choice of a backend goes by, at most."""
+"""Most bytes of the prompt that the choice of a backend looks at."""
 
 
 class Asked(msgspec.Struct):
@@ -73,7 +73,7 @@ class Asked(msgspec.Struct):
             return False
         if any(body.get(name) not in (None, False, 0, [], "auto", {"type": "text"}) for name in _GRAMMARS | _OTHERS):
             return False
-        if self.kind == "completion":  # what its limit is where it says none only the server knows
+        if self.kind == "completion":  # without a limit in the request only the server knows it
             return isinstance(body.get("prompt"), str) and self.limit is not None and body.get("logprobs") is None
         messages = body.get("messages")
         return isinstance(messages, list) and bool(messages) and not _is_answer(messages[-1])

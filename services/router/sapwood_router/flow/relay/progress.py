@@ -24,14 +24,14 @@ Chunk = dict[str, Any]
 
 
 class Progress:
-    """One answer's.
+    """The progress of one answer.
 
     Args:
         asked: The request.
 
     Attributes:
-        tokens: How many tokens that is: as backends say, or one a chunk.
-        usage: As the last backend told it, with the tokens that came before it; None: not told.
+        tokens: Tokens of the answer so far: as backends say, or one for each chunk.
+        usage: The usage as the last backend told it, plus the tokens of earlier backends; None: it told none.
         sent: Whether the client has got anything.
         ended: Whether a choice has its finish reason: all that can be missing is the usage.
     """
@@ -63,12 +63,12 @@ class Progress:
 
     @property
     def continues(self) -> bool:
-        """Whether the next backend is to go on with a chat, which not all can."""
+        """Whether the next backend must be able to go on with a chat: not every one can."""
         return self.sent and self._asked.kind == "chat"
 
     @property
     def at_limit(self) -> bool:
-        """Whether the lost backend had only to say that it was at its end."""
+        """Whether the whole answer came: the lost backend had only to say that the limit was reached."""
         limit = self._asked.limit
         return self.sent and limit is not None and self.tokens >= self._asked.body[limit]
 
@@ -76,8 +76,8 @@ class Progress:
         """What the next backend is sent.
 
         Args:
-            model: What it calls the model.
-            owner: Who it says that it is.
+            model: What that backend calls the model.
+            owner: The kind of server that it says it is.
         """
         asked = self._asked
         body = {**asked.body, "model": model}
@@ -107,7 +107,7 @@ class Progress:
         """A chunk as the client is to see it, after those that were held back; none if it is to see none yet.
 
         Raises:
-            InternalError: It is none of OpenAI's API.
+            InternalError: It is no chunk of OpenAI's API.
         """
         if not all(isinstance(choice.get("delta", {}), dict) for choice in chunk["choices"]):
             raise InternalError("the backend answered what is no chunk of OpenAI's API")

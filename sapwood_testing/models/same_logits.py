@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _TOLERANCE = 2e-5
-"""Of the largest logit: float32 with other orders of summation."""
+"""Largest error, as a share of the largest logit: float32 with another order of summation."""
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:

@@ -29,7 +29,8 @@ TYPES = {
         gguf.GGMLQuantizationType.Q6_K,
     )
 }
-"""The types of GGUF files that the library multiplies, also in whole numbers: ggml's number, numbers of a block and its bytes."""
+"""Types of GGUF files that the library multiplies, also in whole numbers: type -> ggml's number of it, numbers of a block, and
+bytes of a block."""
 TABLES = {
     kind.name: (kind.value, *gguf.GGML_QUANT_SIZES[kind])
     for kind in (
@@ -38,9 +39,9 @@ TABLES = {
         gguf.GGMLQuantizationType.MXFP4,
     )
 }
-"""Those of 4-bit codes that stand for the numbers of a table, which it multiplies as float32 only: likewise."""
+"""The same for types of 4-bit codes that stand for the numbers of a table. The library multiplies them as float32 only."""
 GROUPS = {"G4_32": (64, 32, 24), "G4_128": (65, 128, 72)}
-"""Our own, of 4-bit codes with a float32 scale and a zero: likewise."""
+"""The same for types of our own: 4-bit codes with a float32 scale and a zero."""
 ALL = TYPES | TABLES | GROUPS
 
 

@@ -261,7 +261,7 @@ class DeviceOps:
         return lambda x: F.linear(x.float(), weight, bias)
 
     def normed_logits(self, weight: Tensor, bias: Tensor | None) -> NormedLogits | None:
-        """The same of few rows, with the norm before it; None: there is none."""
+        """A router's product with the norm before it, in one kernel for few rows; None: the device has none."""
         return None
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:

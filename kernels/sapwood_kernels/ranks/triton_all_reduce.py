@@ -28,7 +28,7 @@ PROGRAMS = 128
 _BLOCK, _WIDE = 2048, 8192
 """Numbers that a program adds up at a time, and those that it takes of the others' sums."""
 _LEAST_BYTES = 4096
-"""Bytes of a program's piece below which there are fewer programs; and of a part of a row, at most."""
+"""Least bytes of a program's piece: for smaller tensors there are fewer programs. Also the most bytes of a part of a row."""
 _VECTOR_BYTES = 16
 _AREA = 2
 """Times the largest tensor that a side of a region has room for."""

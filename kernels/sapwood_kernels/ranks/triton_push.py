@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def side_of(peers, rank, program, call, BITS: tl.constexpr, AREA_BYTES: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Where a program's numbers come to in a rank's region in this call."""
+    """The place in a rank's region where a program's numbers arrive in this call."""
     place = ((call & 1) * PROGRAMS + program) * AREA_BYTES
     return tl.multiple_of((tl.load(peers + rank) + place).to(tl.pointer_type(BITS)), 16)
 

@@ -20,7 +20,7 @@ from sapwood_kernels.ranks.triton_meeting import PROGRAMS, WAIT_FOREVER, meet, s
 
 _BLOCK = 2048
 _LEAST_BYTES = 8192
-"""Bytes of a program's piece below which there are fewer programs."""
+"""Least bytes of a program's piece: for fewer bytes there are fewer programs."""
 _VECTOR_BYTES = 16
 
 

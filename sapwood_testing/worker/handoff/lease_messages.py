@@ -49,7 +49,7 @@ class LeaseMessages:
         self._ends.clear()
 
     def deliver(self, source: SimulatedWorker) -> None:
-        """Those whose time has come reach the source."""
+        """Delivers to the source the messages whose time has come."""
         if not self._messages:
             return
         now, leases = self._world.clock(), source.leases

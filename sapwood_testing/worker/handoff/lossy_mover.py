@@ -51,7 +51,7 @@ class LossyMover:
         return answers
 
     def into(self, runner: FakeRunner) -> DeviceMover:
-        """The same for the pages of a runner."""
+        """This mover for the pages of a runner's device."""
         return _LossyDevice(self, runner)
 
     def read_to_device(
@@ -150,5 +150,5 @@ class _LossyDevice:
             self._runner.pages[page] = np.frombuffer(content, np.int64)
 
     def barrier(self) -> Callable[[], None]:
-        """Nothing to wait for: the scheduler's own count of steps must do."""
+        """Waits for nothing: the scheduler's own count of steps must do."""
         return lambda: None

@@ -47,7 +47,7 @@ UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Sessio
 
 _EMBED = f"/{SERVICE}/Embed"
 _TOKENS_A_TURN = 32_768
-"""Of a request to embed, that are looked at in one turn of the event loop, in 2 ms."""
+"""Tokens of a request to embed that are checked in one turn of the event loop, which takes 2 ms."""
 MOST_NAME = 128
 """Characters of a pin's name."""
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10

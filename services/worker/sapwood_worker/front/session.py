@@ -82,7 +82,7 @@ class Session:
         self._problem: Exception | None = None
         self._over = False
         self._afterwards = Afterwards()
-        """Where streams end that the call leaves open: each is a message to the scheduler."""
+        """Ends the streams that the call left open, a few at a time: each is a message to the scheduler."""
         self._load_version = -1
         self._load_sent = 0.0
         self._packs_tokens = False

@@ -12,13 +12,15 @@ _LONGEST_SECONDS = 60.0
 
 
 class Pauses:
-    """None after the first two ends in a row, then 2 s, twice as long after each further one, and 60 s at most.
+    """How long to wait before a process that ended is started again.
+
+    Not at all after the first two ends in a row, then 2 s, twice as long after each further one, and 60 s at most.
 
     Args:
         clock: Seconds, monotonic.
 
     Attributes:
-        ends: Ends in a row, each of what was not up for ``LASTING_SECONDS``.
+        ends: Ends in a row; the process was not up for ``LASTING_SECONDS`` before any of them but the first.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -27,11 +29,11 @@ class Pauses:
         self.ends = 0
 
     def is_up(self) -> None:
-        """Notes that it has started."""
+        """Notes that the process has started."""
         self._up_since = self._clock()
 
     def has_ended(self) -> None:
-        """Notes that it has ended, or could not start."""
+        """Notes that the process has ended, or could not start."""
         lasted = self._up_since is not None and self._clock() - self._up_since >= LASTING_SECONDS
         self._up_since = None
         self.ends = 1 if lasted else self.ends + 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from sapwood_worker.records.ranks.waits import WAITS_BYTES, Shown, Waits
 
 PROGRESS_FILE = "progress"
-"""Its name in the folder of the sockets."""
+"""Name of the progress file, in the folder of the sockets."""
 
 
 def progress_file(rank: int) -> str:
@@ -120,7 +120,7 @@ class ProgressView:
         return int(count)
 
     def waits(self) -> Shown:
-        """For whom the process waits, if it is a rank of several."""
+        """Which ranks the process waits for, if it is one of several."""
         return Shown.of(memoryview(self._memory)[_WAITS_AT:])
 
 

@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def rotary_variants(self) -> tuple[str, ...]:
-        """What of its rotary embeddings depends on ``max_position``, so that cached keys are no others'."""
+        """Names what in the rotary embeddings depends on ``max_position``: keys that were cached with others are not used."""
         scalings = dict.fromkeys(rope.scaling for rope in self.ropes if rope is not None and rope.scaling is not None)
         return tuple(filter(None, (scaling.variant(self.max_position) for scaling in scalings)))
 

@@ -15,10 +15,10 @@ norms that, all in one.
 """
 
 APART = "apart"
-"""A sum by one of the others, then the residual and the norm: what ``+norm`` is compared with."""
+"""A sum by another method, then the residual and the norm apart from it: what ``+norm`` is compared with."""
 
 OVERLAPPED = "overlapped"
-"""Beside the methods: sums of theirs that ran while the next piece of a product was computed."""
+"""Not a method: counts sums, by any method, that ran while the next piece of a product was computed."""
 
 SUM_SIZES = tuple(1 << bits for bits in range(12, 23, 2))
 """Bytes of the tensors that are timed: 4 KiB to 4 MiB."""

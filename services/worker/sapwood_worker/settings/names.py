@@ -20,10 +20,10 @@ LINEAR_METHODS = "sapwood.linear_methods"
 """The group of entry points by which packages bring formats of weights."""
 QUANTIZATIONS = ("none", "fp8", "fp8_block", "fp8_tensor", "int8", "int4")
 ATTENTION_BACKENDS = "sapwood.attention_backends"
-"""The same of what computes attention, each an ``AttentionBackend``."""
+"""The group of entry points by which packages bring what computes attention: each an ``AttentionBackend``."""
 OWN_ATTENTION_BACKENDS = ("flashinfer", "triton", "native", "torch")
 GRAMMAR_BACKENDS = "sapwood.grammar_backends"
-"""The same of what enforces grammars, each a ``MakeBackend``."""
+"""The group of entry points by which packages bring what enforces grammars: each a ``MakeBackend``."""
 OWN_GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
 

@@ -40,7 +40,7 @@ class Change:
     drops: tuple[tuple[int, int], ...] = ()
 
     def made(self, places: Places) -> Places:
-        """Where the experts are after it."""
+        """Where the experts are after this change."""
         result = places.copy()
         for expert, rank in self.drops:
             result[expert, rank] = False

@@ -42,7 +42,7 @@ class SplitRequestsRunner(LeadingRunner):
         self._asking = threading.Lock()
 
     def cache_identity(self) -> str:
-        """As the runner's, read once for all ranks."""
+        """The runner's identity for cached pages, read once for all ranks."""
         with self._asking:
             return self._identity()
 

@@ -139,7 +139,7 @@ def _refuse_unserved(request: Any) -> None:
 
 
 def _to_sampling(given: sglang_scheduler_pb2.SamplingParams) -> sapwood_pb2.SamplingParams:
-    """Its settings; those of value 0 that 0 does not suit are taken for absent, as the message cannot say which are."""
+    """SGLang's settings as ours. The message cannot say that a field is absent: a 0 that makes no sense is taken for that."""
     result = sapwood_pb2.SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k if given.top_k > 0 else None,

@@ -107,17 +107,17 @@ class Overlap:
         self.summed = 0
 
     def cut(self, table: Sequence[tuple[int, int]]) -> None:
-        """Tells in how many pieces products are cut: those of so many rows or more, ascending."""
+        """Sets in how many pieces products are cut: pairs of the least rows of a product and its pieces, ascending by rows."""
         self._table = table
 
     @property
     def words(self) -> str:
-        """In how many, for people; empty: they are not."""
+        """In how many pieces products are cut, for people; empty: in one."""
         said = [f"of {rows} tokens and more in {count} pieces" for rows, count in self._table if count > 1]
         return "products " + ", ".join(said) if said else ""
 
     def pieces(self, rows: int) -> int:
-        """In how many a product of so many rows is cut."""
+        """In how many pieces a product of so many rows is cut."""
         return next((count for least, count in reversed(self._table) if rows >= least), 1)
 
     def run(
@@ -175,7 +175,7 @@ def sizes_tried(most: int) -> list[int]:
 
 
 def counts_tried(rows: int) -> list[int]:
-    """In how many pieces a product of so many rows is tried."""
+    """The numbers of pieces that are tried for a product of so many rows."""
     return [count for count in _COUNTS if rows // count >= _FEWEST_ROWS]
 
 

@@ -17,11 +17,11 @@ from sapwood_worker.model.distributed.peer_memory import PeerMemory
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 
 MOST_BYTES = 16 << 20
-"""Bytes of the largest tensors, about: six times that is the memory for them."""
+"""About the most bytes of a tensor that is summed this way. Six times as many are the memory for it."""
 _TRIAL_TRIES = 1 << 23
-"""How often what others write is looked for while a method is tried: some seconds, in which they may yet compile the kernel."""
+"""How often a rank looks for what others write while a method is tried: for some seconds, as they may yet compile the kernel."""
 _CALLS, _REPLAYS, _ROUNDS = 10, 3, 5
-"""Of what is timed: calls in a graph, replays of it in a round, and rounds."""
+"""How a method is timed: calls in a graph, replays of the graph in a round, and rounds."""
 
 
 class _PeerMethod(ABC):

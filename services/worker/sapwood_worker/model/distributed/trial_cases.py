@@ -114,6 +114,6 @@ def sum_cases(method: SumMethod, dtype: torch.dtype, ops: DeviceOps, group: Grou
 
 
 def normed_cases(method: NormedMethod, dtype: torch.dtype, ops: DeviceOps, group: Group) -> Iterator[Case]:
-    """The same for one that also adds a residual and norms."""
+    """Tensors of several sizes that a method takes which also adds a residual and norms."""
     cases = (_NormedCase(method, (rows, WIDTH), dtype, ops) for rows in _ROWS)
     yield from (case for case in cases if case.taken)

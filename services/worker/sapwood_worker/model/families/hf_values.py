@@ -54,7 +54,7 @@ class HfValues:
     neighbours: bool = False
 
     def interleaved(self) -> HfValues:
-        """The same for a family whose rotary embeddings turn neighbours in a head together."""
+        """These settings for a family whose rotary embeddings turn neighbours in a head together."""
         return replace(self, neighbours=True)
 
     @property

@@ -26,9 +26,9 @@ LATENT_GGUF_NAMES = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
-"""What GGUF files call tensors of such a layer, and Hugging Face's checkpoints."""
+"""Name of a layer's tensor in GGUF files -> its name in Hugging Face's checkpoints."""
 _LOG_FACTOR = 0.1
-"""By which those files' ``yarn_log_multiplier`` is less than ``mscale_all_dim``."""
+"""``yarn_log_multiplier`` of GGUF files is ``mscale_all_dim`` times this."""
 
 
 def read_latent(found: HfValues) -> ModelConfig:

@@ -31,7 +31,7 @@ class LayerContext:
     prefix: str = ""
 
     def inside(self, name: str) -> LayerContext:
-        """The same for a layer called ``name`` inside this one."""
+        """The context of a layer called ``name`` inside this one."""
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
 
     @property
@@ -41,17 +41,17 @@ class LayerContext:
 
     @property
     def attending(self) -> LayerContext:
-        """The same for attention or the vocabulary, which ranks with requests of their own have whole."""
+        """This context for attention or the vocabulary, which ranks with requests of their own have whole."""
         return replace(self, parallel=self.parallel.attending)
 
     @property
     def joined(self) -> LayerContext:
-        """The same for an MLP, which all ranks compute together."""
+        """This context for an MLP, which all ranks compute together."""
         return replace(self, parallel=self.parallel.joined)
 
     @property
     def dispatched(self) -> LayerContext:
-        """The same for a mixture of experts to which each rank sends its own rows."""
+        """This context for a mixture of experts to which each rank sends its own rows."""
         return replace(self, parallel=self.parallel.dispatched)
 
     @property

@@ -74,8 +74,8 @@ class ColumnLinear(Linear):
         return self._ops.gated(gate)(method.apply(x, norm=taken))
 
     def pieces(self, x: Tensor, norm: AnyNorm | None, gate: Gate | None = None) -> Iterator[Tensor] | None:
-        """The same piece by piece, where sums of x are under way (:meth:`RMSNorm.pieces`), each when it is asked for; None: they
-        are not."""
+        """Computes :meth:`forward` piece by piece while sums of x are under way (:meth:`RMSNorm.pieces`), each piece when it is
+        asked for; None: no sum is under way."""
         rows = norm.pieces(x) if isinstance(norm, RMSNorm) else None
         return None if rows is None else (self(each, None, gate) for each in rows)
 
@@ -143,7 +143,7 @@ class RowLinear(Linear):
         return self.ranks is not None and not self._late_bias
 
     def of_pieces(self, pieces: Iterator[Tensor], gate: Gate | None, residual: Tensor | None) -> Tensor:
-        """As :meth:`forward` for the pieces of x, each of which is asked for when the sum of that before has begun."""
+        """Computes :meth:`forward` of the pieces of x. Asks for each piece when the sum of the one before has begun."""
         assert self.ranks is not None
         return self.ranks.of_pieces(partial(self._part, gate=gate), pieces, residual)
 

@@ -32,7 +32,8 @@ class RankSum:
         self._following = norm if isinstance(norm, RMSNorm) else None
 
     def of(self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
-        """The same of this rank's part ``product(x)``, row by row a new tensor; of many rows it may be computed in pieces."""
+        """Sums as :meth:`__call__` does, with ``product(x)`` as this rank's part: a new tensor, each row of it from one row of x.
+        Many rows may be computed in pieces."""
         overlap = self._group.overlap
         if overlap is not None and (count := overlap.pieces(len(x))) > 1:
             return self.of_pieces(product, x.tensor_split(count), residual)
@@ -41,7 +42,7 @@ class RankSum:
     def of_pieces(
         self, product: Callable[[Tensor], Tensor], pieces: Iterable[Tensor], residual: Tensor | None
     ) -> Tensor:
-        """The same of ``product`` of these pieces, one after another."""
+        """Sums as :meth:`of` does, with the rows of x in these pieces, one after another."""
         overlap, following = self._group.overlap, self._following
         assert overlap is not None, "nothing is cut"
         if residual is None or following is None:

@@ -29,7 +29,7 @@ class RopeScaling(Protocol):
         ...
 
     def variant(self, positions: int) -> str:
-        """What of it depends on the longest context that is served: cached keys are of one variant. Empty: nothing."""
+        """Names what depends on the longest context that is served: keys of another variant are not used. Empty: nothing."""
         ...
 
 

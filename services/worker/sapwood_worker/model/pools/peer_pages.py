@@ -23,7 +23,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 Targets = Callable[[int], Addresses]
-"""Where the part of each page's content goes that begins at a place of it."""
+"""Offset in a page's content -> for each page the address where the part that begins there goes."""
 
 
 class LayerPages(msgspec.Struct, frozen=True, array_like=True):
@@ -208,7 +208,10 @@ def host_targets(contents: Sequence[memoryview]) -> Targets:
 
 
 def joined(targets: Addresses, sources: Addresses, size: int) -> tuple[Addresses, Addresses, Addresses]:
-    """Copies of ``size`` bytes each, in any order; those that follow each other on both sides are one. Returns their sizes."""
+    """Joins copies of ``size`` bytes each, given in any order: those that follow each other on both sides become one.
+
+    Returns the targets, the sources and the sizes.
+    """
     order = np.argsort(sources)
     targets, sources = targets[order], sources[order]
     apart = (np.diff(targets) != np.uint64(size)) | (np.diff(sources) != np.uint64(size))

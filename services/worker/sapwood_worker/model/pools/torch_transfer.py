@@ -27,7 +27,7 @@ from sapwood_worker.records.page_copies import Copies, CopyReport, LatePages, Pa
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``sapwood_kernels.reference.store_pages`` or ``load_pages``."""
 _GROUPS = 8
-"""Of layers, whose pages go together while a step computes the next ones."""
+"""Groups of layers: the pages of a group are copied together while a step computes the next group."""
 _FEW_PAGES = 128
 """Fewer are copied when all layers are computed: to launch the groups' copies takes milliseconds, and a step that computes so few
 pages is over hardly later than it is launched."""
@@ -286,7 +286,7 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def marked(device: torch.device) -> Callable[[], None]:
-    """Notes what was launched on a device before now; what it returns returns once that is over."""
+    """A function that returns once everything is over that was launched on a device before this call."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event.synchronize

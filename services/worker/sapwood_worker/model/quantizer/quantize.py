@@ -213,7 +213,7 @@ def _check_names(source: Path, loaded: LoadedModel) -> None:
 
 
 def _scales_dtype(source: Path) -> torch.dtype:
-    """That of the weights, if it is one of 16 bits."""
+    """The dtype of the weights if it has 16 bits, else float32."""
     with safe_open(checkpoint_files(source)[0], framework="pt") as file:
         found = {file.get_tensor(name).dtype for name in list(file.keys())[:1]}
     return next((dtype for dtype in _HALVES if dtype in found), torch.float32)

@@ -43,7 +43,13 @@ class Penalties:
     repetition: Tensor
 
     def select(self, some: IntArray, ops: DeviceOps, slots: Tensor | None = None) -> Penalties:
-        """Some of them, int64 [N] in 0 .. S - 1, under other rows of counts if these are given for all S."""
+        """The penalties of some of the S requests.
+
+        Args:
+            some: Which, int64 [N] in 0 .. S - 1.
+            ops: The device's operations.
+            slots: Rows of counts for all S, instead of ``self.slots``.
+        """
         which = ops.to_device(some)
         parts = (self.rows, self.slots if slots is None else slots, self.frequency, self.presence, self.repetition)
         return Penalties(self.at[some], *(each.index_select(0, which) for each in parts))

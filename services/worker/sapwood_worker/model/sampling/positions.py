@@ -67,7 +67,7 @@ class Positions:
 
     @staticmethod
     def of(step: Step) -> Positions:
-        """Those of a step. O(parts)."""
+        """The sampled positions of a step. O(parts)."""
         samples = step.samples
         if len(step.token_ids) == len(samples) and samples.all():
             return Positions(step.rows, step.starts + 1, range(len(samples)))

@@ -27,7 +27,7 @@ _COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
 _NAP_SECONDS, _SHORT_NAP_SECONDS = 1e-3, 2e-4
 _MOST_RANGES = 1 << 16
 COMING = b""
-"""In place of the header of a page that is coming."""
+"""Stands for the header of a page that is not here yet, but is being filled."""
 _PROOF_BYTES = 32
 
 

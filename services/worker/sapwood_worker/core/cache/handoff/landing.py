@@ -77,8 +77,8 @@ class DeviceMover(PageMover, Protocol):
     def read_to_device(
         self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
     ) -> list[bool | None]:
-        """As :meth:`read`, into pages of the device, which are had only if their proofs are these; None: the source's device
-        does not have it."""
+        """Reads as :meth:`read` does, but into pages of the device. For each page: whether it came with the given proof; None
+        where the source's device does not have it."""
         ...
 
     def fill(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
@@ -86,7 +86,7 @@ class DeviceMover(PageMover, Protocol):
         ...
 
     def barrier(self) -> Callable[[], None]:
-        """What returns once all is over that was launched before now."""
+        """A function that returns once everything is over that was launched before now."""
         ...
 
 

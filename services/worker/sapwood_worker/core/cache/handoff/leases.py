@@ -160,7 +160,7 @@ class HandoffLeases:
         Args:
             serial: The request.
             prompt: Its tokens.
-            namespace: That it is computed in.
+            namespace: The cache namespace that it is computed in.
         """
         if serial not in self._offers:
             chain = PageChain(namespace, self._page_size)
@@ -168,7 +168,7 @@ class HandoffLeases:
             self.offer_pages(serial, chain.keys)
 
     def offer_pages(self, serial: int, keys: list[PageKey]) -> None:
-        """As :meth:`offer`, for who knows the keys of the pages."""
+        """Offers as :meth:`offer` does, for a caller that knows the keys of the pages."""
         if serial not in self._offers:
             self._offers[serial] = _Offer(keys)
 

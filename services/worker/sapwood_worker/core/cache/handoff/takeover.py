@@ -96,7 +96,7 @@ class Takeover:
         self.host.wait(seconds)
 
     def pins(self) -> dict[int, int]:
-        """As :meth:`Arrivals.pins`, of the second tier. For tests."""
+        """What :meth:`Arrivals.pins` says of the second tier. For tests."""
         if self._device is not None and self._landing is not None:
             self._landing.check(self._device.arrivals.pins())
         return self.host.arrivals.pins()

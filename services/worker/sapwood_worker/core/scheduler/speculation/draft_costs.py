@@ -18,7 +18,7 @@ class _Mean:
     count: int = 1
 
     def add(self, seconds: float) -> None:
-        """Of the first two the shorter one counts."""
+        """Takes a duration. Of the first two only the shorter one counts."""
         if self.count < _TWICE:
             self.seconds = min(self.seconds, seconds)
         else:

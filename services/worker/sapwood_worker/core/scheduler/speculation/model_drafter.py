@@ -275,7 +275,7 @@ class ModelDrafter:
         return step
 
     def _entries(self, chunk: Sequence[tuple[_Part, int, int]]) -> list[Entry]:
-        """Those of the requests that the draft model does not know yet."""
+        """Entries of the requests that the draft model does not know yet."""
         found = []
         for part, _, _ in chunk:
             request = part.request

@@ -19,11 +19,11 @@ from sapwood_worker.core.scheduler.speculation.draft_costs import DraftCosts
 from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 
 SHARE = 0.005
-"""Of the time that passes, what drafts may lose."""
+"""The share of the time that drafts may lose."""
 _FIRST, _MOST, _LEAST = 6.0, 12.0, 1.0
-"""On the first account: at the start, at most, and at least for a look or a trial."""
+"""The first account: what is on it at the start, the most that may be on it, and the least that a look or a trial needs."""
 _FIRST_REAL, _MOST_REAL, _LEAST_REAL = 10.0, 12.0, 3.0
-"""On the second."""
+"""The same for the second account."""
 _CLEARLY = 1.03
 """Times as many tokens a second that drafting must promise: measurements are noisy."""
 _HOPE, _SPARE = 0.1, 0.75
@@ -33,11 +33,11 @@ _FORGET, _TRUST = 0.98, 8.0
 _FORGIVE = 0.0005
 """How much a step without drafts restores trust in promises."""
 _OUTLIER = 2.0
-"""Times what such steps take, beyond which a duration is the machine's doing and not the draft's."""
+"""A duration of more than so many times what such steps usually take is the machine's doing and not the draft's."""
 _MUCH = 64
 """Tokens of requests' past that a drafter may compute in a step whose time counts."""
 _CATCH_UP = 1 / 64
-"""A guess, in plain steps: computing a token of the past."""
+"""A guess of what it costs to compute a token of the past, in plain steps."""
 _DEPTHS = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31)
 """Tokens of the longest draft that are compared, where each takes time."""
 _LOOK = 0.25
@@ -146,7 +146,14 @@ class Planner:
         return taken, chances[taken - 1] if taken else 0.0, best
 
     def filled(self, rows: int, longest: int, seconds: float, caught_up: int) -> None:
-        """Notes how long it took to compute drafts, the longest of so many tokens, and so many tokens of the past before."""
+        """Notes how long it took to compute drafts for ``rows`` requests.
+
+        Args:
+            rows: The requests.
+            longest: Tokens of the longest draft.
+            seconds: How long it took.
+            caught_up: Tokens of requests' past that were computed before the drafts.
+        """
         self._filling = self._usual_filling = seconds
         usual, plain = self._drafts.of(rows, longest), self.costs.plain(rows)
         if caught_up <= _MUCH:

@@ -28,9 +28,9 @@ are decode graphs and memory."""
 MOST_DRAFTED = 31
 """Tokens of a draft: with the token before them they fill a decode graph of 32 rows."""
 _LEAST_RATE, _LEAST_WORTH = 0.3, 0.2
-"""Where it does not matter what steps cost: rate below which nothing is drafted, and worth below which no drafted token is."""
+"""Where the cost of steps does not matter: the rate below which nothing is drafted, and the least worth of a drafted token."""
 _NO_RATE, _NO_WORTH = 0.02, 0.02
-"""The same where it does: what no step could pay for."""
+"""The same where it matters: below these no step could pay."""
 _HOPELESS, _SELDOM = 0.05, 8
 """Rate below which a request is looked at only once in so many tokens, to save the host's time."""
 _HOPED = 0.95
@@ -178,13 +178,13 @@ class Speculation:
             self.measured(len(step.decodes), len(step.plan.token_ids), now - before, accepted)
 
     def measured(self, rows: int, positions: int, seconds: float, accepted: int = 0) -> None:
-        """Notes how long a step of so many requests and sampled positions took that computed no prompt, and how many drafted
-        tokens of it were right."""
+        """Notes a step that computed no prompt: how long it took for so many requests and sampled positions, and how many of
+        its drafted tokens were right."""
         if self._planner is not None and rows:
             self._planner.took(rows, positions, accepted, seconds)
 
     def halted(self) -> None:
-        """Nothing is scheduled for a while: that is no part of the next step's time."""
+        """Nothing is scheduled for a while: the pause does not count as part of the next step's time."""
         self._ended = None
 
     def _count(self, request: Request, drafted: int, accepted: int) -> None:

@@ -75,12 +75,12 @@ class StepCosts:
                 mean.add(seconds, self._steps)
 
     def plain(self, rows: int) -> float | None:
-        """Of a step of so many requests without drafts; None: not known yet."""
+        """Seconds of a step of so many requests without drafts; None: not known yet."""
         mean = self._plain.get(_row_bucket(rows))
         return mean.seconds if mean is not None and mean.count >= _ENOUGH else None
 
     def known(self, rows: int, positions: int) -> float | None:
-        """Of a step of so many requests that samples so many positions; None: not measured, or too long ago."""
+        """Seconds of a step of so many requests that samples so many positions; None: not measured, or too long ago."""
         return self._fresh(_row_bucket(rows), _rung(positions))
 
     def _fresh(self, bucket: int, rung: int) -> float | None:

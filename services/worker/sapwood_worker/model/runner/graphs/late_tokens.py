@@ -42,7 +42,8 @@ class DraftedTokens:
         return self._ended.seconds_since(self.begun) * self.share
 
     def rows_of(self, token_ids: IntArray) -> tuple[Tensor, Tensor]:
-        """Which of a step's tokens stand for some of these, int64 [N], and these, int64 [N], on the device."""
+        """The late tokens that a step's tokens stand for: their places in the step and their ids, both int64 [N] on the
+        device."""
         rows = np.flatnonzero(token_ids <= LATE)
         places, which = self._ops.to_device(np.stack((rows, LATE - token_ids[rows])))
         return places, self.tokens.index_select(0, which)

@@ -41,7 +41,7 @@ class Peers:
         self._memory = memory
         self._lock = threading.Lock()
         self._peers: dict[bytes, _Peer | None] = {}
-        """By what a pool is among processes; None: it could not be opened."""
+        """Exported pool, as it is known among processes -> that pool opened here; None: it could not be opened."""
 
     @contextlib.contextmanager
     def reading(self, exported: bytes) -> Iterator[PeerPool]:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sapwood_testing.drafts.answers import VOCAB, Answers, run
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.group_runner import GroupRunner
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
@@ -31,19 +31,43 @@ def options(path: Path, **changes: Any) -> RunnerOptions:
 def scheduler_of(runner: ModelRunner, drafter: str = "draft", **settings: Any) -> Scheduler:
     """One that drafts whatever steps cost, unless told otherwise, with the draft model or head that the runner has, if any."""
     info, draft = runner.info, runner.draft
-    config = SchedulerConfig(
-        windows=info.windows,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=512,
-        eos_token_ids=frozenset({0}),
-        conservativeness=0.0,
-        **{"speculate": "off" if draft is None else "prefix", "max_running": info.max_running} | settings,
-    )
     model = (
         None if draft is None else DraftModel(draft, draft.info.context_length, 64, drafter, int(drafter != "draft"))
     )
-    return Scheduler(config, masks=TokenMasks(VOCAB), drafter=model)
+    settings = {"speculate": "off" if draft is None else "prefix", "context_length": 512} | settings
+    ends = frozenset({0})
+    return scheduler_for(
+        info, masks=TokenMasks(VOCAB), drafter=model, eos_token_ids=ends, conservativeness=0.0, **settings
+    )
+
+
+class PlainDrafter(Protocol):
+    """A draft model in plain torch."""
+
+    def draft(self, known: list[int], count: int) -> list[int]:
+        """The ``count`` tokens that it says come after ``known``."""
+
+
+def check_each_draft(scheduler: Any, plain: PlainDrafter) -> list[int]:
+    """Lets the scheduler draft almost always, and asserts that each draft is the plain drafter's.
+
+    Returns:
+        A list that takes the length of each draft as it is made.
+    """
+    speculation, lengths = scheduler._speculation, []
+    fill = speculation._drafter.fill
+
+    def compared(decodes: Any, drafts: Any) -> Any:
+        found = fill(decodes, drafts)
+        for request, draft in zip(decodes, found, strict=True):
+            if draft:
+                assert draft == plain.draft(request.token_ids.tolist(), len(draft))
+                lengths.append(len(draft))
+        return found
+
+    speculation._drafter.fill = compared
+    speculation._trials.rate = 0.9  # drafts of some length, whether right or not
+    return lengths
 
 
 def run_split(

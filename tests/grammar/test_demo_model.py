@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
@@ -45,16 +44,12 @@ def generate(
 ) -> tuple[dict[int, list[int]], dict[int, str]]:
     """The tokens of each request and why it ended."""
     info = runner.info
-    scheduler = Scheduler(
-        SchedulerConfig(
-            windows=info.windows,
-            page_size=info.page_size,
-            num_pages=info.num_pages,
-            context_length=1024,
-            eos_token_ids=frozenset(info.eos_token_ids),
-            max_running=max_running,
-        ),
+    scheduler = scheduler_for(
+        info,
         masks=TokenMasks(info.vocab_size),
+        context_length=1024,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        max_running=max_running,
     )
     tokens: dict[int, list[int]] = {request.serial: [] for request in requests}
     reasons: dict[int, str] = {}

@@ -13,10 +13,12 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
+from sapwood_testing.drafts.answers import VOCAB, VOCABULARY
 from sapwood_testing.models.tiny_models import TINY, Tiny, make_tiny
 from sapwood_testing.worker.fake_worker_process import FakeWorkerProcess
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -148,6 +150,12 @@ def make_driver() -> Callable[[ModelRunner], Driver]:
 def demo_runner() -> ModelRunner:
     """The demo model, float32."""
     return build_runner(RunnerOptions(model_path=demo_path(), num_pages=1024, max_running=16, threads=1))
+
+
+@pytest.fixture(scope="module")
+def store() -> GrammarStore:
+    """The grammars of :mod:`sapwood_testing.drafts.answers`."""
+    return GrammarStore(VOCABULARY, VOCAB, (0,))
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.drafts.answers import (
-    VOCAB,
-    VOCABULARY,
     Answers,
     assert_alike,
     assert_stopped,
@@ -33,11 +31,6 @@ from sapwood_worker.model.quantizer.drafter import make_drafter
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
-
-
-@pytest.fixture(scope="module")
-def store() -> GrammarStore:
-    return GrammarStore(VOCABULARY, VOCAB, (0,))
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 
 from sapwood_common.contract.sampling import LogitProcessorCall, SamplingParams
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.output import RequestOutput
@@ -75,21 +75,8 @@ def asked() -> list[Request]:
 
 
 def make_scheduler(runner: Any, drafter: Any = None, **settings: Any) -> Scheduler:
-    info = runner.info
-    config = SchedulerConfig(
-        **(
-            {
-                "page_size": info.page_size,
-                "num_pages": info.num_pages,
-                "context_length": 256,
-                "eos_token_ids": frozenset({2}),
-                "max_running": 8,
-                "max_step_tokens": 48,
-            }
-            | settings
-        )
-    )
-    return Scheduler(config, drafter=drafter)
+    sizes = {"context_length": 256, "max_running": 8, "max_step_tokens": 48}
+    return scheduler_for(runner.info, drafter=drafter, eos_token_ids=frozenset({2}), **(sizes | settings))
 
 
 def run(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.runner.launched_step import LaunchedStep
@@ -68,17 +68,7 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
     tiny = tiny_model(name)
     num_pages = pool_tokens // page_size
     runner = make_runner(tiny.path, page_size=page_size, num_pages=num_pages, max_running=6)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            windows=runner.info.windows,
-            page_size=page_size,
-            num_pages=num_pages,
-            context_length=runner.info.context_length,
-            max_running=6,
-            max_step_tokens=max_step_tokens,
-            conservativeness=0.0,
-        )
-    )
+    scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)
     for serial, prompt in enumerate(prompts()):
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         scheduler.add(Request(serial, f"r{serial}", prompt, sampling))
@@ -97,11 +87,7 @@ def test_windows_over_all_layers_hold_few_pages_however_long_a_text_is(tiny_mode
     runner = make_runner(tiny.path, page_size=4, num_pages=128, max_running=2, max_step_tokens=16)
     [window] = runner.info.windows
     assert window.num_pages == 2 * (3 + 4) + 2 * 4 and runner.info.num_pages == 128
-    config = SchedulerConfig(
-        windows=runner.info.windows, page_size=4, num_pages=128, context_length=runner.info.context_length, max_running=2,
-        max_step_tokens=16,
-    )  # fmt: skip
-    scheduler = Scheduler(config)
+    scheduler = scheduler_for(runner.info, max_step_tokens=16)
     asked = [
         prompt + prompts()[-4] * 2 for prompt in prompts()[:2]
     ]  # with their outputs more than the windows' pages hold
@@ -141,16 +127,7 @@ def test_batches_of_up_to_32_answer_as_transformers_does(
 ) -> None:
     tiny = tiny_model("llama")
     runner = make_runner(tiny.path, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
-    config = SchedulerConfig(
-        windows=runner.info.windows,
-        page_size=page_size,
-        num_pages=max(pages, batch),
-        context_length=runner.info.context_length,
-        max_running=batch,
-        max_step_tokens=chunk,
-        conservativeness=0.0,
-    )
-    scheduler = Scheduler(config)
+    scheduler = scheduler_for(runner.info, max_step_tokens=chunk, conservativeness=0.0)
     compare(tiny, many(), TOKENS, scheduler, runner, overlap)
     assert (scheduler.num_retractions > 0) == retracts
 
@@ -159,17 +136,8 @@ def test_what_was_retracted_from_large_pages_answers_as_transformers_does(tiny_m
     """Outputs longer than a page of 64 tokens: admission keeps one page for each."""
     tiny = tiny_model("llama")
     runner = make_runner(tiny.path, page_size=64, num_pages=8, max_running=4)
-    config = SchedulerConfig(
-        windows=runner.info.windows,
-        page_size=64,
-        num_pages=8,
-        context_length=runner.info.context_length,
-        max_running=4,
-        max_step_tokens=64,
-        conservativeness=0.0,
-    )
     for overlap in (False, True):
-        scheduler = Scheduler(config)
+        scheduler = scheduler_for(runner.info, max_step_tokens=64, conservativeness=0.0)
         compare(tiny, many()[:4], 140, scheduler, runner, overlap)
         assert scheduler.num_retractions > 0
 
@@ -205,16 +173,8 @@ def test_the_demo_model_answers_alike_in_all_batches_chunks_and_pages(
     for batch, page_size, chunk, pages in ((1, 1, 16, 200), (4, 64, 512, 6), (12, 16, 16, 20), (12, 1, 64, 400)):
         runner = make_runner(demo_model, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
         for overlap in (False, True):
-            config = SchedulerConfig(
-                windows=runner.info.windows,
-                page_size=page_size,
-                num_pages=max(pages, batch),
-                context_length=runner.info.context_length,
-                max_running=batch,
-                max_step_tokens=chunk,
-                conservativeness=0.0,
-            )
-            compare(Oracle(), asked, 6, Scheduler(config), runner, overlap)
+            scheduler = scheduler_for(runner.info, max_step_tokens=chunk, conservativeness=0.0)
+            compare(Oracle(), asked, 6, scheduler, runner, overlap)
 
 
 def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_runner: Any) -> None:
@@ -227,17 +187,7 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
         (6, 32, 10, True),
     ):
         runner = make_runner(path, page_size=16, num_pages=pages, max_running=max_running)
-        scheduler = Scheduler(
-            SchedulerConfig(
-                windows=runner.info.windows,
-                page_size=16,
-                num_pages=pages,
-                context_length=runner.info.context_length,
-                max_running=max_running,
-                max_step_tokens=max_step_tokens,
-                conservativeness=0.0,
-            )
-        )
+        scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)
         for serial, prompt in enumerate(prompts()):
             scheduler.add(Request(serial, f"r{serial}", prompt, _setting(serial)))
         received: dict[int, list[int]] = {}
@@ -281,17 +231,7 @@ def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
 ) -> None:
     tiny = tiny_model("gemma3")
     runner = make_runner(tiny.path, page_size=16, num_pages=pages, max_running=6)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            windows=runner.info.windows,
-            page_size=16,
-            num_pages=pages,
-            context_length=runner.info.context_length,
-            max_running=6,
-            max_step_tokens=max_step_tokens,
-            conservativeness=0.0,
-        )
-    )
+    scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=3)
     for serial, prompt in enumerate(prompts()):
         scheduler.add(Request(serial, f"r{serial}", prompt, sampling))
@@ -324,17 +264,7 @@ def test_pages_that_slide_out_of_windows_are_freed_and_no_token_changes(
     runner = make_runner(tiny.path, page_size=4, num_pages=200, max_running=4, max_step_tokens=16)
     [window] = runner.info.windows
     assert window.num_pages < 2 * 100 // 4
-    scheduler = Scheduler(
-        SchedulerConfig(
-            page_size=4,
-            num_pages=200,
-            context_length=runner.info.context_length,
-            max_running=4,
-            max_step_tokens=16,
-            conservativeness=0.0,
-            windows=runner.info.windows,
-        )
-    )
+    scheduler = scheduler_for(runner.info, max_step_tokens=16, conservativeness=0.0)
     chance = random.Random(7)
     shared = [chance.randrange(3, 97) for _ in range(60)]
     asked = [shared + [chance.randrange(3, 97) for _ in range(40 + index)] for index in range(4)]

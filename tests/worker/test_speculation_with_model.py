@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.drafts.answers import (
     VOCAB,
-    VOCABULARY,
     Answers,
     assert_alike,
     assert_stopped,
@@ -27,19 +26,14 @@ from sapwood_testing.drafts.answers import (
     tokens_of,
 )
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
-
-
-@pytest.fixture(scope="module")
-def store() -> GrammarStore:
-    return GrammarStore(VOCABULARY, VOCAB, (0,))
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +44,8 @@ def make(make_runner: Any, tiny_model: Any) -> Callable[..., tuple[Scheduler, Mo
         settings = {"page_size": 16, "num_pages": 128, "max_running": 8} | settings
         sizes = {key: settings[key] for key in ("page_size", "num_pages", "max_running")}
         runner = make_runner(tiny_model(name).path, **sizes)
-        config = SchedulerConfig(
-            windows=runner.info.windows,
-            context_length=512,
-            eos_token_ids=frozenset({0}),
-            conservativeness=0.0,
-            **settings,
-        )
-        return Scheduler(config, masks=TokenMasks(VOCAB), drafter=drafter), runner
+        settings = {"context_length": 512, "eos_token_ids": frozenset({0}), "conservativeness": 0.0} | settings
+        return scheduler_for(runner.info, masks=TokenMasks(VOCAB), drafter=drafter, **settings), runner
 
     return make_
 
@@ -206,8 +194,8 @@ def test_ranks_of_a_split_model_check_drafts_alike(
         found: list[Answers] = []
         for speculate in ("off", "prefix"):
             drafter = scripted(found[0], 0.8) if found else None
-            config = SchedulerConfig(context_length=512, eos_token_ids=frozenset({0}), speculate=speculate, **settings)
-            scheduler = Scheduler(config, masks=TokenMasks(VOCAB), drafter=drafter)
+            wanted: dict[str, Any] = {"context_length": 512, "eos_token_ids": frozenset({0}), "speculate": speculate}
+            scheduler = scheduler_for(runner.info, masks=TokenMasks(VOCAB), drafter=drafter, **wanted)
             found.append(run(scheduler, runner, False, requests(store)[8:18]))
         load = scheduler.load()
         return *found, load.accepted_tokens, load.drafted_tokens

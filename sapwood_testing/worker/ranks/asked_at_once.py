@@ -8,34 +8,17 @@ from collections import deque
 from typing import Any
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB, Answer, build_grammar
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.step import LaunchedStep
 
 
-def scheduler_of(runner: Any, tiers: Any = None, **settings: Any) -> Scheduler:
-    """A scheduler for a runner, with the tiers below its pages, and these settings."""
-    info = runner.info
-    config = SchedulerConfig(
-        windows=info.windows,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=info.context_length,
-        lanes=info.lanes,
-        lanes_from=info.lanes_from,
-        chained=info.chained,
-        **settings,
-    )
-    return Scheduler(config, tiers, masks=TokenMasks(VOCAB))
-
-
 def answers(runner: Any) -> list[Answer]:
     """Everything that can be asked at once, with a retraction of all in the middle; as many steps at once as there are stages."""
-    scheduler = scheduler_of(runner, max_running=9, max_step_tokens=64)
+    scheduler = scheduler_for(runner.info, masks=TokenMasks(VOCAB), max_running=9, max_step_tokens=64)
     chance = random.Random(5)
     for serial, each in enumerate(ASKED):
         asked = dict(each)

@@ -21,11 +21,10 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.group_runner import GroupRunner
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
@@ -171,17 +170,7 @@ def test_a_follower_in_another_process_samples_the_tokens_of_the_leader(tiny_mod
     lark = GrammarBuilder(vocabulary.special_names).compile(source)
     compiled = GrammarArtefact.of(source, vocabulary.fingerprint, lark).to_bytes()
     runner = build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1))
-    scheduler = Scheduler(
-        SchedulerConfig(
-            windows=runner.info.windows,
-            page_size=16,
-            num_pages=40,
-            context_length=640,
-            max_running=8,
-            max_step_tokens=64,
-        ),
-        masks=TokenMasks(VOCAB),
-    )
+    scheduler = scheduler_for(runner.info, masks=TokenMasks(VOCAB), context_length=640, max_step_tokens=64)
     chance = random.Random(5)
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0},

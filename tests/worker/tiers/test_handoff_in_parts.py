@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.process_memory import ProcessMemory
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
@@ -24,9 +25,7 @@ from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
@@ -55,15 +54,7 @@ class Source:
         tiers = HierarchicalCache(self.host, PAGES, PAGE, leases=self.leases)
         device = own and ExportedPages(own.export(), tiers.device_epoch)
         self.server.serve(self.leases, runner.host_pool, FINGERPRINT, device=device)
-        config = SchedulerConfig(
-            windows=runner.info.windows,
-            page_size=PAGE,
-            num_pages=PAGES,
-            context_length=runner.info.context_length,
-            max_running=2,
-            max_step_tokens=CHUNK,
-        )
-        self.scheduler = Scheduler(config, tiers)
+        self.scheduler = scheduler_for(runner.info, tiers, max_step_tokens=CHUNK)
         sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         self.scheduler.add(Request(1, "r1", PROMPT, sampling, hands_off=True))
         self.readers = ThreadPoolExecutor(4)

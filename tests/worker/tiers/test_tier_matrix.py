@@ -20,13 +20,13 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.loader import load_model
@@ -107,17 +107,8 @@ def settle(runner: ModelRunner, scheduler: Scheduler) -> None:
 
 
 def make_scheduler(runner: ModelRunner, tiers: HierarchicalCache | None) -> Scheduler:
-    config = SchedulerConfig(
-        windows=runner.info.windows,
-        page_size=runner.info.page_size,
-        num_pages=runner.info.num_pages,
-        context_length=POOL_TOKENS,
-        max_running=2,
-        max_step_tokens=256,
-        prefix_cache=tiers is not None,
-        conservativeness=0.0,
-    )
-    return Scheduler(config, tiers)
+    settings = {"context_length": POOL_TOKENS, "max_step_tokens": 256, "conservativeness": 0.0}
+    return scheduler_for(runner.info, tiers, prefix_cache=tiers is not None, **settings)
 
 
 @pytest.fixture(scope="module")

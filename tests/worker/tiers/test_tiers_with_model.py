@@ -15,12 +15,12 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.telemetry.metrics import MetricSet
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.step_clock import StepClock
@@ -60,17 +60,8 @@ def answers(runner: Any, scheduler: Scheduler, batches: list[list[list[int]]]) -
 
 
 def make_scheduler(runner: Any, page_size: int, num_pages: int, tiers: HierarchicalCache | None) -> Scheduler:
-    config = SchedulerConfig(
-        windows=runner.info.windows,
-        page_size=page_size,
-        num_pages=num_pages,
-        context_length=runner.info.context_length,
-        max_running=3,
-        max_step_tokens=24,
-        prefix_cache=tiers is not None,
-        conservativeness=0.0,
-    )
-    return Scheduler(config, tiers)
+    settings = {"page_size": page_size, "num_pages": num_pages, "max_running": 3, "max_step_tokens": 24}
+    return scheduler_for(runner.info, tiers, prefix_cache=tiers is not None, conservativeness=0.0, **settings)
 
 
 @pytest.fixture(scope="module")

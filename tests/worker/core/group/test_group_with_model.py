@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB
-from sapwood_testing.worker.ranks.asked_at_once import answers, scheduler_of
+from sapwood_testing.worker.ranks.asked_at_once import answers
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.config import WorkerConfig
@@ -69,7 +70,7 @@ class Tiered:
     def __call__(self, runner: Any) -> list[list[int]]:
         config = WorkerConfig(max_running=3, max_step_tokens=24, storage_prefetch="wait_complete", **self._flags)
         tiering = Tiering(config, runner, runner.host_pool, 0.001)
-        scheduler = scheduler_of(runner, tiering.cache, max_running=3, max_step_tokens=24)
+        scheduler = scheduler_for(runner.info, tiering.cache, max_running=3, max_step_tokens=24)
         received: dict[int, list[int]] = {}
         launched: deque[LaunchedStep] = deque()
         for serial, prompt in enumerate(prompts()):

@@ -7,11 +7,10 @@ from array import array
 from typing import Any
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.event_loop import EventLoop
-from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import FromScheduler, Shutdown, Submit, ToScheduler
 from sapwood_worker.ipc.messages import Step as Outputs
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -46,17 +45,8 @@ class Mailbox:
 
 def answers(runner: Any) -> list[list[int]]:
     """What the loop of the scheduler process answers."""
-    info = runner.info
-    config = SchedulerConfig(
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=info.context_length,
-        max_running=COUNT,
-        max_step_tokens=COUNT * 17,
-        lanes=info.lanes,
-    )
-    mailbox = Mailbox()
-    EventLoop(Scheduler(config), runner, mailbox).run()
+    scheduler, mailbox = scheduler_for(runner.info, max_running=COUNT, max_step_tokens=COUNT * 17), Mailbox()
+    EventLoop(scheduler, runner, mailbox).run()
     return mailbox.tokens
 
 

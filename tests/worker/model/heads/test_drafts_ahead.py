@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from sapwood_testing.drafts.answers import VOCAB, VOCABULARY, Answers, assert_alike, compiled, run, tokens_of
+from sapwood_testing.drafts.answers import Answers, assert_alike, compiled, run, tokens_of
 from sapwood_testing.drafts.drafted import options, scheduler_of
 from sapwood_testing.drafts.eagle_head import PlainHead
 from sapwood_testing.drafts.fitted_head import GREEDY, PROMPTS, greedy_ones
@@ -116,9 +116,9 @@ def run_odd(scheduler: Scheduler, runner: Runner, seed: int, store: GrammarStore
 @pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 400), (16, 128), (4, 30)])
 def test_odd_requests_that_come_and_go_get_what_they_get_without_drafts(
-    tiny_model: Any, trained: Path, page_size: int, num_pages: int
+    tiny_model: Any, trained: Path, store: GrammarStore, page_size: int, num_pages: int
 ) -> None:
-    path, store = tiny_model("llama").path, GrammarStore(VOCABULARY, VOCAB, (0,))
+    path = tiny_model("llama").path
     plain = build_runner(options(path))
     runner = build_headed_runner(options(path, page_size=page_size, num_pages=num_pages, max_running=4), trained)
     draft = runner.draft

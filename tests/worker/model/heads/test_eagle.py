@@ -15,8 +15,6 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_testing.drafts.answers import (
-    VOCAB,
-    VOCABULARY,
     assert_alike,
     assert_stopped,
     requests,
@@ -24,7 +22,7 @@ from sapwood_testing.drafts.answers import (
     stop_strings,
     tokens_of,
 )
-from sapwood_testing.drafts.drafted import options, run_split, scheduler_of
+from sapwood_testing.drafts.drafted import check_each_draft, options, run_split, scheduler_of
 from sapwood_testing.drafts.eagle_head import WIDTH, PlainHead, random_tensors, write
 from sapwood_testing.drafts.fitted_head import GREEDY, PROMPTS, greedy_ones
 from sapwood_testing.worker.eager_graphs import with_graphs
@@ -35,11 +33,6 @@ from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
 from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
-
-
-@pytest.fixture(scope="module")
-def store() -> GrammarStore:
-    return GrammarStore(VOCABULARY, VOCAB, (0,))
 
 
 @pytest.mark.parametrize(
@@ -70,30 +63,15 @@ def test_what_it_says_is_what_a_plain_computation_says(
     sized = options(tiny.path, page_size=page_size, num_pages=128 * 16 // page_size)
     runner = build_headed_runner(sized, path)
     scheduler = scheduler_of(runner, "eagle")
-    speculation: Any = scheduler._speculation
-    plain, fill, seen = (
-        PlainHead(tensors, tiny.oracle, taken, normed="norm_before_residual" in changes),
-        speculation._drafter.fill,
-        [],
-    )
-
-    def compared(decodes: Any, drafts: Any) -> Any:
-        found = fill(decodes, drafts)
-        for request, draft in zip(decodes, found, strict=True):
-            if draft:
-                assert draft == plain.draft(request.token_ids.tolist(), len(draft))
-                seen.append(len(draft))
-        return found
-
-    speculation._drafter.fill = compared
-    speculation._trials.rate = 0.9  # drafts of some length, right or not
+    plain = PlainHead(tensors, tiny.oracle, taken, normed="norm_before_residual" in changes)
+    lengths = check_each_draft(scheduler, plain)
     run(
         scheduler,
         runner,
         True,
         [Request(at, f"r{at}", [3 + at, *range(5, 30)][: 1 + 9 * at], GREEDY) for at in range(3)],
     )
-    assert sum(seen) > 20 and max(seen) > 3
+    assert sum(lengths) > 20 and max(lengths) > 3
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

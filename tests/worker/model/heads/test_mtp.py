@@ -12,15 +12,13 @@ from safetensors.torch import load_file, save_file
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.drafts.answers import (
-    VOCAB,
-    VOCABULARY,
     assert_alike,
     assert_stopped,
     requests,
     run,
     stop_strings,
 )
-from sapwood_testing.drafts.drafted import options, run_split, scheduler_of
+from sapwood_testing.drafts.drafted import check_each_draft, options, run_split, scheduler_of
 from sapwood_testing.drafts.mtp_head import LAYERS, PlainHead, with_head
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -44,21 +42,9 @@ def test_it_says_what_a_plain_computation_says_and_changes_no_token(tiny_model: 
     expected = run(scheduler_of(plain), plain, False, asked())
     runner = build_headed_runner(options(path, num_pages=24, page_size=8), None)
     scheduler = scheduler_of(runner, "mtp")
-    speculation: Any = scheduler._speculation
-    head, fill, seen = PlainHead(tiny.oracle, extra), speculation._drafter.fill, []
-
-    def compared(decodes: Any, drafts: Any) -> Any:
-        found = fill(decodes, drafts)
-        for request, draft in zip(decodes, found, strict=True):
-            if draft:
-                assert draft == head.draft(request.token_ids.tolist(), len(draft))
-                seen.append(len(draft))
-        return found
-
-    speculation._drafter.fill = compared
-    speculation._trials.rate = 0.9
+    lengths = check_each_draft(scheduler, PlainHead(tiny.oracle, extra))
     assert_alike(run(scheduler, runner, True, asked()), expected)
-    assert sum(seen) > 20 and max(seen) > 3
+    assert sum(lengths) > 20 and max(lengths) > 3
     assert scheduler.load().drafter == "mtp"
 
 
@@ -73,10 +59,17 @@ def test_it_says_what_a_plain_computation_says_and_changes_no_token(tiny_model: 
     ],
 )
 def test_twenty_requests_of_every_kind_are_those_without_a_head(
-    tiny_model: Any, tmp_path: Path, name: str, page_size: int, num_pages: int, max_running: int, overlap: bool
+    tiny_model: Any,
+    tmp_path: Path,
+    store: GrammarStore,
+    name: str,
+    page_size: int,
+    num_pages: int,
+    max_running: int,
+    overlap: bool,
 ) -> None:
     path, _ = with_head(tiny_model(name), tmp_path / "model", part=0.02)
-    store, plain = GrammarStore(VOCABULARY, VOCAB, (0,)), build_runner(options(path))
+    plain = build_runner(options(path))
     expected = run(scheduler_of(plain), plain, False, requests(store))
     sized = options(path, page_size=page_size, num_pages=num_pages, max_running=max_running)
     runner = build_headed_runner(sized, None)
@@ -90,9 +83,11 @@ def test_twenty_requests_of_every_kind_are_those_without_a_head(
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
-def test_rank_0s_head_drafts_for_all_ranks_of_a_split_model(tiny_model: Any, tmp_path: Path, name: str) -> None:
+def test_rank_0s_head_drafts_for_all_ranks_of_a_split_model(
+    tiny_model: Any, tmp_path: Path, store: GrammarStore, name: str
+) -> None:
     path, _ = with_head(tiny_model(name), tmp_path / "model", part=0.02)
-    store, build = GrammarStore(VOCABULARY, VOCAB, (0,)), partial(build_headed_runner, folder=None)
+    build = partial(build_headed_runner, folder=None)
     expected, found, accepted, rejected = run_split(path, build, "mtp", lambda: requests(store)[9:])
     assert_alike(found, expected)
     assert accepted > 15 and rejected > 0

@@ -26,8 +26,8 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.models.model_files import sapwood_home
 from sapwood_common.status import from_rpc_error
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.front.convert import to_dimensions, to_inputs
@@ -50,18 +50,7 @@ def embed(
     runner: Any, prompts: list[list[int]], poolings: list[str], generate: int = 0, **settings: Any
 ) -> tuple[list[np.ndarray[Any, Any]], Scheduler]:
     """The embeddings of all prompts, beside ``generate`` requests that decode."""
-    info = runner.info
-    scheduler = Scheduler(
-        SchedulerConfig(
-            windows=info.windows,
-            page_size=info.page_size,
-            num_pages=settings.pop("num_pages", info.num_pages),
-            context_length=info.context_length,
-            prefix_cache=not info.encodes,
-            whole_prompts=info.encodes,
-            **settings,
-        )
-    )
+    scheduler = scheduler_for(runner.info, **settings)
     outputs: dict[int, RequestOutput] = {}
     for serial, (prompt, pooling) in enumerate(zip(prompts, poolings, strict=True)):
         sampling = SamplingParams(max_tokens=1)

@@ -15,10 +15,9 @@ import torch
 from sapwood.v1 import worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.front.convert import to_pooling
 from sapwood_worker.model.families.label_head import read_labels
 from sapwood_worker.model.runner.factory import make_runner as make_runner_of
@@ -30,18 +29,7 @@ SEP = 3
 
 def logits_of(runner: Any, prompts: list[list[int]], step_tokens: int) -> list[np.ndarray[Any, Any]]:
     """The logits of all prompts, by the scheduler."""
-    info = runner.info
-    config = SchedulerConfig(
-        windows=info.windows,
-        page_size=info.page_size,
-        num_pages=info.num_pages,
-        context_length=info.context_length,
-        prefix_cache=not info.encodes,
-        whole_prompts=info.encodes,
-        max_running=4,
-        max_step_tokens=step_tokens,
-    )
-    scheduler, found = Scheduler(config), {}
+    scheduler, found = scheduler_for(runner.info, max_running=4, max_step_tokens=step_tokens), {}
     for serial, prompt in enumerate(prompts):
         scheduler.add(Request(serial, f"c{serial}", prompt, SamplingParams(max_tokens=1), pooling="labels"))
     while scheduler.has_work:

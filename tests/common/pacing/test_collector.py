@@ -39,7 +39,7 @@ async def test_a_cycle_goes_once_there_are_many_objects_and_not_in_the_middle_of
     assert len(kept) == 50_000
 
 
-async def test_the_automatism_goes_on_when_it_ends(collecting) -> None:
+async def test_pythons_own_schedule_goes_on_when_it_ends(collecting) -> None:
     collecting.cancel()
     await asyncio.wait((collecting,))
     assert gc.isenabled()

@@ -151,7 +151,7 @@ def _extract(archive: Path, name: str, folder: Path) -> None:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """As ``tar.extract(..., filter="data")``, which Python has from 3.11.4 on."""
+    """Extracts as ``tar.extract(..., filter="data")`` does, which Python has only from 3.11.4 on."""
     target = (folder / member.name).resolve()
     if not target.is_relative_to(folder.resolve()):
         raise tarfile.TarError(f"{member.name} leads out of it")
@@ -163,7 +163,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
 
 
 def _move(source: Path, target: Path) -> bool:
-    """Whether the kernel was not there."""
+    """Puts a kernel in its place; returns whether it was not there before."""
     if target.is_dir() and _finished(target):
         return False
     for group in source.glob(f"{_GROUP}*"):

@@ -14,9 +14,9 @@ import torch
 from sapwood_kernels.attention.planned import Variant
 
 _TELL_EVERY = 5.0
-"""Seconds."""
+"""Seconds between two lines that say what is waited for."""
 _NICE = 10
-"""They take all cores for a minute, in which Triton compiles what a start does wait for."""
+"""Niceness of the compilers: they take all cores for a minute in which Triton compiles what the start waits for."""
 
 
 class EarlyBuild:
@@ -37,17 +37,17 @@ class EarlyBuild:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the work has ended, well or not."""
         return not self._thread.is_alive()
 
     @property
     def error(self) -> Exception | None:
-        """Why it has failed; None: it has not."""
+        """Why the work has failed; None: it has not."""
         return self._error
 
     @property
     def seconds(self) -> float:
-        """Since it was begun."""
+        """Seconds since the work was begun."""
         return time.monotonic() - self._began
 
     def wait(self, tell: Callable[[str], None], every: float = _TELL_EVERY) -> None:
@@ -113,21 +113,21 @@ class Library(Protocol):
 
     @property
     def is_aot(self) -> bool:
-        """Whether it was compiled elsewhere."""
+        """Whether the library was compiled elsewhere."""
         ...
 
     @property
     def is_compiled(self) -> bool:
-        """Whether its file is there."""
+        """Whether the library's file is there."""
         ...
 
     @property
     def build_dir(self) -> Path:
-        """Where it is compiled."""
+        """The folder where the library is compiled."""
         ...
 
     def build(self, verbose: bool) -> None:
-        """Compiles what has changed, as its first use does."""
+        """Compiles the sources that have changed, as the library's first use does."""
         ...
 
 
@@ -156,5 +156,5 @@ def build_each(specs: Sequence[Library]) -> None:
 
 
 def _is_built(spec: Library) -> bool:
-    """Whether its first use would compile nothing."""
+    """Whether the library's first use would compile nothing."""
     return spec.is_aot or (spec.is_compiled and (spec.build_dir / ".ninja_log").exists())

@@ -18,15 +18,15 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 _TELL_EVERY = 2.0
-"""Seconds."""
+"""Seconds between two lines that say what is waited for."""
 
 
 class Kernel(NamedTuple):
     """A variant of a kernel.
 
     Attributes:
-        module, name: Of its function.
-        variant: Its types and constants, as Triton describes them.
+        module, name: Where its function is, and what that is called.
+        variant: The types and constants of its arguments, as Triton describes them.
     """
 
     module: str
@@ -120,7 +120,7 @@ class _Elsewhere:
 
 
 def main() -> None:
-    """Compiles what it reads from its input, a list in JSON, for the compute capability that is its argument, 90 for 9.0."""
+    """Compiles the kernels that a list in JSON on standard input names, for the compute capability in its argument (90: 9.0)."""
     import triton
 
     triton.runtime.driver.set_active(_Elsewhere(int(sys.argv[1])))

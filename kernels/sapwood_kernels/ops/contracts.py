@@ -134,8 +134,9 @@ and cos and sin [T, 1, D] as ``reference.rope`` has them."""
 
 
 StoreLatent = Callable[[Tensor, Tensor, Tensor, Tensor, KVDestination], Tensor]
-"""The same for latent attention: norms and rotates vectors, writes them to the cache, and returns the queries, rotated, as a new
-tensor. It takes vectors [T, R + E] and queries [T, H, N + E], the rows of both contiguous, and cos and sin [T, 1, E]."""
+"""All between the projections and latent attention: norms and rotates vectors, writes them to the cache, and returns the rotated
+queries as a new tensor. It takes vectors [T, R + E] and queries [T, H, N + E], the rows of both contiguous, and cos and sin
+[T, 1, E]."""
 
 
 class ExpertSum(Protocol):

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 # 4096 x 14336 on an H200.
 _WIDEST_ROW = 16384
 _ROUNDING = 0.02
-"""Most that three products may differ from another kernel's in all, as a part of their size; bfloat16 rounds by 0.002."""
+"""Most that three products together may differ from another kernel's, relative to their size; bfloat16 rounds by 0.002."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""
 
@@ -225,7 +225,7 @@ class CudaOps(DeviceOps):
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
         # A GGUF file may have matrices in few bits beside others that are widened, and not the same ones in each layer.
         kind = "+".join(dict.fromkeys(map(_kind, (gate_up, down))))
-        parts = (  # and the number of what candidates there were
+        parts = (  # the last one counts changes of the candidates: tiles measured among others do not hold
             torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
             f"triton{version('triton')}", "5",
         )  # fmt: skip

@@ -88,7 +88,7 @@ class DeviceOps:
         target.copy_(torch.from_numpy(array))
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
-        """Begins to copy tensors; later work on the device's current stream may change them."""
+        """Begins to copy tensors to the host; later work on the device's current stream may change the tensors."""
         return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors])
 
     def aside(self, read: Callable[[], ResultT]) -> ResultT:
@@ -96,11 +96,11 @@ class DeviceOps:
         return read()
 
     def fence(self) -> Fence:
-        """A mark in the device's work."""
+        """A new mark for the device's queue of work."""
         return Fence()
 
     def side_queue(self) -> SideQueue:
-        """Another queue of the device's."""
+        """A new queue of the device, beside the one that computes."""
         return SideQueue()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -128,7 +128,7 @@ class DeviceOps:
         dtype: torch.dtype,
         pairs: RotaryPairs | None = None,
     ) -> StoreHeads:
-        """What norms, rotates and stores the heads of a step.
+        """A function that norms, rotates and stores the heads of a step.
 
         Args:
             num_heads: H.
@@ -160,7 +160,7 @@ class DeviceOps:
         return store
 
     def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
-        """What norms, rotates and stores the vectors of a step.
+        """A function that norms, rotates and stores the vectors of a step.
 
         Args:
             weight: The norm's of a vector's latent part, float32 [R].
@@ -235,7 +235,7 @@ class DeviceOps:
         """
 
     def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int) -> ExpertSum:
-        """What sums each token's experts.
+        """A function that sums the outputs of each token's experts, weighted.
 
         Args:
             gate_up: Each expert's matrix before the gated activation.
@@ -265,10 +265,10 @@ class DeviceOps:
         return None
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
-        """What chooses each token's experts.
+        """A function that chooses each token's experts.
 
         Args:
-            routing: How.
+            routing: How they are chosen.
             correction: float32 [E], as ``routing.route`` has it.
             counts: int64 [E]: how many tokens go to each expert is added in place.
             ranks: Of so many ranks it gets the rows, one rank's after the other's.

@@ -28,7 +28,7 @@ class HostCopies:
         self._check = check
 
     def wait(self) -> list[Tensor]:
-        """The copies, once they are there."""
+        """Waits for the copies and returns them."""
         self._wait()
         return self._tensors
 
@@ -38,7 +38,7 @@ class HostCopies:
 
 
 class Fence:
-    """A mark in the work queued on a device. Here for one that queues nothing."""
+    """A mark in the work queued on a device. This class serves a device that queues nothing."""
 
     def set(self) -> None:
         """Sets the mark after all that is queued on the current stream."""
@@ -48,11 +48,11 @@ class Fence:
 
 
 class Moment:
-    """When the device was done with all that had been queued on the current stream. Here of one that queues nothing."""
+    """When a device was done with all that had been queued on the current stream. This class serves one that queues nothing."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """How long after another moment; the device must have reached both."""
+        """Seconds from another moment to this one; the device must have reached both."""
         return self._at - earlier._at

@@ -140,7 +140,7 @@ def _rank_normed_kernel(
     call, times = tl.load(calls + program) + 1, tl.load(done) + 1
     most = tl.where(tl.load(broken) == 0, most, 0)
     side = side_of(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
-    # A program has a part of every so manieth row, and one rank sums some of them.
+    # A program has one part of every ``step``-th row; in two-shot each rank sums a share of these rows.
     top, step = program // SPLIT, tl.num_programs(0) // SPLIT
     count = (rows + step - 1) // step
     share = (count + SIZE - 1) // SIZE
@@ -159,7 +159,7 @@ def _rank_normed_kernel(
         else:
             there = (rank * count + nth) * PART + places
             send(values, peers, rank, program, call, there, inside, SIZE, BITS, AREA_BYTES, PROGRAMS)
-    # One-shot all of them, two-shot this rank's.
+    # One-shot: this rank sums all of the rows; two-shot: only its share.
     every = SIZE if TWO else 1
     apart = (share if TWO else count) * PART
     first = (rank + SIZE - program % SIZE) % SIZE if TWO else 0

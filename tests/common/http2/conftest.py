@@ -71,13 +71,13 @@ class RawClient:
                 return cast(dict[str, str], fields)
 
     async def ping(self) -> None:
-        """Returns once the server has answered one, and so has read all before."""
+        """Sends a ping and returns once the server has answered it: it has then read all that was sent before."""
         self.send(frames.frame(frames.PING, 0, 0, b"12345678"))
         while (await self.until(frames.PING))[1] != frames.ACK:
             pass
 
     async def closed(self) -> None:
-        """Returns once the server has closed."""
+        """Returns once the server has closed the connection."""
         try:
             while await self.reader.read(65536):
                 pass
@@ -103,7 +103,7 @@ class Service:
         self.written = 0
         self.release = asyncio.Event()
         self.turn = 0
-        """Of the event loop, where a test counts them."""
+        """Number of the event loop's turn, where a test counts turns."""
         self.joined: Counter[int] = Counter()
         """Requests that ``Join`` read in each turn."""
 
@@ -206,12 +206,12 @@ class Running:
         return sum(type(item) in OURS and _server_of(item) is self.server for item in gc.get_objects())
 
     def live(self) -> int:
-        """The same, after those that nobody refers to any more were collected."""
+        """What :meth:`count` says after garbage was collected."""
         gc.collect()
         return self.count()
 
     def keep_waiting(self) -> Callable[[], None]:
-        """From now on no call begins, as all turns are taken, until what this returns is called."""
+        """Takes all turns, so that no call begins until the function that this returns is called."""
         turnstile, taken = self.server._turnstile, True
 
         def take(stranger: bool) -> None:
@@ -227,7 +227,7 @@ class Running:
         return let_go
 
     def busy_connections(self) -> list[ServerConnection]:
-        """This server's, with calls."""
+        """This server's connections that have calls."""
         return [connection for connection in self.server.connections if not connection.idle]
 
     async def connect(self, *, greet: bool = True, **options: Any) -> RawClient:
@@ -303,7 +303,7 @@ def until() -> Callable[[Callable[[], Any]], Awaitable[None]]:
 
 
 def _server_of(item: Any) -> object:
-    """Whose connection, stream or call it is: other tests leave theirs in this process."""
+    """The server of a connection, stream or call: other tests leave some of theirs in this process."""
     if isinstance(item, RunningCall):
         item = item._call
     if isinstance(item, ServerCall):

@@ -18,7 +18,7 @@ FIELDS = [
 ]
 FIELDS.append(("content-type", "application/grpc"))
 _MOST_AT_ONCE = 60_000
-"""Bytes. Of more the connection has others read first, in a later turn of an event loop, which there is none of here."""
+"""Most bytes that are read at once. With more, the connection would go on in a later turn of an event loop: here is none."""
 
 
 class Peers:

@@ -50,7 +50,7 @@ async def test_a_client_that_cancels_while_the_handler_waits(running, channel, u
         await until(lambda name=method: name in service.finished)
     await until(lambda: service.called_back == 2)
     del call
-    await until(lambda: running.live() == 1)  # the connection
+    await until(lambda: running.live() == 1)  # only the connection is left
 
 
 async def test_a_client_that_cancels_while_a_response_waits_for_its_window(running, until) -> None:
@@ -127,7 +127,7 @@ async def test_a_deadline_that_passes_while_the_window_is_closed_frees_the_strea
 
 @pytest.mark.parametrize("way", ["close", "half-close", "reset", "break the protocol"])
 async def test_a_connection_that_ends_ends_its_calls(running, request_block, grpc_message, until, way) -> None:
-    """Also that of a client that does not read what is on its way."""
+    """A call ends, too, whose client does not read what was sent to it."""
     other = await running.connect()
     client = await running.connect()
     client.send(frames.window_update(0, 1 << 30) + frames.settings([(4, 1 << 30)]))
@@ -147,7 +147,7 @@ async def test_a_connection_that_ends_ends_its_calls(running, request_block, grp
             client.send(frames.frame(frames.PUSH_PROMISE, 0, 1))
     await until(lambda: sorted(running.service.finished) == ["Flood", "Listen", "Wait"])
     await until(lambda: running.service.called_back == 3)
-    await until(lambda: running.live() == 1)  # the other connection
+    await until(lambda: running.live() == 1)  # only the other connection is left
     await other.ping()
     other.writer.close()
     client.writer.transport.abort()
@@ -187,7 +187,7 @@ async def test_calls_that_run_on_when_the_server_stops_are_unavailable(serve, un
         listen = channel.stream_stream(PATH + "Listen")()
         assert await listen.read() == b"hello"
         raw = await running.connect()
-        open_call(raw, request_block, "Wait", 1)  # and never says more
+        open_call(raw, request_block, "Wait", 1)  # and never sends its message
         await raw.ping()
         await until(lambda: len(running.service.started) == 3)
         await calls.pop()
@@ -216,7 +216,7 @@ async def test_a_connection_that_drains_refuses_new_streams_and_closes_after_the
 
 
 async def test_calls_that_are_over_wait_for_no_collector_of_cycles(running, until) -> None:
-    """The router's runs seldom."""
+    """The router runs Python's garbage collector seldom."""
     async with grpc.aio.insecure_channel(running.address) as channel:
         gc.collect()
         gc.disable()
@@ -291,7 +291,7 @@ async def test_calls_that_are_reset_while_they_wait_for_their_turn_wait_no_more(
 async def test_of_calls_that_are_cancelled_together_a_few_end_in_each_turn(
     running, request_block, grpc_message, until
 ) -> None:
-    """What they have to do yet would hold up everybody else."""
+    """If all ended in one turn of the event loop, every other call would wait for them."""
     client, service, count = await running.connect(), running.service, 5 * MOST_A_TURN
     numbers = range(1, 2 * count, 2)
     for stream in numbers:
@@ -309,7 +309,7 @@ async def test_of_calls_that_are_cancelled_together_a_few_end_in_each_turn(
 async def test_calls_that_are_cancelled_before_their_turn_leave_nothing_for_the_collector(
     running, request_block, grpc_message, until
 ) -> None:
-    """It would find thousands at once, and hold up everybody else for tens of milliseconds."""
+    """The collector would find thousands of them at once, and every other call would wait for tens of milliseconds."""
     client, numbers = await running.connect(), range(1, 10 * MOST_A_TURN, 2)
     gc.collect()
     gc.disable()

@@ -34,7 +34,7 @@ class Life:
         return self.lifetime.check(next(self.seconds), **self.state)
 
     def until_due(self, **state: object) -> tuple[int, Due]:
-        """Seconds until something is due, and what."""
+        """How many seconds pass until something is due, and what is due then."""
         for seconds in range(1000):
             due = self.look(**state)
             if due is not Due.NOTHING:
@@ -124,7 +124,7 @@ async def test_a_call_on_its_way_when_the_client_is_told_to_go_is_answered(
     block = frames.header_frames(1, request_block(), frames.USUAL_FRAME)
     client.send(block + frames.frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b"x")))
     client.send(frames.frame(frames.PING, frames.ACK, 0, ping[3]))
-    client.send(frames.header_frames(3, request_block(), frames.USUAL_FRAME))  # it has heard: this is refused
+    client.send(frames.header_frames(3, request_block(), frames.USUAL_FRAME))  # after the end was announced: refused
     assert (await client.until(frames.GOAWAY))[3] == (1).to_bytes(4, "big") + bytes(4)
     assert (await client.until(frames.RST_STREAM, 3))[3] == ErrorCodes.REFUSED_STREAM.to_bytes(4, "big")
     assert (await client.status(1))["grpc-status"] == "0"

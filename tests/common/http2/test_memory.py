@@ -25,7 +25,7 @@ KB, MB = 1024, 1024 * 1024
 
 
 def send_part(wire, stream: int, size: int, of: int = 8 * MB, *, begin: bool = True) -> None:
-    """So much of a message."""
+    """Sends ``size`` bytes of a message of ``of`` bytes; with ``begin`` its head as well."""
     body = (b"\0" + of.to_bytes(4, "big") if begin else b"") + bytes(size)
     for at in range(0, len(body), frames.USUAL_FRAME):
         wire.send(frames.frame(frames.DATA, 0, stream, body[at : at + frames.USUAL_FRAME]))
@@ -42,7 +42,7 @@ async def test_half_messages_have_a_bound_and_the_largest_goes(make_wire) -> Non
     assert isinstance(calls[1].overload, ResourceExhaustedError)
     assert calls[1].overload.retry_after
     left = [call for call in calls.values() if call.overload is None]
-    assert 5 <= len(left) <= 10  # half of all memory is one connection's
+    assert 5 <= len(left) <= 10  # one connection may hold half of all memory
     wire.connection.connection_lost(None)
     assert memory.held == 0
 
@@ -98,7 +98,7 @@ async def test_what_is_small_is_not_counted(make_wire) -> None:
 
 
 async def test_messages_without_content_count_as_what_they_take(make_wire, grpc_message) -> None:
-    """A window of a megabyte holds two hundred thousand of them."""
+    """Two hundred thousand such messages fit into a window of a megabyte."""
     memory = BodyMemory(4 * MB)
     wire = make_wire(memory=memory)
     call = wire.open(1)
@@ -134,7 +134,7 @@ async def test_answers_that_a_client_does_not_take_count(make_wire) -> None:
 async def test_calls_whose_client_reads_nothing_count_after_a_while_and_have_a_bound(
     make_wire, monkeypatch: pytest.MonkeyPatch, holds: str
 ) -> None:
-    """However little each was sent: what works for it holds more."""
+    """Each call counts for all that works for it, however little it was sent."""
     now = [0.0]
     monkeypatch.setattr(flow_control.time, "monotonic", lambda: now[0])
     memory = BodyMemory(MB // 2)
@@ -192,7 +192,7 @@ async def test_a_large_message_counts_until_its_call_is_over(serve, request_bloc
 async def test_messages_that_wait_to_be_parsed_count_and_then_no_more(
     serve, request_block, grpc_message, until
 ) -> None:
-    """Each may have thousands of fields: one is parsed at a time."""
+    """Messages are parsed one at a time, because each may have thousands of fields."""
     memory, may_go_on, waiting = BodyMemory(8 * MB), asyncio.Event(), []
 
     class Turns(HeavyWork):
@@ -209,7 +209,7 @@ async def test_messages_that_wait_to_be_parsed_count_and_then_no_more(
             client.send(frames.frame(frames.DATA, 0, stream, body[: frames.USUAL_FRAME]))
             client.send(frames.frame(frames.DATA, frames.END_STREAM, stream, body[frames.USUAL_FRAME :]))
         await until(lambda: len(waiting) == 20)
-        assert memory.held == 20 * (20 + 8) * KB  # and 8 for each call
+        assert memory.held == 20 * (20 + 8) * KB  # a message of 20 KB and 8 KB for its call
         assert "Wait" not in running.service.started
         may_go_on.set()
         await until(lambda: "Wait" in running.service.started and memory.held == 0)
@@ -218,7 +218,7 @@ async def test_messages_that_wait_to_be_parsed_count_and_then_no_more(
 async def test_a_message_that_unfolds_to_more_than_fits_ends_its_call_in_steps(
     serve, request_block, grpc_message
 ) -> None:
-    """Others are answered between them."""
+    """Other calls are answered between the steps."""
     memory = BodyMemory(4 * MB)
     async with serve(32 * MB, memory=memory) as running:
         client, other = await running.connect(), await running.connect()
@@ -230,7 +230,7 @@ async def test_a_message_that_unfolds_to_more_than_fits_ends_its_call_in_steps(
         client.send(frames.frame(frames.DATA, frames.END_STREAM, 1))
         status = asyncio.create_task(client.status(1))
         pings = 0
-        while not status.done() and pings < 500:  # twice as many at once would be too many
+        while not status.done() and pings < 500:  # the server would refuse twice as many pings
             await other.ping()
             pings += 1
         trailers = await status
@@ -264,7 +264,7 @@ async def test_a_unary_call_has_one_request(serve, request_block, grpc_message) 
         client.send(frames.frame(frames.DATA, 0, 1, grpc_message(b"first")))
         for _ in range(2000):
             client.send(frames.frame(frames.DATA, 0, 1, grpc_message(b"other") * 100))
-        await client.ping()  # nothing of them is kept: the window was given back
+        await client.ping()  # no byte of them is kept: the server has given the window back
         running.service.release.set()
         assert (await client.until(frames.DATA))[3] == grpc_message(b"first")
 
@@ -279,7 +279,7 @@ async def test_calls_of_all_connections_have_a_bound_of_which_each_has_a_part(ma
     wires[0].send(frames.header_frames(81, request_block(), frames.USUAL_FRAME))
     refused = frames.reset(81, ErrorCodes.REFUSED_STREAM)
     assert bytes(wires[0].transport.written).endswith(refused)
-    for stream in range(1, 21, 2):  # who came first has nobody's place
+    for stream in range(1, 21, 2):  # the client that came first has not taken the places of others
         wires[1].open(stream)
     wires[1].send(frames.header_frames(21, request_block(), frames.USUAL_FRAME))
     assert 21 not in wires[1].calls

@@ -70,7 +70,7 @@ def test_streams_share_a_connection_window_in_turn(make_wire) -> None:
     assert wire.data_sent() == {1: 65_535}
     turns = []
     for _ in range(6):
-        wire.send(frames.window_update(1, 1))  # an update of its own is no way past the others
+        wire.send(frames.window_update(1, 1))  # an update of its own window does not take a stream past the others
         wire.send(frames.window_update(0, 30_000))
         turns.append(wire.data_sent())
     assert [next(iter(turn)) for turn in turns] == [1, 3, 5, 1, 3, 5]
@@ -159,7 +159,7 @@ def test_the_connections_window_comes_back_also_for_streams_that_are_over(make_w
 
 async def test_more_data_of_streams_that_are_over_than_their_windows_ends_the_connection(make_wire) -> None:
     wire = make_wire()
-    for stream in (1, (1 << 31) - 1):  # numbers that were passed over have no windows
+    for stream in (1, (1 << 31) - 1):  # the streams whose numbers lie between these have no windows
         wire.open(stream)
         wire.send(frames.reset(stream, ErrorCodes.CANCEL))
     data = frames.frame(frames.DATA, 0, 1, bytes(frames.USUAL_FRAME))
@@ -231,13 +231,13 @@ async def test_settings_cost_the_same_however_many_answers_wait(make_wire, flush
     for stream in streams:
         stream.write(b"answer")
     flushes.clear()
-    for _ in range(10):  # up to where nobody may write yet, and down again
+    for _ in range(10):  # windows that still let no stream write
         wire.send(frames.settings([(INITIAL, 0)]) + frames.settings([(INITIAL, 0)]))
     assert flushes == []
     set_window(wire, 11)
     assert len(flushes) == _MOST_AT_ONCE
     assert wire.data_sent() == {stream.number: 11 for stream in streams[:_MOST_AT_ONCE]}
-    set_window(wire, 0)  # the others have no room any more, nor may they look for it again and again
+    set_window(wire, 0)  # the other streams have no room any more, and do not look for it again and again
     for _ in range(200):
         await asyncio.sleep(0)
     assert len(flushes) <= 2 * _MOST_AT_ONCE + len(streams)
@@ -269,7 +269,7 @@ async def test_a_window_too_large_is_found_also_among_many(make_wire) -> None:
     wire.send(frames.window_update(31, 1 << 30))
     set_window(wire, (1 << 30) - 1)
     assert not wire.transport.closed
-    streams[15].write(bytes(100_000))  # what it has used up counts no more
+    streams[15].write(bytes(100_000))  # the bytes that a stream has used up no longer count for its window
     wire.send(frames.window_update(0, 1 << 20))
     set_window(wire, (1 << 30) + 50_000)
     assert not wire.transport.closed

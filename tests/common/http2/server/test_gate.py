@@ -60,7 +60,7 @@ async def test_who_has_no_key_is_told_so_before_his_message_is_here(running, req
     assert trailers["grpc-status"] == "16"
     assert trailers["grpc-message"] == "a key is needed"
     assert (await client.until(frames.RST_STREAM))[3] == bytes(4)
-    client.send(HALF * 100)  # what was on its way is passed over
+    client.send(HALF * 100)  # messages that were on their way are passed over
     await client.ping()
     assert running.busy_connections() == []
     assert running.service.started == []
@@ -87,7 +87,7 @@ async def test_a_client_that_asks_too_often_is_told_when_to_come_again(running, 
     assert trailers["grpc-status"] == "8"
     assert "grpc-status-details-bin" in trailers
     block = request_block("Echo", ("authorization", "slow"))
-    many = RULES[REFUSED].burst + 1000  # which is no reason to lose the calls that run beside
+    many = RULES[REFUSED].burst + 1000  # so many refusals do not end the calls that run meanwhile
     client.send(b"".join(frames.header_frames(2 * n + 3, block, frames.USUAL_FRAME, end=True) for n in range(many)))
     assert (await client.status(2 * many + 1))["grpc-status"] == "8"
     await client.ping()
@@ -262,7 +262,7 @@ async def test_strangers_calls_of_all_connections_have_a_bound_of_their_own_unti
         await client.ping()
     late = await running.connect()
     late.send(b"".join(frames.header_frames(stream, tell, frames.USUAL_FRAME) for stream in (1, 3)))
-    await late.ping()  # it has its part
+    await late.ping()  # the late connection has its part of the calls
     assert shared.strangers_calls.open < MOST_UNKNOWN + MOST_UNKNOWN_STREAMS
     assert shared.calls.open == 0
     before = shared.strangers_calls.open
@@ -277,7 +277,7 @@ async def test_strangers_calls_of_all_connections_have_a_bound_of_their_own_unti
 
 
 async def test_of_a_stranger_a_window_of_messages_is_held_and_no_more(make_wire) -> None:
-    """Small ones weigh more in memory than on the wire."""
+    """Small messages take more bytes in memory than on the wire."""
     many = frames.frame(frames.DATA, 0, 1, b"\0\0\0\0\0" * 1000) * 20
     wire = make_wire(stranger=True)
     call = wire.open(1)

@@ -5,7 +5,7 @@ from sapwood_common.http2.server.waiting_line import Rank
 
 
 def make_turnstile() -> Turnstile:
-    """Turns take no time."""
+    """A turnstile on a clock that stands still: no turn takes too long."""
     return Turnstile(lambda: 0.0)
 
 
@@ -41,7 +41,7 @@ async def test_who_comes_while_others_wait_comes_after_them_and_alone_at_once() 
     turnstile.enter(lambda: begun.append("late"))
     await asyncio.sleep(0)
     assert begun == [*range(MOST_A_TURN + 1), "late"]
-    for _ in range(2):  # nothing has begun in the turn after the next
+    for _ in range(2):  # in the turn after the next no call has begun
         await asyncio.sleep(0)
     turnstile.enter(lambda: begun.append("alone"))
     assert begun[-1] == "alone"
@@ -75,7 +75,7 @@ async def test_a_new_caller_begins_in_the_next_turn_however_many_have_many_calls
     turnstile.enter(lambda: begun.append("new"), Rank(caller="new"))
     await asyncio.sleep(0)
     assert "new" in begun
-    while len(begun) < 2 * 300:  # the others' turns go on meanwhile, the oldest's, too
+    while len(begun) < 2 * 300:  # meanwhile the other callers have their turns, the oldest one, too
         turnstile.enter(lambda: begun.append("new"), Rank(caller=f"new {len(begun)}"))
         await asyncio.sleep(0)
     assert set(range(100)) < set(begun)
@@ -94,7 +94,7 @@ async def test_a_tenant_with_several_calls_waits_behind_no_crowd_of_strangers() 
     for _ in range(3):
         turnstile.enter(lambda: begun.append("tenant"), Rank(-1, "tenant"))
     await asyncio.sleep(0)
-    assert begun.count("tenant") == 3  # though strangers' calls are of a higher priority
+    assert begun.count("tenant") == 3  # although the strangers' calls have a higher priority
     assert begun.count("stranger") == 2 * MOST_A_TURN - 3
 
 

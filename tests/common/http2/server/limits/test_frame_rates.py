@@ -45,7 +45,7 @@ async def test_so_many_at_once_so_many_a_second_and_what_was_earned_beside() -> 
     assert count() == 2 * rule.per_second
     assert count(earned=7) == 7
     assert count(earned=7) == 0
-    now += 3600.0  # it is not saved up
+    now += 3600.0  # a long pause earns no more than a burst
     assert count(earned=10**9) == rule.burst
 
 
@@ -79,7 +79,7 @@ async def test_settings_count_by_their_length(make_wire) -> None:
     (error,) = wire.failed
     assert RULES[frame_rates.SETTINGS].name in str(error)
     wire = make_wire()
-    wire.send(long)  # of a client that is known one is not too much
+    wire.send(long)  # from a client that is known, one such frame is taken
     assert not wire.failed
     wire.send(long)
     assert wire.failed
@@ -112,7 +112,7 @@ async def test_a_flood_of_frames_without_use_ends_its_connection_and_says_why(ma
     call = wire.open(1)
     wire.open(3)
     wire.send(frames.reset(3, 8))
-    most = RULES[index].burst + 4  # the streams have earned a few
+    most = RULES[index].burst + 4  # the two streams have earned four more
     for number in range(most - 20):
         wire.send(make(number))
     assert wire.failed == []
@@ -210,7 +210,7 @@ async def test_windows_of_one_byte_make_us_send_so_many_frames_of_one_byte_and_n
 
 
 async def test_a_client_that_leaves_thousands_of_calls_is_forgotten_in_portions(make_wire) -> None:
-    """They are told one after another, and none of them writes any more."""
+    """The calls are told one after another, and none of them writes any more."""
     turns = iter(range(1_000_000))
     wire = make_wire(share=TimeShare(lambda: next(turns) / 50_000))  # every look at the clock finds 20 us more
     calls = [wire.open(number) for number in range(1, 2001, 2)]

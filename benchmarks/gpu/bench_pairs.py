@@ -199,6 +199,7 @@ def mixes(pair: Pair, say: Say) -> None:
             shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
             shapes = [(int(options.scale * p), max(2, int(options.scale * a))) for p, a in shapes]
             rates: dict[str, list[float]] = {mode: [] for mode in modes}
+            pair.set_roles("prefill", "decode")
             fronts["auto"].ask([pair.planned(*each) for each in shapes[: options.requests // 4]])  # what it measures
             for turn in range(options.rounds):
                 for mode in modes[turn % 3 :] + modes[: turn % 3]:

@@ -41,8 +41,8 @@ class Pair:
 
     def measure(self, handover: float) -> None:
         """0.1 s for each 1000 tokens of a prompt, 10 ms for a token of an answer."""
-        for tokens in (500, 1000, 2000):
-            self.costs.prefilled(Role.PREFILL, tokens, tokens * 1e-4)
+        for tokens in (500, 1000, 2000) * 3:
+            self.costs.prefilled(tokens, tokens * 1e-4)
             self.costs.handed_over(tokens, handover)
         for requests in (1, 10):
             self.costs.generated(100, 1.0, requests, 0.0)
@@ -95,6 +95,24 @@ def test_a_hand_over_is_made_until_it_was_measured_and_then_only_where_it_pays()
     slow = Pair()
     slow.measure(handover=5.0)
     assert not slow.decide()
+
+
+def test_until_costs_are_measured_one_hand_over_is_made_after_the_other_and_the_policy_chooses_for_the_rest() -> None:
+    pair = Pair()
+    first = pair.workers[Role.PREFILL].lease(1000, hands_off=True)
+    waiting = pair.deciding.decide(DEMAND, PROMPT, 100)
+    assert not waiting.disaggregated
+    assert pair.deciding.roles_for(Part.WHOLE, waiting) == ()
+    first.release()
+    assert pair.decide()
+
+
+def test_slow_first_steps_of_one_worker_do_not_send_others_requests_elsewhere() -> None:
+    pair = Pair()
+    pair.measure(handover=5.0)
+    pair.costs.prefilled(1000, 2.0)  # whichever worker it was
+    alone = pair.weighed()
+    assert alone["prefill", ""].prefill == alone["decode", ""].prefill
 
 
 def test_whoever_is_to_do_it_alone_is_the_one_who_costs_least() -> None:

@@ -25,7 +25,7 @@ class Fleet:
             registry.mark_up(worker, ServedModel("m", 1 << 20, 1000, 16, 100, 1, role=role))
             self.workers.append(worker)
         costs = Costs(clock)
-        costs.of("m").prefilled(Role.PREFILL, 1000, 1.0)
+        costs.of("m").prefilled(1000, 1.0)
         self._proposals = RoleProposals(registry, costs, clock)
 
     def pass_time(self, seconds: float) -> dict[str, str]:

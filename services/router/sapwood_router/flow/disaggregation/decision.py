@@ -25,6 +25,8 @@ Beside whom a request will generate counts those that are on their way, too: who
 share of the prompts that are computed to be handed off. Of many that come at once none generates yet. In the next seconds as many
 are believed to come as were computed in the last, not as were asked for: many that come at once queue before it, and none behind.
 
+Until that can be weighed one hand-over is made after the other, and the policy chooses for the rest, as with ``never``.
+
 The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
 chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
 (``tests/router/flow/disaggregation/test_mixes.py``).
@@ -55,7 +57,7 @@ MOST_PREFILLING = 0.9
 """The largest share of a worker's time that prompts are believed to take."""
 _ALIKE = 1.03
 """Costs of workers alone that differ by less than this factor are not told apart: the policy chooses among the workers of all
-roles, which spreads requests that are all alike more evenly than costs that were measured of each role."""
+roles, which spreads requests that are all alike more evenly."""
 _MOST_WEIGHED = 32
 """Workers of each role: a decision on a thousand would take 30 ms."""
 
@@ -172,7 +174,9 @@ class Disaggregation:
         if self.mode == "never":
             return Decision(False, "the router does not")
         page_sizes: dict[Role, int] = {}
+        handing_off = 0
         for worker in self._registry.available(demand.model):
+            handing_off += worker.handing_off
             if worker.model is not None and worker.address not in demand.refused_by and worker.breaker.admits():
                 page_sizes[worker.model.role] = worker.model.page_size
         for role in (Role.PREFILL, Role.DECODE):
@@ -186,7 +190,7 @@ class Disaggregation:
             return Decision(True, "there are prefill and decode workers")
         costs = self._costs.of(demand.model)
         if not costs.measured:
-            return Decision(True, "costs are not measured yet")
+            return Decision(handing_off == 0, "costs are not measured yet", ())
         if costs.handover_age > PROBE_SECONDS:
             if probe:
                 costs.probing()
@@ -213,8 +217,8 @@ class Disaggregation:
                 beside = worker.in_flight - worker.handing_off + (coming if role is Role.DECODE else 0.0)
                 generate = costs.generate(output - 1, beside, prefilling(worker, costs))
                 crowding = costs.crowding(output - 1, beside)
-                until_first = costs.prefill(role, view.queued_tokens + lacking)
-                queue = costs.prefill(role, view.queued_tokens)
+                until_first = costs.prefill(view.queued_tokens + lacking)
+                queue = costs.prefill(view.queued_tokens)
                 behind = until_first * worker.prompts.total() / PROMPT_SECONDS
                 foreign = view.requests - worker.in_flight
                 delay = (worker.generating + foreign + behind) * (until_first - queue)
@@ -266,6 +270,4 @@ def _total(estimate: Estimate) -> float:
 
 def prefilling(worker: Worker, costs: ModelCosts) -> float:
     """The share of a worker's time that prompts have taken lately."""
-    assert worker.model is not None
-    tokens = worker.prompted.total()
-    return min(MOST_PREFILLING, costs.prefill(worker.model.role, tokens) / PROMPT_SECONDS)
+    return min(MOST_PREFILLING, costs.prefill(worker.prompted.total()) / PROMPT_SECONDS)

@@ -78,7 +78,7 @@ class RoleProposals:
         costs = self._costs.of(model)
         views = {worker: worker.view() for worker in (*prefill, *decode)}
         now = _Averages(
-            sum(costs.prefill(Role.PREFILL, views[each].queued_tokens) for each in prefill) / len(prefill),
+            sum(costs.prefill(views[each].queued_tokens) for each in prefill) / len(prefill),
             sum(views[each].used_share for each in decode) / len(decode),
             sum(each.load.waiting_requests for each in decode) / len(decode),
         )

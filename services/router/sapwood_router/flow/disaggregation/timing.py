@@ -43,13 +43,12 @@ class Timing:
 
     def answers(self) -> None:
         """The worker's first token has come."""
-        assert self._worker is not None and self._worker.model is not None
         self._first = self._clock()
         seconds = self._first - self._since
         if self._part is Part.DECODE:
             self._costs.handed_over(self._tokens, seconds)
         else:
-            self._costs.prefilled(self._worker.model.role, self._tokens, seconds)
+            self._costs.prefilled(self._tokens, seconds)
 
     def handed_off(self) -> None:
         """The ticket has come."""

@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
         ignore_eos: Whether generation goes on past the model's own end tokens.
         stop: Text ends before the first of these; at most 16.
         skip_special_tokens: Whether special tokens are left out of the text.
+        include_stop: Whether the stop string, or the end token's text, is part of the text.
         detokenize: False gives token ids and no text, without using the tokenizer. Not with ``stop`` or ``tools``.
         request_id: 1 to 128 plain characters by which logs and answers name the request.
         frequency_penalty: Taken off a token's logit for each time it was generated, in [-2, 2].
@@ -77,6 +78,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     skip_special_tokens: bool
+    include_stop: bool
     detokenize: bool
     request_id: str
     frequency_penalty: float

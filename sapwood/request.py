@@ -48,6 +48,7 @@ def build_request(
         sampling=_sampling(options),
         stop=[stop] if isinstance(stop, str) else stop,
         skip_special_tokens=options.get("skip_special_tokens"),
+        include_stop=options.get("include_stop", False),
         detokenize=options.get("detokenize"),
         tools="" if tools is None else json.dumps(list(tools), ensure_ascii=False),
         tool_choice=None if choice is None else _CHOICES[choice],

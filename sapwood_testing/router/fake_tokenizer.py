@@ -36,6 +36,7 @@ class _Stream:
     stop: tuple[str, ...]
     parser: FakeParser
     offset: int
+    include_stop: bool
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
     held: str = ""
     tokens: int = 0
@@ -232,7 +233,9 @@ def _feed(
         streams.pop(item.stream_id, None)
         return None
     if item.HasField("options"):
-        streams[item.stream_id] = _Stream(tuple(item.options.stop), FakeParser(item.options), offset)
+        streams[item.stream_id] = _Stream(
+            tuple(item.options.stop), FakeParser(item.options), offset, item.options.include_stop
+        )
     stream = streams.get(item.stream_id)
     if stream is None:  # it met a stop string while this was on its way
         return None
@@ -252,7 +255,7 @@ def _feed(
         found = [(stream.held.find(stop), stop) for stop in stream.stop if stop in stream.held]
         if found:
             at, stop = min(found)
-            output.text += stream.held[:at]
+            output.text += stream.held[: at + len(stop) * stream.include_stop]
             output.stop_match = stop
             output.ended = True
             break

@@ -49,6 +49,7 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
             ignore_eos=True,
             stop="\n",
             skip_special_tokens=False,
+            include_stop=True,
             request_id="mine",
             truncate_prompt_tokens=9,
             bad_words=["no"],
@@ -63,12 +64,8 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
         client.generate("text", suffix="after", whole=True).text()
     tokens, chat, text = router.requests
     assert list(tokens.tokens.ids) == [2, 818]
-    assert (tokens.model, tokens.request_id, tokens.skip_special_tokens, list(tokens.stop)) == (
-        "demo",
-        "mine",
-        False,
-        ["\n"],
-    )
+    assert (tokens.model, tokens.request_id, tokens.skip_special_tokens) == ("demo", "mine", False)
+    assert (list(tokens.stop), tokens.include_stop, text.include_stop) == (["\n"], True, False)
     sampling = tokens.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.0, 5, 0.5, 0)
     assert (sampling.max_tokens, list(sampling.stop_token_ids), sampling.ignore_eos) == (7, [1], True)

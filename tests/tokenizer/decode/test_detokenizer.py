@@ -116,9 +116,12 @@ def test_special_tokens_are_skipped_or_shown(demo: LoadedTokenizer) -> None:
     assert streamed(Detokenizer(table, [], NONE), ids, []) == "<bos>Hello<eos>"
 
 
-def test_a_stop_string_across_tokens_ends_the_text_and_tells_how_many_tokens_it_took(byte_level: Tokenizer) -> None:
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_across_tokens_ends_the_text_and_tells_how_many_tokens_it_took(
+    byte_level: Tokenizer, include_stop: bool
+) -> None:
     ids = [byte_level.encode(c).ids[0] for c in "say STOP now"]
-    detokenizer = Detokenizer(TokenBytes(byte_level), ["STOP"], NONE)
+    detokenizer = Detokenizer(TokenBytes(byte_level), ["STOP"], NONE, include_stop=include_stop)
     text, consumed = "", []
     for token in ids:
         piece = detokenizer.push([token])
@@ -126,7 +129,7 @@ def test_a_stop_string_across_tokens_ends_the_text_and_tells_how_many_tokens_it_
         consumed.append(piece.tokens)
         if piece.stop_match:
             break
-    assert (text, piece.stop_match, piece.tokens) == ("say ", "STOP", 8)
+    assert (text, piece.stop_match, piece.tokens) == ("say STOP" if include_stop else "say ", "STOP", 8)
     assert consumed == [1, 2, 3, 4, 4, 4, 4, 8], "tokens of held-back text do not count yet"
 
 

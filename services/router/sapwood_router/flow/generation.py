@@ -168,7 +168,11 @@ class GenerationAttempts(Attempts):
         assert worker.model is not None, "it was chosen for its model"
         self._executing = None
         self._watch.selected(choice.reason)
-        end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
+        end_tokens = (
+            frozenset[int]()
+            if self._context.output.include_stop
+            else worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
+        )
         if self._timing is not None:
             self._timing.sent(worker, self._part, lacking)
         return Generating(

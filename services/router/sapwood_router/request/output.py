@@ -22,6 +22,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
         reasoning_open: Whether the output begins inside reasoning; None is as usual for the parser.
         tools: The tools on offer, a JSON array.
         call_id_seed: What the ids of calls are made from: the same for each replay.
+        include_stop: Whether what the output ended at, a stop string or an end token, is part of it.
     """
 
     stop: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     reasoning_open: bool | None = None
     tools: str = ""
     call_id_seed: str = ""
+    include_stop: bool = False
 
 
 class ToolCallDelta(msgspec.Struct):

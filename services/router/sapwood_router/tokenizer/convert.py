@@ -64,6 +64,7 @@ def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:
         reasoning_open=options.reasoning_open,
         tools=options.tools,
         tool_call_id_seed=options.call_id_seed,
+        include_stop=options.include_stop,
     )
 
 

@@ -37,10 +37,14 @@ class Detokenizer:
         table: Bytes of each token.
         stop: Stop strings, none empty.
         skipped: Token ids that leave no text.
+        include_stop: Whether the stop string that ends the text is part of it.
     """
 
-    def __init__(self, table: TokenBytes, stop: Sequence[str], skipped: frozenset[int]) -> None:
+    def __init__(
+        self, table: TokenBytes, stop: Sequence[str], skipped: frozenset[int], *, include_stop: bool = False
+    ) -> None:
         self._table = table
+        self._include_stop = include_stop
         self._skipped = skipped
         self._matcher = StopMatcher(stop) if stop else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -81,7 +85,7 @@ class Detokenizer:
                 self._released += len(released)
                 if match is not None:
                     # The tokens up to this one were needed to see the match; later ones are not part of the text.
-                    return Piece("".join(texts), self._tokens, match)
+                    return self._ended("".join(texts), match)
             self._account()
         return Piece("".join(texts), self._consumed)
 
@@ -92,8 +96,11 @@ class Detokenizer:
             return Piece(rest, self._tokens)
         released, match = self._matcher.push(rest)
         if match is not None:
-            return Piece(released, self._tokens, match)
+            return self._ended(released, match)
         return Piece(released + self._matcher.finish(), self._tokens)
+
+    def _ended(self, text: str, match: str) -> Piece:
+        return Piece(text + match if self._include_stop else text, self._tokens, match)
 
     def _decode(self, token_id: int) -> str:
         if token_id in self._skipped:

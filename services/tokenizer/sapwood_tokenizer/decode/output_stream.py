@@ -18,11 +18,13 @@ class StreamOptions:
         stop: Stop strings, none empty; looked for in all that the model writes, before it is parsed.
         skip_special_tokens: Whether special tokens are left out, but for those that a parser needs.
         parsers: The parsers that it goes through.
+        include_stop: Whether the stop string that ends the text is part of it.
     """
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     parsers: ParserOptions = field(default_factory=ParserOptions)
+    include_stop: bool = False
 
 
 StreamPiece = tuple[list[Event], int, str | None]

@@ -194,6 +194,7 @@ def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) ->
             tools=tools,
             id_seed=options.tool_call_id_seed or id_seed,
         ),
+        include_stop=options.include_stop,
     )
 
 

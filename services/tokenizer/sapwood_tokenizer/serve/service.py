@@ -296,7 +296,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             )
         parser = OutputParser(options.parsers)
         skipped = self._skipped_for(parser.special_tokens) if options.skip_special_tokens else frozenset[int]()
-        return OutputStream(Detokenizer(self._table, options.stop, skipped), parser)
+        detokenizer = Detokenizer(self._table, options.stop, skipped, include_stop=options.include_stop)
+        return OutputStream(detokenizer, parser)
 
     def _skipped_for(self, needed: frozenset[str]) -> frozenset[int]:
         # Streams whose parsers need the same tokens share a set, since models have thousands of special tokens.

@@ -130,6 +130,26 @@ async def test_stop_strings(cluster) -> None:
     await cluster.idle()
 
 
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+async def test_what_an_answer_ended_at_may_stay_in_its_text(cluster, name) -> None:
+    """A stop string, and a token that is no special one, whole and in a stream."""
+    last = encode("f")[1]
+    for worker in cluster.workers:
+        worker.script.tokens = lambda prompt: encode("abcdef")[1:]
+        worker.script.ends_with_token = False
+    for asked, shown, kept in (({"stop": ["zz", "cd"]}, "ab", "abcd"), ({"stop_token_ids": [last]}, "abcde", "abcdef")):
+        body = {"prompt": "a", **asked}
+        for wanted, text in ((False, shown), (True, kept)):
+            answer = (await cluster.http.post(COMPLETIONS, json={**body, name: wanted})).json()
+            assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (text, "stop")
+            assert answer["usage"]["completion_tokens"] == len(kept)
+            *chunks, _ = events_of(
+                (await cluster.http.post(COMPLETIONS, json={**body, name: wanted, "stream": True})).text
+            )
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    await cluster.idle()
+
+
 async def test_both_limits_of_a_chat_are_understood_but_not_together(cluster) -> None:
     messages = [{"role": "user", "content": "hello"}]
     for name in ("max_tokens", "max_completion_tokens"):

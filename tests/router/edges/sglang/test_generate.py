@@ -34,6 +34,9 @@ async def test_a_text_is_gone_on_with(cluster) -> None:
         await cluster.http.post(GENERATE, json={"input_ids": encode("abc"), "sampling_params": {"stop": ["b"]}})
     ).json()
     assert (ids["text"], ids["meta_info"]["finish_reason"]) == ("a", {"type": "stop", "matched": "b"})
+    settings = {"stop": "b", "no_stop_trim": True}
+    kept = (await cluster.http.post(GENERATE, json={"text": "abc", "sampling_params": settings})).json()
+    assert (kept["text"], kept["meta_info"]["finish_reason"]) == ("ab", {"type": "stop", "matched": "b"})
 
 
 async def test_several_prompts_and_several_answers_are_a_list(cluster) -> None:

@@ -201,6 +201,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     skip_special_tokens=request.skip_special_tokens
                     if request.HasField("skip_special_tokens")
                     else True,
+                    include_stop=request.include_stop,
                 ),
                 fields=fields,
                 deadline=deadline,

@@ -32,7 +32,6 @@ _NEUTRAL: Neutral = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
@@ -46,7 +45,6 @@ _NEUTRAL: Neutral = {
     "return_token_offsets": (False,),
     # SGLang
     "lora_path": ("",),
-    "no_stop_trim": (False,),
     "stop_regex": ([], ""),
     "session_params": ({},),
     "custom_logit_processor": ("",),

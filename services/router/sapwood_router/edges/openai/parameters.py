@@ -78,7 +78,11 @@ def truncation_of(request: AnyRequest) -> Truncation | None:
 def output_of(request: GenerationRequest) -> OutputOptions:
     """How tokens become output."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or ()
-    return OutputOptions(stop=tuple(stop), skip_special_tokens=request.skip_special_tokens is not False)
+    return OutputOptions(
+        stop=tuple(stop),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+    )
 
 
 def effort_variables(effort: str) -> dict[str, Any]:

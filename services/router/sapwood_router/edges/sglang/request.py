@@ -52,7 +52,6 @@ IGNORED = frozenset({"return_text_in_logprobs", "log_metrics", "no_logs"})
 """Never change an answer here."""
 SETTINGS_NEUTRAL: Neutral = {
     "spaces_between_special_tokens": (True,),
-    "no_stop_trim": (False,),
     "stop_regex": ([], ""),
     "custom_params": ({},),
     "stream_interval": (),
@@ -79,6 +78,7 @@ class _Settings(msgspec.Struct):
     sampling_seed: int | None = None
     stop: str | list[str] | None = None
     skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
     n: int | None = None
     json_schema: str | None = None
     regex: str | None = None
@@ -103,7 +103,11 @@ async def contexts_of(
     count = 1 if settings.n is None else settings.n
     if len(named) * max(1, count) > MOST_CHOICES:
         raise InvalidArgumentError(f"at most {MOST_CHOICES} answers a request", field=named[-1][0])
-    output = OutputOptions(stop=tuple(stop), skip_special_tokens=settings.skip_special_tokens is not False)
+    output = OutputOptions(
+        stop=tuple(stop),
+        skip_special_tokens=settings.skip_special_tokens is not False,
+        include_stop=settings.no_stop_trim is True,
+    )
     sampling: SamplingParams | None = None
     contexts: list[RequestContext] = []
     piece = 0

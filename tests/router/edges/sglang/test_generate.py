@@ -50,6 +50,50 @@ async def test_several_prompts_and_several_answers_are_a_list(cluster) -> None:
     assert isinstance((await cluster.http.post(GENERATE, json={"text": ["abc"]})).json(), list)
 
 
+async def test_log_probabilities_are_told_as_sglang_tells_them(cluster) -> None:
+    prompt, answer = encode("abc"), [*encode("abc")[1:], 1]
+    asked = {"text": "abc", "return_logprob": True}
+
+    async def told(**more) -> dict:
+        found = (await cluster.http.post(GENERATE, json={**asked, **more})).json()
+        return {name: value for name, value in found["meta_info"].items() if "logprobs" in name}
+
+    assert await told() == {
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-token / 8, token, None] for token in answer],
+    }
+    texts = ["<2>", "a", "b", "c"]
+    found = await told(logprob_start_len=1, top_logprobs_num=2, return_text_in_logprobs=True)
+    assert found["input_token_logprobs"] == [
+        [None if number == 1 else -prompt[number] / 8, prompt[number], texts[number]] for number in (1, 2, 3)
+    ]
+    assert found["input_top_logprobs"] == [None] + [
+        [[-other / 8, other, chr(other - 3)] for other in (token, token + 1)] for token in prompt[2:]
+    ]
+    assert [item[2] for item in found["output_token_logprobs"]] == ["a", "b", "c", "<1>"]
+    assert [[item[1] for item in items] for items in found["output_top_logprobs"]] == [
+        [token, token + 1] for token in answer
+    ]
+    whole = await told(logprob_start_len=0)
+    assert [item[:2] for item in whole["input_token_logprobs"]] == [
+        [None, prompt[0]],
+        *([-token / 8, token] for token in prompt[1:]),
+    ]
+    stopped = await told(sampling_params={"stop": "b"})
+    assert [item[1] for item in stopped["output_token_logprobs"]] == answer[:2]
+    assert (await told(logprob_start_len=99))["input_token_logprobs"] == []
+
+
+async def test_a_prompt_may_be_computed_alone(cluster) -> None:
+    body = {"text": ["abc", "de"], "return_logprob": True, "logprob_start_len": 0}
+    answers = (await cluster.http.post(GENERATE, json={**body, "sampling_params": {"max_new_tokens": 0}})).json()
+    for text, answer in zip(body["text"], answers, strict=True):
+        info = answer["meta_info"]
+        assert (answer["text"], answer["output_ids"], info["output_token_logprobs"]) == ("", [], [])
+        assert (info["finish_reason"], info["completion_tokens"]) == ({"type": "length", "length": 0}, 0)
+        assert [item[1] for item in info["input_token_logprobs"]] == encode(text)
+
+
 async def test_a_stream_tells_the_text_so_far(cluster) -> None:
     for worker in cluster.workers:
         worker.script.delay = 0.002
@@ -92,7 +136,17 @@ WRONG = [
     ({"input_ids": [-1]}, "input_ids"),
     ({"text": "a", "sampling_params": []}, "sampling_params"),
     ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-    ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": False}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "return_logprob": "yes"}, "return_logprob"),
+    ({"text": "a", "return_logprob": True, "stream": True}, "return_logprob"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": -1}, "top_logprobs_num"),
+    ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+    ({"text": "a", "top_logprobs_num": 1}, "top_logprobs_num"),
+    ({"text": "a", "return_text_in_logprobs": True}, "return_text_in_logprobs"),
     ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens"),
     ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params.max_tokens"),
     ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),

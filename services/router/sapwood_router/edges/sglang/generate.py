@@ -7,21 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.runs import Running
-from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of
+from sapwood_router.edges.sglang.logprobs import LogprobsWish, Told, tell, wish_of
+from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of, is_prompt_only
 from sapwood_router.edges.single_run import send_events
 from sapwood_router.edges.whole import collect, told_headers
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext
+from sapwood_router.request.output import Output
 
 _DONE = b"data: [DONE]\n\n"
 
 
-class MetaInfo(msgspec.Struct, kw_only=True):
+class MetaInfo(Told, kw_only=True):
     """What is known of an answer; ``finish_reason`` is null while it goes on."""
 
     id: str
@@ -50,26 +54,47 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     request = convert(given, GenerateRequest, NEUTRAL, IGNORED)
     exchange.accept_body_id(request)
     deadline = deadline if request.stream else exchange.sooner(deadline)
-    contexts, is_list = await contexts_of(request, exchange, deadline, pipeline)
+    wish = wish_of(request)
+    contexts, is_list = await contexts_of(request, wish, exchange, deadline, pipeline)
+    prompt_only = is_prompt_only(request.sampling_params)
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
     if not request.stream:
-        await _send_whole(exchange, contexts, pipeline, is_list=is_list)
+        await _send_whole(exchange, contexts, pipeline, wish, is_list=is_list, prompt_only=prompt_only)
         return
+    if prompt_only:
+        raise InvalidArgumentError("a stream has at least one token", field="sampling_params.max_new_tokens")
+    if wish is not None:
+        raise InvalidArgumentError("log probabilities are not served with stream", field="return_logprob")
     if len(contexts) > 1:
         raise InvalidArgumentError("a stream is of one prompt and one answer", field="stream")
     await send_events(exchange, contexts[0], pipeline, _TextSoFar(contexts[0]))
 
 
 async def _send_whole(
-    exchange: Exchange, contexts: Sequence[RequestContext], pipeline: Pipeline, *, is_list: bool
+    exchange: Exchange,
+    contexts: Sequence[RequestContext],
+    pipeline: Pipeline,
+    wish: LogprobsWish | None,
+    *,
+    is_list: bool,
+    prompt_only: bool,
 ) -> None:
     async with Running(exchange, pipeline, contexts) as runs:
-        answers = []
+        answers: list[Generated] = []
         for context, whole in zip(contexts, await collect(runs), strict=True):
             assert whole.finish is not None, "a run ends with a finish or an error"
-            answers.append(_generated(context, whole.output.text, whole.token_ids, whole.finish))
+            if prompt_only:
+                none = replace(whole.finish.usage, completion_tokens=0)
+                whole = Delta(Output(), [], Finish(FinishReason.LENGTH, none))
+            answer = _generated(context, whole.output.text, whole.token_ids, whole.finish)
+            if wish is not None:
+                if len(answers) % A_FEW == A_FEW - 1:
+                    await pipeline.heavy.turn(exchange.tenant, goes_on=True)
+                client = pipeline.tokenizers.of(context.model).client
+                await tell(answer.meta_info, context, whole.token_ids, wish, client)
+            answers.append(answer)
         body = msgspec.json.encode(answers if is_list else answers[0])
         await exchange.send_body(200, body, told_headers(contexts))
 

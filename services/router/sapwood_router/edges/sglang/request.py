@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert
 from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
-from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.edges.sglang.logprobs import LogprobsRequest, LogprobsWish
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.continuations import continuations
@@ -28,9 +29,6 @@ _SETTINGS = "sampling_params."
 DEFAULT_MAX_NEW_TOKENS = 128
 MOST_CHOICES = 1024
 NEUTRAL: Neutral = {
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
     "token_ids_logprob": (),
     "input_embeds": (),
     "image_data": ([],),
@@ -48,7 +46,7 @@ NEUTRAL: Neutral = {
     "data_parallel_rank": (),
 }
 """Parameters that are taken only with the values that ask for nothing."""
-IGNORED = frozenset({"return_text_in_logprobs", "log_metrics", "no_logs"})
+IGNORED = frozenset({"log_metrics", "no_logs"})
 """Never change an answer here."""
 SETTINGS_NEUTRAL: Neutral = {
     "spaces_between_special_tokens": (True,),
@@ -61,7 +59,7 @@ _RENAMED = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's names of sampling settings that are called otherwise here."""
 
 
-class GenerateRequest(AnyRequest, kw_only=True):
+class GenerateRequest(LogprobsRequest, kw_only=True):
     """``POST /generate``; ``model`` is an extension."""
 
     text: str | list[str] | None = None
@@ -86,8 +84,13 @@ class _Settings(msgspec.Struct):
     structural_tag: str | None = None
 
 
+def is_prompt_only(settings: Mapping[str, Any] | None) -> bool:
+    """Whether nothing is to be generated: the prompt is computed, for its log probabilities or for the cache."""
+    return (settings or {}).get("max_new_tokens") == 0
+
+
 async def contexts_of(
-    request: GenerateRequest, exchange: Exchange, deadline: float, pipeline: Pipeline
+    request: GenerateRequest, wish: LogprobsWish | None, exchange: Exchange, deadline: float, pipeline: Pipeline
 ) -> tuple[list[RequestContext], bool]:
     """One context for each answer, those of a prompt together, made a few a turn; and whether the answer is a list of them.
 
@@ -123,7 +126,7 @@ async def contexts_of(
             stop=f"{_SETTINGS}stop",
         )
         if sampling is None:
-            sampling = _sampling(given, settings, fields, seeds)
+            sampling = _sampling(given, settings, fields, seeds, wish)
         elif settings.sampling_seed is None:
             sampling = replace(sampling, seed=seeds.draw())
         contexts += [
@@ -144,10 +147,16 @@ async def contexts_of(
     return contexts, count > 1 or named[0][0] not in ("text", "input_ids")
 
 
-def _sampling(given: dict[str, Any], settings: _Settings, fields: FieldNames, seeds: Seeds) -> SamplingParams:
+def _sampling(
+    given: dict[str, Any], settings: _Settings, fields: FieldNames, seeds: Seeds, wish: LogprobsWish | None
+) -> SamplingParams:
     """The settings of the first prompt; those of the others have other seeds, if none is given."""
     own = {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
+    if wish is not None:
+        own |= wish.settings()
     wanted = DEFAULT_MAX_NEW_TOKENS if settings.max_new_tokens is None else settings.max_new_tokens
+    if is_prompt_only(given):
+        wanted = 1  # a worker generates at least one; it is dropped
     try:
         return sampling_of(given, fields, seeds, max_tokens=wanted, **own)
     except InvalidArgumentError as error:
@@ -156,6 +165,8 @@ def _sampling(given: dict[str, Any], settings: _Settings, fields: FieldNames, se
 
 def _renamed(error: InvalidArgumentError, given: dict[str, Any]) -> InvalidArgumentError:
     """The same with the field as SGLang calls it."""
+    if error.field in (f"{_SETTINGS}logprobs", f"{_SETTINGS}prompt_logprobs"):
+        return InvalidArgumentError(error.message, field="top_logprobs_num")
     for theirs, ours in _RENAMED.items():
         if theirs in given and error.field == f"{_SETTINGS}{ours}":
             return InvalidArgumentError(error.message, field=f"{_SETTINGS}{theirs}")

@@ -1,0 +1,123 @@
+"""``return_logprob`` of ``/generate``: how likely tokens were, each as log probability, id and text.
+
+The log probabilities are the model's own, before temperature and penalties, as everywhere here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.request.context import RequestContext
+from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.tokens import TokenTable
+from sapwood_router.tokenizer.client import TokenizerClient
+
+Likelihood = tuple[float | None, int, str | None]
+"""A token's log probability, its id and, if texts were asked for, its text. The first told of a prompt has no log probability,
+as with SGLang, whose clients leave it out."""
+
+
+class LogprobsRequest(AnyRequest, kw_only=True):
+    """The parameters."""
+
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+class LogprobsWish(msgspec.Struct, frozen=True):
+    """What is to be told.
+
+    Attributes:
+        start: The first token of the prompt that is told of; -1: none is.
+        top: How many of the likeliest are told beside each token.
+        texts: Whether tokens' texts are told.
+    """
+
+    start: int
+    top: int
+    texts: bool
+
+    def settings(self) -> dict[str, int | None]:
+        """The same as sampling settings."""
+        return {"logprobs": self.top, "prompt_logprobs": None if self.start < 0 else self.top}
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """What is told of an answer, by SGLang's names; what was not asked for is not there."""
+
+    input_token_logprobs: list[Likelihood] | msgspec.UnsetType = msgspec.UNSET
+    output_token_logprobs: list[Likelihood] | msgspec.UnsetType = msgspec.UNSET
+    input_top_logprobs: list[list[Likelihood] | None] | msgspec.UnsetType = msgspec.UNSET
+    output_top_logprobs: list[list[Likelihood]] | msgspec.UnsetType = msgspec.UNSET
+
+
+def wish_of(request: LogprobsRequest) -> LogprobsWish | None:
+    """What a request wants told; None: nothing.
+
+    Raises:
+        InvalidArgumentError: Details of what is not wanted at all.
+    """
+    start = -1 if request.logprob_start_len is None else request.logprob_start_len
+    top = request.top_logprobs_num or 0
+    if start < -1:
+        raise InvalidArgumentError(f"it must be at least -1, got {start}", field="logprob_start_len")
+    if request.return_logprob:
+        return LogprobsWish(start, top, request.return_text_in_logprobs is True)
+    details = {
+        "logprob_start_len": start >= 0,
+        "top_logprobs_num": top != 0,
+        "return_text_in_logprobs": request.return_text_in_logprobs is True,
+    }
+    for name, wanted in details.items():
+        if wanted:
+            raise InvalidArgumentError(f"{name} is only allowed with return_logprob", field=name)
+    return None
+
+
+async def tell(
+    told: Told, context: RequestContext, token_ids: Sequence[int], wish: LogprobsWish, tokenizer: TokenizerClient
+) -> None:
+    """Tells of an answer.
+
+    Args:
+        told: Is filled.
+        context: The request, when it has ended.
+        token_ids: The answer's tokens.
+        wish: What is wanted.
+        tokenizer: Knows tokens' texts.
+
+    Raises:
+        SapwoodError: The tokenizer does not say what the tokens are.
+    """
+    prompt = context.token_ids[wish.start :] if wish.start >= 0 else []
+    of_prompt = context.prompt_logprobs[wish.start :] if prompt else ()
+    of_answer = context.logprobs[: len(token_ids)]
+    table: TokenTable | None = None
+    if wish.texts:
+        needed = {*prompt, *token_ids, *chain.from_iterable(found.top_ids for found in chain(of_prompt, of_answer))}
+        table = await tokenizer.token_bytes(needed, context.request_id, context.deadline)
+    first = [_likelihood(None, token, table) for token in prompt[:1]]
+    told.input_token_logprobs = first + _chosen(prompt[1:], of_prompt, table)
+    told.output_token_logprobs = _chosen(token_ids, of_answer, table)
+    if wish.top:
+        told.input_top_logprobs = [*([None] if prompt else []), *_alternatives(of_prompt, table)]
+        told.output_top_logprobs = _alternatives(of_answer, table)
+
+
+def _chosen(ids: Iterable[int], found: Iterable[TokenLogprobs], table: TokenTable | None) -> list[Likelihood]:
+    return [_likelihood(each.logprob, token, table) for token, each in zip(ids, found, strict=True)]
+
+
+def _alternatives(found: Iterable[TokenLogprobs], table: TokenTable | None) -> list[list[Likelihood]]:
+    return [[_likelihood(*pair, table) for pair in zip(each.top_logprobs, each.top_ids, strict=True)] for each in found]
+
+
+def _likelihood(logprob: float | None, token: int, table: TokenTable | None) -> Likelihood:
+    return logprob, token, None if table is None else table[token].decode("utf-8", "replace")

@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
         continue_final_message: The answer goes on with the last message. With messages only.
         truncate_prompt_tokens: A longer prompt is cut to its last so many tokens; -1: to as many as leave room for the answer.
         truncate_right: Whether the first tokens are kept instead.
+        add_special_tokens: Whether the model's own special tokens, such as BOS, come before the text. With text only.
         suffix: What comes after the answer, which fills the gap between the text and this. Only with text, and models that can.
         whole: The answer comes as one delta for each continuation, which costs less than a stream. Default False.
         json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
@@ -104,6 +105,7 @@ class Options(TypedDict, total=False):
     continue_final_message: bool
     truncate_prompt_tokens: int
     truncate_right: bool
+    add_special_tokens: bool
     suffix: str
     whole: bool
     json_schema: Mapping[str, Any] | str

@@ -61,6 +61,7 @@ def build_request(
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         truncate_right=options.get("truncate_right", False),
         session=options.get("session", ""),
+        add_special_tokens=options.get("add_special_tokens"),
         suffix=options.get("suffix", ""),
         whole=options.get("whole", False),
         template_variables="" if variables is None else json.dumps(dict(variables), ensure_ascii=False),

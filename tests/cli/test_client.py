@@ -61,7 +61,7 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
         client.generate(
             messages=turns, stop=["a", "b"], continue_final_message=True, add_generation_prompt=False
         ).text()
-        client.generate("text", suffix="after", whole=True).text()
+        client.generate("text", suffix="after", whole=True, add_special_tokens=False).text()
     tokens, chat, text = router.requests
     assert list(tokens.tokens.ids) == [2, 818]
     assert (tokens.model, tokens.request_id, tokens.skip_special_tokens) == ("demo", "mine", False)
@@ -81,6 +81,8 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
     assert [list(sequence.ids) for sequence in sampling.bad_words_ids] == [[1], [2, 3]]
     assert list(sampling.allowed_token_ids) == [5]
     assert (text.text, text.suffix, tokens.suffix, text.whole, tokens.whole) == ("text", "after", "", True, False)
+    assert text.HasField("add_special_tokens") and not text.add_special_tokens
+    assert not tokens.HasField("add_special_tokens")
     assert not text.sampling.HasField("temperature")
     assert not text.HasField("model")
 

@@ -41,10 +41,14 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """A prompt the tokenizer has to encode; with a suffix the model is to fill the gap between the two."""
+    """A prompt the tokenizer has to encode; with a suffix the model is to fill the gap between the two.
+
+    ``add_special``: whether the model's own special tokens come before the text.
+    """
 
     text: str
     suffix: str = ""
+    add_special: bool = True
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):

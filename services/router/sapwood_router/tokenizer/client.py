@@ -126,9 +126,10 @@ class TokenizerClient:
         cache_salt: str = "",
         stint: Stint | None = None,
         *,
+        add_special: bool = True,
         most_tokens: MostTokens | None = None,
     ) -> TokenIds:
-        """The tokens of a text, special tokens added.
+        """The tokens of a text.
 
         Args:
             text: The text.
@@ -136,6 +137,7 @@ class TokenizerClient:
             deadline: On the event loop's clock.
             cache_salt: Whose it is: the service shares what it keeps only under the same one.
             stint: Whose turns the pieces of long work have; None: one of its own.
+            add_special: Whether the model's own special tokens are added.
             most_tokens: Says how many a long text may have; the service refuses one that has more.
 
         Raises:
@@ -148,6 +150,8 @@ class TokenizerClient:
             if large:
                 await stint.turn()
             request = tokenizer_pb2.TokenizeRequest(texts=(text,), cache_salt=cache_salt)
+            if not add_special:
+                request.add_special_tokens = False
             (sequence,) = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
             return await _gather(sequence.ids, stint)
 

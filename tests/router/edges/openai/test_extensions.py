@@ -91,6 +91,21 @@ async def test_a_long_prompt_is_cut(one, expect_error) -> None:
     assert (await expect_error(one.stub.Generate(request).read(), INVALID))[1] == "truncate_prompt_tokens"
 
 
+async def test_a_text_may_have_its_special_tokens_already(one, expect_error) -> None:
+    bare = encode("hello")[1:]
+    for body in ({}, {"prompt": ["hello"]}, {"prompt": bare}):
+        await post(one, COMPLETIONS, **body, add_special_tokens=False)
+        assert list(one.calls()[-1].request.token_ids) == bare
+    await one.stub.Generate(router_pb2.RouterGenerateRequest(text="hello", add_special_tokens=False)).read()
+    assert list(one.calls()[-1].request.token_ids) == bare
+    await post(one, COMPLETIONS, add_special_tokens=True)
+    assert list(one.calls()[-1].request.token_ids) == encode("hello")
+    await refused(one, COMPLETIONS, "add_special_tokens", suffix="z", add_special_tokens=False)
+    for wrong in ({"tokens": common_pb2.TokenIds(ids=bare)}, {"text": "a", "suffix": "z"}):
+        request = router_pb2.RouterGenerateRequest(**wrong, add_special_tokens=False)
+        assert (await expect_error(one.stub.Generate(request).read(), INVALID))[1] == "add_special_tokens"
+
+
 async def test_embeddings_are_cut_in_both_directions(one) -> None:
     await post(one, EMBEDDINGS, truncate_prompt_tokens=3)
     await post(one, EMBEDDINGS, input=[5] * 200_000, truncate_prompt_tokens=-1)

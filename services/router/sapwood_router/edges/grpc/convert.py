@@ -49,6 +49,8 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
     """
     if request.suffix and request.WhichOneof("prompt") != "text":
         raise InvalidArgumentError("suffix goes with text only", field="suffix")
+    if request.HasField("add_special_tokens") and (request.suffix or request.WhichOneof("prompt") != "text"):
+        raise InvalidArgumentError("it goes with text only, without suffix", field="add_special_tokens")
     tools = "" if request.tool_choice == router_pb2.TOOL_CHOICE_NONE else request.tools
     if request.tools and request.WhichOneof("prompt") != "messages":
         raise InvalidArgumentError("tools go with messages only", field="tools")
@@ -62,7 +64,8 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
                 raise InvalidArgumentError(f"{name} goes with messages only", field=name)
     match request.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(request.text, request.suffix), FieldNames(prompt="text")
+            add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            return TextPrompt(request.text, request.suffix, add_special), FieldNames(prompt="text")
         case "messages":
             turns: list[Turn] = []
             for message in request.messages.messages:

@@ -62,7 +62,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
     caller = exchange.caller(request, given)
-    named = await _prompts(request.prompt, request.suffix or "", TokenLists(exchange))
+    named = await _prompts(request, TokenLists(exchange))
     contexts, count = await _contexts(request, given, named, caller, exchange.request_id, deadline, pipeline)
     best = 1 if request.n is None else request.n
     if best < count and stream:
@@ -203,10 +203,13 @@ def _fields(prompt: str, grammar: str) -> FieldNames:
     return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
 
 
-async def _prompts(value: Any, suffix: str, lists: TokenLists) -> list[tuple[str, Prompt]]:
+async def _prompts(request: CompletionRequest, lists: TokenLists) -> list[tuple[str, Prompt]]:
     """The prompts and their names in errors."""
+    value, suffix, add_special = request.prompt, request.suffix or "", request.add_special_tokens is not False
+    if suffix and not add_special:
+        raise InvalidArgumentError("a prompt with a suffix has special tokens", field="add_special_tokens")
     if isinstance(value, str):
-        return [("prompt", TextPrompt(value, suffix))]
+        return [("prompt", TextPrompt(value, suffix, add_special))]
     if value is None:
         raise InvalidArgumentError("prompt is required", field="prompt")
     if not isinstance(value, list):
@@ -221,7 +224,7 @@ async def _prompts(value: Any, suffix: str, lists: TokenLists) -> list[tuple[str
     for index, item in enumerate(value):
         name = f"prompt[{index}]"
         if isinstance(item, str):
-            named.append((name, TextPrompt(item, suffix)))
+            named.append((name, TextPrompt(item, suffix, add_special)))
         elif isinstance(item, list) and await lists.are_tokens(item):
             named.append((name, TokenPrompt(item)))
         else:

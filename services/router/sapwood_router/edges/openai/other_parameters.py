@@ -62,7 +62,6 @@ _NEUTRAL: Neutral = {
 COMPLETION_NEUTRAL: Neutral = {
     **_NEUTRAL,
     "prompt_embeds": ([],),
-    "add_special_tokens": (True,),
 }
 """Parameters of completions."""
 

@@ -64,6 +64,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     suffix: str | None = None
     detokenize: bool | None = None  # an extension, named as vLLM's sampling parameter
     session: str | None = None
+    add_special_tokens: bool | None = None  # an extension, named as in vLLM
 
 
 class ContentPart(msgspec.Struct):

@@ -75,6 +75,7 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
                 context.deadline,
                 context.caller.cache_salt,
                 stint,
+                add_special=prompt.add_special,
                 most_tokens=_most_tokens(context, registry),
             )
             context.token_ids = _cut(token_ids, context, registry)

@@ -6,6 +6,7 @@ Templates are abridged after what their makers publish: what shows tools, begins
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,13 +131,23 @@ async def test_a_request_with_tools_is_answered_with_reasoning_and_a_call(
             await wait_until(lambda: router.problem() is None)
             url = f"http://127.0.0.1:{router.http_port}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-                answer = await client.chat.completions.create(
-                    model="fake",
-                    messages=[{"role": "user", "content": "Do it."}],
-                    tools=TOOLS,
-                    max_tokens=1000,
-                    extra_body={"chat_template_kwargs": json.loads(family.variables)},
-                )
+                asked: dict[str, Any] = {
+                    "model": "fake",
+                    "messages": [{"role": "user", "content": "Do it."}],
+                    "tools": TOOLS,
+                    "max_tokens": 1000,
+                    "extra_body": {"chat_template_kwargs": json.loads(family.variables)},
+                }
+                answer = await client.chat.completions.create(**asked)
+                streams = [
+                    [
+                        chunk.choices[0]
+                        async for chunk in await client.chat.completions.create(
+                            **asked, n=2, stream=True, tool_choice=choice
+                        )
+                    ]
+                    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}})
+                ]
         finally:
             await router.stop()
             await worker.kill()
@@ -147,4 +158,12 @@ async def test_a_request_with_tools_is_answered_with_reasoning_and_a_call(
     assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"x": "é"})
     assert (choice.message.content or "").strip() == family.content
     assert getattr(choice.message, "reasoning_content", None) == family.reasoning
+    for stream, index in product(streams, range(2)):
+        deltas = [each.delta for each in stream if each.index == index]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (family.reasoning or "")
+        assert "".join(delta.content or "" for delta in deltas).strip() == family.content
+        pieces = [each.function for delta in deltas for each in delta.tool_calls or ()]
+        assert [piece.name for piece in pieces if piece.name] == ["f"]
+        assert json.loads("".join(piece.arguments or "" for piece in pieces)) == {"x": "é"}
+        assert [each.finish_reason for each in stream if each.index == index and each.finish_reason] == ["tool_calls"]
     assert "Does it." in byte_tokenizer.decode(worker.calls[0].request.token_ids), "the model is shown the tool"

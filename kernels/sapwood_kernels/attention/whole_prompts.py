@@ -17,6 +17,7 @@ from torch import Tensor
 from sapwood_kernels.attention.cudnn_lengths import padded
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
 from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
+from sapwood_kernels.attention.triton_gather import gather
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +76,19 @@ class WholePromptAttention:
             self._own.plan(query_indptr, keys, leaving_out=whole.numpy())
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
+        if out is None and not self._others and len(self._whole) == 1:  # what it makes needs no place of its own
+            return self._attended(query, cache, self._whole[0][1])
         out = torch.empty_like(query) if out is None else out
         if self._others:
             self._own.run(query, cache, out)
         for tokens, pages in self._whole:
-            asked = query[tokens]
-            gathered = (each[pages].flatten(0, 1)[: len(asked)] for each in (cache.keys, cache.values))
-            q, k, v = (padded(each).transpose(0, 1)[None] for each in (asked, *gathered))
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
-            out[tokens] = found[0, :, : len(asked)].transpose(0, 1)
+            out[tokens] = self._attended(query[tokens], cache, pages)
         return out
+
+    def _attended(self, asked: Tensor, cache: StoredPages, pages: Tensor) -> Tensor:
+        """Of a whole prompt: [T, H, D], contiguous."""
+        query = padded(asked)
+        keys, values = gather(cache.keys, cache.values, pages, len(asked), len(query))
+        q, k, v = (each.transpose(0, 1)[None] for each in (query, keys, values))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
+        return found[0, :, : len(asked)].transpose(0, 1).contiguous()

@@ -139,7 +139,9 @@ class SparseMLP(Layer):
             result = self.experts(taken, ids, weights, residual if adds else None)
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
-        if self.shared is not None:
+        if self.shared is not None and not self._gate:
+            result = self.shared(x, None, result)  # adds in the pass of its last product where there is one that does
+        elif self.shared is not None:
             shared = self.shared(x, None)
             for gate in self._gate.values():
                 shared *= F.linear(x, gate.target).sigmoid()

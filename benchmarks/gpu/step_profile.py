@@ -12,18 +12,19 @@ import torch
 # What a kernel is for -> pattern of its name; the first that matches counts.
 PARTS = {
     "attention": r"BatchDecode|BatchPrefill|PrefillWithKV|MergeStates|_split_kernel|_latent_kernel|_prefill_kernel|flash_fwd"
-    r"|_merge_kernel|flashinfer",
+    r"|_merge_kernel|flashinfer|sdpa|_absorb_kernel|_values_kernel",
     "head norm, rotation, KV write": r"_qkv_kernel",
     "widening float8 pages": r"_widen_kernel",
     "to float8, with norm or gate": r"_quantise_kernel",
     "sums and exchanges of ranks": r"nccl|_rank_sum_kernel|_rank_normed_kernel|_row_exchange_kernel",
-    "experts": r"_product_kernel|_align_kernel|_route_kernel|_sum_kernel|_first_kernel|_second_kernel",
+    "experts": r"_product_kernel|_align_kernel|_route_kernel|_sum_kernel|_first_kernel|_second_kernel"
+    r"|_grouped_kernel|_pairs_kernel|_begins_kernel",
     "routers": r"_few_logits_kernel|_many_logits_kernel",
     "matrix products": r"gemm|cutlass|cublas|nvjet|splitKreduce|_gemv_kernel|_rows_kernel|xmma|sm90_",
     "RMSNorm": r"_rms_norm_kernel",
     "gate": r"_gated",
     "likeliest token": r"_max_kernel|argmax|max_",
-    "copies": r"Memcpy|Memset|copy",
+    "copies": r"Memcpy|Memset|copy|_gather_kernel",
 }
 
 

@@ -92,7 +92,8 @@ def _product_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts, ids, weights, out, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    parts, ids, weights, out, where, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, PLACED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -104,7 +105,10 @@ def _sum_kernel(
         pair = token * CHOSEN + each
         # What an expert that is not here would have made was never written, and is not read.
         end = tl.where(tl.load(ids + pair) < EXPERTS, N, 0)
-        part = tl.load(parts + pair * N + columns, mask=columns < end, other=0.0)
+        row = pair
+        if PLACED:
+            row = tl.load(where + pair, mask=end > 0, other=0).to(tl.int64)
+        part = tl.load(parts + row * N + columns, mask=columns < end, other=0.0)
         total += tl.load(weights + pair) * part.to(tl.float32)
     target = out + token * N + columns
     if ADDS:
@@ -140,14 +144,21 @@ def product(
     return out
 
 
-def weighted_sum(parts: Tensor, ids: Tensor, weights: Tensor, experts: int, add_to: Tensor | None = None) -> Tensor:
+def weighted_sum(
+    parts: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: int,
+    add_to: Tensor | None = None,
+    where: Tensor | None = None,
+) -> Tensor:
     """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read. Added to
-    ``add_to`` in place if that is given."""
+    ``add_to`` in place if that is given. ``where`` has each pair's row of the parts, if they are not in the order of pairs."""
     tokens, width = len(ids), parts.shape[1]
     out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device) if add_to is None else add_to
     _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
-        parts, ids, weights, out, experts, width, CHOSEN=ids.shape[1], ADDS=add_to is not None, BLOCK=_SUM_BLOCK,
-        num_warps=4, **dependent_launch.options(ids),
+        parts, ids, weights, out, ids if where is None else where, experts, width, CHOSEN=ids.shape[1],
+        ADDS=add_to is not None, PLACED=where is not None, BLOCK=_SUM_BLOCK, num_warps=4, **dependent_launch.options(ids),
     )  # fmt: skip
     return out
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_digest, triton_float8, triton_gemv, triton_norm, triton_rows
-from sapwood_kernels.experts import triton_experts, triton_routing
+from sapwood_kernels.experts import triton_experts, triton_many_tokens, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, in_few_bits
@@ -243,7 +243,18 @@ class CudaOps(DeviceOps):
         if not isinstance(gate_up, known) or not isinstance(down, known):
             return super().expert_sum(gate_up, down, gate, chosen)
         tiles = self._tiles(gate_up, down, chosen, gate).plan
-        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
+        summed = partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
+        if not self._hopper or not isinstance(gate_up, DenseStack) or not isinstance(down, DenseStack):
+            return summed
+        if not triton_many_tokens.serves(gate_up, down):
+            return summed
+        many = partial(triton_many_tokens.expert_sum, gate_up=gate_up, down=down, gate=gate, processors=self.processors)
+
+        def either(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
+            takes = triton_many_tokens.takes(ids.numel(), gate_up.experts)
+            return (many if takes else summed)(x, ids, weights, add_to=add_to)
+
+        return either
 
     def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return partial(triton_routing.logits, weight=weight, bias=bias)

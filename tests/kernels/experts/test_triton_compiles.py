@@ -20,15 +20,17 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from sapwood_kernels import triton_digest
 from sapwood_kernels.experts import tiles, triton_align, triton_experts, triton_few_tokens, triton_routing
+from sapwood_kernels.experts import triton_many_tokens as many
 
 
-
-def compiled(kernel, kinds, constants, **options):
+def compiled(kernel, kinds, constants, language=ASTSource, **options):
     pointers = [at for at, name in enumerate(kernel.arg_names) if kinds.get(name, "").startswith("*")]
-    source = ASTSource(
+    source = language(
         kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
         attrs={(at,): [["tt.divisibility", 16]] for at in pointers},
     )
@@ -63,10 +65,27 @@ for name, (stored, group, bits) in formats.items():
     print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=4))
     two = constants | dict(CHOSEN=8, ADDS=True, BLOCK_CHOSEN=8) | second
     print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds | stored, two, num_warps=8))
-kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", EXPERTS="i32", N="i32")
-print("sum", 0, *compiled(triton_experts._sum_kernel, kinds, dict(CHOSEN=8, ADDS=True, BLOCK=512, PDL=True)))
+kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", where="*i32", EXPERTS="i32", N="i32")
+for placed in (False, True):
+    constants = dict(CHOSEN=8, ADDS=True, PLACED=placed, BLOCK=512, PDL=not placed)
+    print("sum", placed + 0, *compiled(triton_experts._sum_kernel, kinds, constants))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
 print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=4096, PDL=True), num_warps=8))
+kinds |= dict(counts="*i32", where="*i32", PARTS="i32")
+print("count", 0, *compiled(triton_align._count_pairs_kernel, kinds, dict(BINS=256, BLOCK=4096), num_warps=8))
+kinds |= dict(begins="*i32")
+print("begin", 0, *compiled(triton_align._begins_kernel, kinds, dict(HEIGHT=128, BINS=256, BLOCK_PARTS=16)))
+print("place", 0, *compiled(triton_align._place_pairs_kernel, kinds, dict(BLOCK=4096), num_warps=8))
+bulk = {
+    rows: f"tensordesc<bf16[{rows},{columns}],{gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)!r}>"
+    for rows, columns in ((128, 64), (64, 128))
+}
+kinds = dict(weight=bulk[128], out=bulk[64], places="*i32", experts="*i32", alpha="fp32", limit="fp32")
+kinds |= dict.fromkeys(("COUNT", "WORK", "BLOCKS", "N", "EXPERTS"), "i32")
+for gate in (-1, 0, 1, 2):
+    constants = dict(SHARE=8, K=2048, GATE=gate, GATHERS=gate >= 0, STAGES=many._STAGES, LEAD=many._LEAD)
+    taken = dict(x="*bf16" if gate >= 0 else bulk[128])
+    print("many", gate, *compiled(many._grouped_kernel, kinds | taken, constants, GluonASTSource, num_warps=4))
 kinds = dict(
     logits="*fp32", correction="*fp32", live="*i32", ids="*i32", weights="*fp32", counts="*i64", of_rank="i32"
 )  # fmt: skip
@@ -103,12 +122,17 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
         "int8",
         "sum",
         "align",
+        "count",
+        "begin",
+        "place",
+        "many",
         "route",
         "router",
         "turns",
         "digest",
     }
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
-    assert sum(height in (1, 2) for _, height in found) == 10
+    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many")) == 10
+    assert all(wgmma for (name, _), (_, wgmma) in found.items() if name == "many")
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
     assert len(tall) == 5 and all(tall), "tall tiles use the tensor cores of Hopper"

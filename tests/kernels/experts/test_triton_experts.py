@@ -15,6 +15,7 @@ from sapwood_kernels.experts.tuning import Tuning
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
+triton_align = pytest.importorskip("sapwood_kernels.experts.triton_align")
 triton_experts = pytest.importorskip("sapwood_kernels.experts.triton_experts")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
 
@@ -118,6 +119,21 @@ def test_each_pair_has_one_place_in_a_tile_of_its_expert(tokens, chosen, height)
     assert sorted(pair for _, row in used for pair in row if pair < len(pairs)) == list(range(len(pairs)))
     for expert, row in used:
         assert {pairs[pair] for pair in row if pair < len(pairs)} == {expert}
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(33, 5), (90, 3)])
+def test_many_pairs_are_sorted_in_parts_and_know_their_places(tokens, chosen, monkeypatch):
+    monkeypatch.setattr(triton_align, "_BLOCK", 128)
+    _, ids, *_ = made(tokens, chosen, torch.float32)
+    ids[::7, 0] = EXPERTS  # which is not here
+    tiles = triton_align.align(ids, EXPERTS, 16)
+    pairs, here = ids.flatten(), (ids.flatten() < EXPERTS).nonzero().flatten()
+    assert torch.equal(tiles.places[tiles.where[here].long()].long(), here)
+    assert torch.equal(tiles.experts[tiles.where[here].long() // 16].long(), pairs[here].long())
+    used = tiles.places.view(-1, 16)[tiles.experts < EXPERTS]
+    assert int((used < len(pairs)).sum()) == len(here) and (used[used >= len(pairs)] == len(pairs)).all()
+    sizes = [int((pairs == expert).sum()) for expert in range(EXPERTS)]
+    assert len(used) == sum(-(-size // 16) for size in sizes), "no tile is empty"
 
 
 def test_shapes_do_not_depend_on_what_is_chosen():

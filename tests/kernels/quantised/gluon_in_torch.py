@@ -40,7 +40,7 @@ class _Pointer:
 def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
     if pointer.base.dtype == torch.uint16:  # torch cannot choose among these
         return _load(_Pointer(pointer.base.view(torch.int16), pointer.at), mask, other).view(torch.uint16)
-    at = pointer.at.as_subclass(torch.Tensor)
+    at = torch.as_tensor(pointer.at).as_subclass(torch.Tensor)
     inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.as_subclass(torch.Tensor).expand_as(at)
     assert ((at >= 0) & (at < pointer.base.numel()))[inside].all(), "reads beyond a tensor"
     found = pointer.base[torch.where(inside, at, 0)]
@@ -186,6 +186,26 @@ def _warp_specialize(
         raise failed[0]
 
 
+def _put(target: Any, at: list[int], source: _Shared) -> None:
+    """The bulk copy to a tensor; nothing goes beyond it."""
+    place = zip(at, source.values.shape, strict=True)
+    found = target.base[tuple(slice(first, first + size) for first, size in place)]
+    found.copy_(source.values[tuple(slice(size) for size in found.shape)])
+
+
+def _copy(target: _Shared, source: _Pointer) -> None:
+    target.store(_load(source))
+
+
+def _waited(outstanding: int, deps: list[Tensor]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _multiplied_by_a_group(a: Any, b: _Shared, total: Tensor, is_async: bool) -> Tensor:
+    left = a.values if isinstance(a, _Shared) else a
+    return total + left.float() @ b.values.float()
+
+
 def _add(pointer: _Pointer, value: int, sem: str) -> int:
     """Adds nothing: a kernel waits so for what other programs write. Those after it have not run."""
     found = int(pointer.base[pointer.at])
@@ -265,8 +285,14 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "_seen": _seen,
         "_fetch": _fetch,
         "mbarrier": _MBARRIER,
-        "warpgroup_mma": lambda a, b, total, is_async: total + a.float() @ b.values.float(),
-        "warpgroup_mma_wait": lambda outstanding, deps: tuple(deps),
+        "_put": _put,
+        "_copy": _copy,
+        "fence_async_shared": lambda: None,
+        "tma": SimpleNamespace(store_wait=lambda pending: None),
+        # A warp group's threads arrive one by one.
+        "async_copy": SimpleNamespace(mbarrier_arrive=lambda barrier, increment_count: _BARRIERS.arrive(barrier, 128)),
+        "warpgroup_mma": _multiplied_by_a_group,
+        "warpgroup_mma_wait": _waited,
         **waits,
         **layouts,
     }
@@ -277,6 +303,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
                 given = [_given(each) for each in arguments]
+                _GL.num_programs = grid.__getitem__
                 for program in itertools.product(*map(range, grid)):
                     _GL.program_id = program.__getitem__
                     run(*given, **constants)

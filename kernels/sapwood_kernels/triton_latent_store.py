@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sapwood_kernels import dependent_launch
 from sapwood_kernels.triton_qkv import as_stored
 
 _HEADS = 8
@@ -45,7 +47,11 @@ def _store_kernel(
     vectors, query, turned, pages, slots, cos, sin, weight, eps, factor, vector_stride, query_stride, page_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     cos += token * E
     sin += token * E
@@ -113,5 +119,6 @@ def store_latent(
         HEADS=heads, R=rank, N=dim - ends, E=ends, PAGE=pages.shape[1], INTERLEAVED=interleaved,
         SCALED=pages.dtype == torch.float8_e4m3fn, BLOCK_R=triton.next_power_of_2(rank),
         BLOCK_N=triton.next_power_of_2(dim - ends), HALF=triton.next_power_of_2(ends // 2), BLOCK=_HEADS, num_warps=2,
+        **dependent_launch.options(vectors),
     )  # fmt: skip
     return turned

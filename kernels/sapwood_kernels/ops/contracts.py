@@ -156,6 +156,21 @@ class RouteTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentProducts:
+    """What takes the place of ``LatentHeads.absorb`` and ``LatentHeads.values``.
+
+    Attributes:
+        absorb: The first.
+        values: The second.
+        most: Largest T with which they are called.
+    """
+
+    absorb: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class NormedLogits:
     """A router's product of few rows with the norm before it.
 

@@ -16,7 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels import triton_activation, triton_digest, triton_float8, triton_gemv, triton_norm, triton_rows
+from sapwood_kernels import (
+    triton_activation,
+    triton_digest,
+    triton_float8,
+    triton_gemv,
+    triton_latent_heads,
+    triton_norm,
+    triton_rows,
+)
 from sapwood_kernels.experts import triton_experts, triton_many_tokens, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
@@ -29,6 +37,7 @@ from sapwood_kernels.ops.contracts import (
     FewRows,
     Float8,
     Gate,
+    LatentProducts,
     ManyRows,
     Norm,
     NormedLogits,
@@ -153,6 +162,12 @@ class CudaOps(DeviceOps):
     def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
         store = partial(store_latent, weight=weight, eps=eps, interleaved=interleaved)
         return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
+
+    def latent_products(self, up: Tensor, nope: int) -> LatentProducts:
+        absorb, values = (
+            partial(each, up=up, nope=nope) for each in (triton_latent_heads.absorb, triton_latent_heads.values)
+        )
+        return LatentProducts(absorb, values, triton_latent_heads.MOST)
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
         if weight.shape[1] > _WIDEST_ROW and scales is None:

@@ -27,6 +27,7 @@ from sapwood_kernels.ops.contracts import (
     Float8,
     Gate,
     KVDestination,
+    LatentProducts,
     ManyRows,
     Norm,
     NormedLogits,
@@ -182,6 +183,15 @@ class DeviceOps:
             return torch.cat((query[..., :-rotary], turned(query[..., -rotary:], cos, sin)), 2)
 
         return store
+
+    def latent_products(self, up: Tensor, nope: int) -> LatentProducts | None:
+        """The products of few tokens with the matrix of latent attention's heads; None: there are none.
+
+        Args:
+            up: [H, N + V, R], as ``LatentHeads`` has it; contiguous.
+            nope: N.
+        """
+        return None
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """``x @ weight.T + bias`` faster than torch's, in place of it; None: torch's is the fastest."""

@@ -149,7 +149,7 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
     )
     check(
         store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,
-        SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8,
+        SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8, PDL=capability >= 90,
     )
 for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
     check(

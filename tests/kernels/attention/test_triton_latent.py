@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.ops.contracts import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 
@@ -87,3 +88,17 @@ def test_vectors_are_stored_and_queries_turned_as_by_the_reference(interleaved: 
 
 def test_a_float8_cache_is_scaled():
     check([70, 5], float8=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 17])  # few, and more than have launches of their own
+def test_few_tokens_queries_and_values_are_those_of_the_matrices(tokens):
+    torch.manual_seed(tokens)
+    ops, heads, flat, rotary, value, rank = cuda.CudaOps(torch.device(DEVICE)), 3, 24, 6, 20, 72
+    up = (torch.randn(heads, flat + value, rank) / rank**0.5).to(DEVICE)
+    query = torch.randn(heads, tokens, flat + rotary, device=DEVICE).transpose(0, 1)  # heads that lie apart
+    summed = torch.randn(tokens, heads, rank, device=DEVICE)
+    ours, plain = (
+        LatentHeads(up, flat, each.latent_products(up, flat)) for each in (ops, DeviceOps(torch.device(DEVICE)))
+    )
+    for found, wanted in ((ours.absorb(query), plain.absorb(query)), (ours.values(summed), plain.values(summed))):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

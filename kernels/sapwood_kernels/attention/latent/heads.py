@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.contracts import LatentProducts
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
@@ -25,10 +27,12 @@ class LatentHeads:
     Attributes:
         up: [H, N + V, R]: what expands the latent part.
         nope: Numbers of a key that are not rotated: N.
+        few: What computes :meth:`absorb` and :meth:`values` of few tokens; None: nothing else does.
     """
 
     up: Tensor
     nope: int
+    few: LatentProducts | None = None
 
     @property
     def rank(self) -> int:
@@ -48,11 +52,15 @@ class LatentHeads:
 
     def absorb(self, query: Tensor) -> Tensor:
         """Queries [T, H, N + E] as they meet cached vectors: [T, H, R + E]."""
+        if self.few is not None and len(query) <= self.few.most:
+            return self.few.absorb(query)
         latent = torch.bmm(query[..., : self.nope].transpose(0, 1), self.up[:, : self.nope])
         return torch.cat((latent.transpose(0, 1), query[..., self.nope :]), -1)
 
     def values(self, latent: Tensor) -> Tensor:
         """What attention has summed up of latent parts, [T, H, R], as the heads' values: [T, H, V]."""
+        if self.few is not None and len(latent) <= self.few.most:
+            return self.few.values(latent)
         return torch.bmm(latent.transpose(0, 1), self.up[:, self.nope :].transpose(1, 2)).transpose(0, 1)
 
     def expand(self, stored: Tensor, heads: slice) -> tuple[Tensor, Tensor]:

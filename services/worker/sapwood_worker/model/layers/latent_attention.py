@@ -106,11 +106,10 @@ class LatentAttention(Layer):
 
     def finish(self) -> None:
         up = self._up.weight.view(self._heads, -1, self._latent.kv_lora_rank)
-        self._constants = replace(self._constants, latent=LatentHeads(up, self._latent.qk_nope_head_dim))
+        ops, nope = self._context.ops, self._latent.qk_nope_head_dim
+        self._constants = replace(self._constants, latent=LatentHeads(up, nope, ops.latent_products(up, nope)))
         norm, interleaved = self.latent_norm, self._latent.rope_interleave
-        self._store = self._context.ops.store_latent(
-            norm.weight, norm.eps, self._context.dtype, interleaved=interleaved
-        )
+        self._store = ops.store_latent(norm.weight, norm.eps, self._context.dtype, interleaved=interleaved)
 
     def forward(
         self,

@@ -43,6 +43,8 @@ class SplitDecodeAttention:
         self._lengths, self._indptr = _halves(self._numbers, batch or 0)
         self._lengths.fill_(1)
         self._shared: SharedWork | None = None
+        # Of programs that share requests; zeros between launches.
+        self._flags = torch.zeros(ops.processors, dtype=torch.int32, device=ops.device)
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
         indptr = keys.indptr.numpy()

@@ -28,6 +28,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from sapwood_kernels import triton_qkv
 from sapwood_kernels import triton_latent_store as store
@@ -35,14 +37,15 @@ from sapwood_kernels.attention import triton_decode as decoding, triton_merge as
 from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
+from sapwood_kernels.attention.latent import triton_stream as streaming_latent
 
 capability = int(sys.argv[1])
 
-def check(kernel, kinds, warps, **constants):
+def check(kernel, kinds, warps, language=ASTSource, **constants):
     names = {name for name, kind in kinds.items() if kind.startswith("*") or "stride" in name}
-    source = ASTSource(
-        kernel, signature=kinds | dict.fromkeys(constants, "constexpr"), constexprs=constants,
-        attrs={(list(kinds).index(name),): [["tt.divisibility", 16]] for name in names},
+    source = language(
+        kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
+        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     print(kernel.__name__, constants, made.metadata.shared)
@@ -151,6 +154,16 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
         store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,
         SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8, PDL=capability >= 90,
     )
+if capability == 90:
+    tile = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    stream = kinds(
+        "query:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 flags:*i32 out:*bf16 scale:fp32 batch:i32"
+    )
+    for heads in (8, 16):
+        check(
+            streaming_latent._latent_stream_kernel, {**stream, "stored": tile}, 4, GluonASTSource, HEADS=heads, R=512,
+            PAGE_ROWS=16, ROWS=heads, STAGES=2, BATCH=256,
+        )
 for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
     check(
         triton_qkv._qkv_kernel, QKV, 1, HEADS=32, KV_HEADS=8, DIM=dim, ROTATED=rotated, INTERLEAVED=interleaved, PAGE=16,

@@ -71,6 +71,8 @@ def test_prompts_have_few_lengths():
     lengths = range(2048, 8193)
     kinds = {cudnn_lengths.rounded(each) for each in lengths}
     assert len(kinds) == 17 and all(each <= cudnn_lengths.rounded(each) < each * 1.125 for each in lengths)
+    assert cudnn_lengths.lengths(2048, 8192) == cudnn_lengths.lengths(2000, 8100) == sorted(kinds)
+    assert cudnn_lengths.lengths(2048, 2047) == []
 
 
 @pytest.mark.parametrize(

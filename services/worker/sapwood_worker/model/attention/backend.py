@@ -292,6 +292,8 @@ class AttentionBackend:
         reads_keys: Whether it reads ``AttentionBatch.keys``.
         latent: The halves that it computes of latent attention, too.
         orders_prompts: Whether its prefill makes latent keys that neighbours of ``AttentionBatch.prompts`` share once.
+        plans_from: Tokens from which on its prefill has the attention of a prompt in one piece planned by cuDNN, for each length
+            (``cudnn_lengths``) when it first meets it; None: it never does.
     """
 
     abilities: Abilities
@@ -304,6 +306,7 @@ class AttentionBackend:
     reads_keys: bool = True
     latent: frozenset[Half] = frozenset()
     orders_prompts: bool = False
+    plans_from: Callable[[AttentionParts], int | None] = lambda parts: None
 
 
 def _name(dtype: torch.dtype) -> str:

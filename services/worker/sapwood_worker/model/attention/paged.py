@@ -175,6 +175,10 @@ class PagedAttention:
             steps as one.
         kinds: The kinds of each group's layers; None: the cache has one group.
         share: Whether keys that decodes share are read once for all of them, where the backend can do so and it pays.
+
+    Attributes:
+        shape: What all layers share.
+        plans_from: As ``AttentionBackend`` has it.
     """
 
     def __init__(
@@ -214,6 +218,8 @@ class PagedAttention:
         make_prompts = prefill.shared_prompts if share and not needs.latent else None
         self._shared_prompts = None if make_prompts is None else self._joined([make_prompts(p) for p in self._parts])
         self._orders = share and needs.latent and prefill.orders_prompts
+        planned = [prefill.plans_from(parts) for parts in self._parts]
+        self.plans_from = min((each for each in planned if each is not None), default=None)
         self._planned = ops.fence()
 
     @property

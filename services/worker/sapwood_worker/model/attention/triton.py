@@ -17,7 +17,7 @@ from sapwood_worker.model.attention.backend import (
     AttentionParts,
     StepAttention,
 )
-from sapwood_worker.model.attention.latent_prefill import LatentPrefill
+from sapwood_worker.model.attention.latent_prefill import LEAST_PLANNED, LatentPrefill
 from sapwood_worker.model.attention.paged import KernelAttention
 
 _LEAST = (8, 0)
@@ -54,6 +54,17 @@ def _prefill(parts: AttentionParts) -> StepAttention:
         return WholePromptAttention(own, shape, kind) if serves(shape, kind, pool.dtype, ops.device) else own
 
     return KernelAttention(pool, {kind: kernel(kind) for kind in parts.needs.kinds})
+
+
+def _plans_from(parts: AttentionParts) -> int | None:
+    from sapwood_kernels.attention.cudnn_lengths import prefers_cudnn
+    from sapwood_kernels.attention.whole_prompts import LEAST, serves
+
+    needs, device = parts.needs, parts.ops.device
+    if needs.latent:
+        return LEAST_PLANNED if prefers_cudnn(device) else None
+    served = any(serves(needs.shape, kind, parts.pool.dtype, device) for kind in needs.kinds)
+    return LEAST if served else None
 
 
 def _shared_prompts(parts: AttentionParts) -> StepAttention:
@@ -122,4 +133,5 @@ TRITON = AttentionBackend(
     prompt_tile=_prompt_tile,
     latent=frozenset({"prefill", "decode"}),
     orders_prompts=True,
+    plans_from=_plans_from,
 )

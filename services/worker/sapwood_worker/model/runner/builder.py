@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ from sapwood_worker.model.runner.lanes.lanes_trial import try_lanes
 from sapwood_worker.model.runner.memory.chosen_sizes import chosen_sizes
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
 from sapwood_worker.model.runner.memory.pool_builder import SCRATCH_PAGES, PoolBuilder
-from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial
+from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial, plan_prompts
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.overlap_trial import overlap_sums
@@ -208,6 +209,7 @@ class _Builder:
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
         length = min(config.max_position, (pool.num_pages - SCRATCH_PAGES) * pool.page_size)
+        self._plan_prompts(min(config.max_position, self._sizes.max_step_tokens), pool, backend)
         runner = (DraftingRunner if drafts else ModelRunner)(
             info=self._info(config, pool, length),
             ops=self._ops,
@@ -315,6 +317,13 @@ class _Builder:
             max_step_tokens=self._sizes.max_step_tokens,
             sizes_reason="; ".join(self._sizes.reasons),
         )
+
+    def _plan_prompts(self, most: int, pool: DevicePool, backend: PagedAttention) -> None:
+        began, room = time.monotonic(), (min(pool.counts) - SCRATCH_PAGES) * pool.page_size
+        found = plan_prompts(min(most, room), self._model, pool, backend, self._ops)
+        if found:
+            took = time.monotonic() - began
+            logger.info("attention: %d lengths of prompts up to %d planned in %.1f s", len(found), found[-1], took)
 
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
         if self._options.headed:  # the pieces run layer by layer, past the taps

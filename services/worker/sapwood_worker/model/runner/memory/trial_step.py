@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.cudnn_lengths import lengths
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.shared_prefix import LEAST_SPARED
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.runner.forward_batch import ForwardBatch
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.records.step import Step
 
@@ -36,6 +38,12 @@ def compute_trial(
         ops: The device's operations.
         common: Pages, the pool's first, that come before all of them.
     """
+    batch = _batch(prompts, pool, ops, common)
+    hidden: Tensor = model(batch.token_ids, batch.positions, backend.plan(batch.attention))
+    return hidden
+
+
+def _batch(prompts: Sequence[int], pool: DevicePool, ops: DeviceOps, common: int = 0) -> ForwardBatch:
     counts = np.array(prompts, np.int64)
     needed = -(-counts // pool.page_size)
     table = np.zeros((len(counts), needed.max()), np.int32)
@@ -46,9 +54,7 @@ def compute_trial(
     starts = zeros + common * pool.page_size
     step = Step(0, slots, starts=starts, counts=counts, samples=zeros + 1, token_ids=tokens)
     step.pages = np.tile(table, (1, len(pool.counts)))
-    batch = build_forward_batch(step, pool.page_size, ops, tables=len(pool.counts))
-    hidden: Tensor = model(batch.token_ids, batch.positions, backend.plan(batch.attention))
-    return hidden
+    return build_forward_batch(step, pool.page_size, ops, tables=len(pool.counts))
 
 
 def compute_shared_trial(
@@ -62,3 +68,23 @@ def compute_shared_trial(
     if backend.shares_prompts and pages + 2 < min(pool.counts) and (pages + 1) * pool.page_size <= longest:
         compute_trial([2, 2], model, pool, backend, ops, common=pages)
         backend.take_spared()
+
+
+@torch.inference_mode()
+def plan_prompts(
+    most: int, model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
+) -> list[int]:
+    """Has a layer compute a prompt of each length, up to ``most`` tokens, for which its attention is planned once.
+
+    The thread that asks is the one whose steps find the plans. Returns the lengths; O(lengths) launches of a layer.
+    """
+    windows, least = model.config.windows, backend.plans_from
+    whole = [place for place, index in enumerate(model.own) if windows[index] is None]
+    if least is None or not whole:
+        return []
+    planned = [min(length, most) for length in lengths(least, most)]
+    for count in planned:
+        batch = _batch([count], pool, ops)
+        hidden = torch.zeros(count, model.config.hidden_size, dtype=backend.shape.dtype, device=ops.device)
+        model.run_layer(whole[0], hidden, backend.plan(batch.attention))
+    return planned

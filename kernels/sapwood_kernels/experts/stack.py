@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, dequantise
+from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, dequantise, same_numbers
 
 
 class ExpertStack(Protocol):
@@ -93,17 +93,21 @@ class StackOfProducts:
 
 @dataclass(frozen=True, slots=True)
 class StoredStack:
-    """Matrices in few bits, held in two tensors for a kernel that widens them as it multiplies.
+    """Matrices in few bits, all held alike for a kernel that widens them as it multiplies: a ``GroupedWeight`` of each expert.
 
     Attributes:
-        codes: float8_e4m3fn [E, N, K]; or 4-bit floats (E2M1), uint8 [E, N, K / 2] with the first of two in the low half; or
-            integers of 4 bits, held alike, or of 8, uint8 [E, N, K].
-        scales: [E, N, G], one for each ``group`` numbers of a row: of any floating type, or of 4-bit floats uint8 exponents of 2
-            with a bias of 127.
+        codes: float8_e4m3fn or int8 [E, N, K]; or 4-bit floats (E2M1), uint8 [E, N, K / 2] with the first of two in the low half;
+            or integers of 4 bits, or places in a table, held alike; or integers of 8, uint8 [E, N, K].
+        scales: [E, N, G], one for each ``group`` numbers of a row: of any floating type, or uint8 exponents of 2 with a bias of
+            127.
         group: Numbers that share a scale; the last group of a row may have fewer.
         bias: [E, N], or None.
-        zeros: uint8 [E, N, G], what each integer has less; None: codes are floats.
+        zeros: uint8 [E, N, G], what each integer has less; None: nothing.
         integers: Bits of the codes where they are integers.
+        mins: [E, N, G], of any floating type: what each number has less once it is scaled; None: nothing.
+        table: float32 [16]: the values of 4-bit codes, of all experts; None: they are integers, or E2M1.
+        factors: float32 [E, N, 1], of rows; None: 1.
+        orders: int32 [E, K]: which input an expert's number j of a row is multiplied with; None: the j-th.
     """
 
     codes: Tensor
@@ -112,6 +116,10 @@ class StoredStack:
     bias: Tensor | None = None
     zeros: Tensor | None = None
     integers: Literal[4, 8] | None = None
+    mins: Tensor | None = None
+    table: Tensor | None = None
+    factors: Tensor | None = None
+    orders: Tensor | None = None
 
     @property
     def experts(self) -> int:
@@ -123,7 +131,8 @@ class StoredStack:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return [each for each in (self.codes, self.scales, self.bias, self.zeros) if each is not None]
+        held = self.codes, self.scales, self.bias, self.zeros, self.mins, self.factors, self.orders
+        return [each for each in held if each is not None]
 
     @property
     def bits(self) -> Literal[4, 8]:
@@ -135,23 +144,68 @@ class StoredStack:
         """K."""
         return self.codes.shape[2] * 8 // self.bits
 
-    def weights(self) -> list[GroupedWeight]:
-        """Each expert's; views of the codes."""
-        if self.zeros is not None:
-            parts = zip(self.codes, self.scales, self.zeros, strict=True)
-            return [GroupedWeight(*each[:2], self.group, self.columns, self.bits, zeros=each[2]) for each in parts]
-        scales = (
-            self.scales if self.bits == 8 else (self.scales.short() << 7).view(torch.bfloat16)
-        )  # the exponent alone
-        table = torch.tensor(E2M1, device=self.codes.device) if self.bits == 4 else None
-        return [
-            GroupedWeight(codes, each, self.group, self.columns, self.bits, table=table)
-            for codes, each in zip(self.codes, scales, strict=True)
-        ]
+    def weight(self, expert: int) -> GroupedWeight:
+        """An expert's; a view of the codes."""
+        scales, table = self.scales[expert], self.table
+        if scales.dtype == torch.uint8:
+            scales = (scales.short() << 7).view(torch.bfloat16)  # the exponent alone
+        if table is None and self.bits == 4 and not self.integers:
+            table = torch.tensor(E2M1, device=self.codes.device)
+        held = (None if each is None else each[expert] for each in (self.zeros, self.mins, self.factors, self.orders))
+        zeros, mins, factors, order = held
+        return GroupedWeight(
+            self.codes[expert], scales, self.group, self.columns, self.bits, zeros, table, factors, mins,
+            None if order is None else order.long(),
+        )  # fmt: skip
 
     def product(self, expert: int, x: Tensor) -> Tensor:
-        weight = dequantise(self.weights()[expert]).to(x.dtype)
+        weight = dequantise(self.weight(expert)).to(x.dtype)
         return F.linear(x, weight, None if self.bias is None else self.bias[expert])
+
+
+def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = None) -> StoredStack:
+    """Weights of one layout in one stack; each may be freed once it is there.
+
+    Args:
+        weights: Each expert's, at least one's.
+        slots: Experts that there is room for; the first ones are filled.
+        bias: As :class:`StoredStack` has it.
+
+    Raises:
+        ValueError: They are laid out in different ways, or in one that is no stack's; says which expert.
+    """
+    first: GroupedWeight | None = None
+    made: dict[str, Tensor] = {}
+    for index, weight in enumerate(weights):
+        even = weight.scales.shape[1] == 1 or (weight.group >= 16 and weight.group & (weight.group - 1) == 0)
+        if not even or weight.columns * weight.bits % 8:
+            raise ValueError(f"groups of {weight.group} among {weight.columns} inputs")
+        first = weight if first is None else first
+        held = {name: each for name in _HELD if (each := getattr(weight, name)) is not None}
+        if not made:
+            made = {name: each.new_empty(slots, *each.shape) for name, each in held.items()}
+            if "order" in made:
+                made["order"] = made["order"].int()
+        alike = made.keys() == held.keys() and all(made[name].shape[1:] == held[name].shape for name in held)
+        if (
+            not alike
+            or (weight.group, weight.bits) != (first.group, first.bits)
+            or not same_numbers(weight.table, first.table)
+        ):
+            raise ValueError(f"its layout is not that of the first expert, {index} before it")
+        for name, each in held.items():
+            made[name][index] = each
+    assert first is not None
+    table, integers = first.table, None if first.codes.is_floating_point() or first.table is not None else first.bits
+    if table is not None and table.tolist() == list(E2M1):
+        table = None
+    return StoredStack(
+        made["codes"], made["scales"], first.group, bias, made.get("zeros"), integers, made.get("mins"), table,
+        made.get("factors"), made.get("order"),
+    )  # fmt: skip
+
+
+_HELD = ("codes", "scales", "zeros", "mins", "factors", "order")
 
 
 def in_few_bits(*stacks: ExpertStack) -> bool:

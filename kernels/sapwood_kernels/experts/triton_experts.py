@@ -23,16 +23,16 @@ from sapwood_kernels.experts.stack import DenseStack, StoredStack, in_few_bits
 from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable
 from sapwood_kernels.experts.triton_align import Tiles, align
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
-from sapwood_kernels.experts.triton_widen import widened
+from sapwood_kernels.experts.triton_widen import arguments, widened
 
 _SUM_BLOCK = 512
 
 
 @triton.jit(do_not_specialize=["COUNT"])
 def _product_kernel(
-    x, weight, scales, zeros, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS, SHARE: tl.constexpr,
-    K: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scales, zeros, mins, table, factors, orders, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS,
+    SHARE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -60,10 +60,14 @@ def _product_kernel(
         for start in range(0, K, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)
             deep = at < K
-            taken = tl.load(row[:, None] + at[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
+            place = at
+            if orders is not None:
+                place = tl.load(orders + expert.to(tl.int64) * K + at, mask=deep, other=0)
+            taken = tl.load(row[:, None] + place[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
             if GROUP > 0:
                 part = widened(
-                    weight, scales, zeros, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+                    weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N,
+                    BLOCK_K,
                 ).to(taken.dtype)  # fmt: skip
             else:
                 part = tl.load(
@@ -76,7 +80,10 @@ def _product_kernel(
                 total = tl.dot(taken, tl.trans(part), total, input_precision="ieee")
         if not few:
             total = tl.trans(total)
-        if HAS_BIAS:
+        if factors is not None:
+            of_row = tl.load(factors + expert.to(tl.int64) * N + columns, mask=inside, other=0.0)
+            total *= of_row.to(tl.float32)[:, None]
+        if bias is not None:
             total += tl.load(bias + expert * N + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
         if GATE >= 0:
             both = tl.permute(tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
@@ -127,19 +134,13 @@ def product(
 ) -> Tensor:
     """``x[pair // share] @ weight.T + bias`` by each pair's expert, gated if there is a gate: [*, K] -> [pairs, N] or
     [pairs, N / 2], in x's dtype; undefined without an expert."""
-    if isinstance(stack, DenseStack):
-        weight, scales, zeros, group, bits = stack.weight, stack.weight, None, 0, 0
-    else:
-        weight, scales, zeros, group, bits = stack.codes, stack.scales, stack.zeros, stack.group, stack.bits
-    experts, outputs = weight.shape[:2]
+    tensors, constants = arguments(stack, shape.depth)
     kind, alpha, limit = (-1, 0.0, 0.0) if gate is None else kind_of(gate)
-    out = torch.empty(pairs, outputs if gate is None else outputs // 2, dtype=x.dtype, device=x.device)
-    _product_kernel[(len(tiles.experts) * triton.cdiv(outputs, shape.width),)](
-        x, weight, scales, weight if zeros is None else zeros, weight if stack.bias is None else stack.bias, out,
-        tiles.places, tiles.experts, alpha, limit, pairs, outputs, experts, SHARE=share, K=x.shape[1], GATE=kind,
-        HAS_BIAS=stack.bias is not None, GROUP=group, BITS=bits, INTEGERS=zeros is not None, BLOCK_M=tiles.height,
-        BLOCK_N=shape.width, BLOCK_K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
-        **dependent_launch.options(tiles.ids),
+    out = torch.empty(pairs, stack.outputs if gate is None else stack.outputs // 2, dtype=x.dtype, device=x.device)
+    _product_kernel[(len(tiles.experts) * triton.cdiv(stack.outputs, shape.width),)](
+        x, *tensors, out, tiles.places, tiles.experts, alpha, limit, pairs, stack.outputs, stack.experts, SHARE=share,
+        K=x.shape[1], GATE=kind, **constants, BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
+        num_warps=shape.warps, num_stages=shape.stages, **dependent_launch.options(tiles.ids),
     )  # fmt: skip
     return out
 

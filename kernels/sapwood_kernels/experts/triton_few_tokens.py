@@ -23,7 +23,7 @@ from sapwood_kernels import dependent_launch
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles import TilePlan, TileShape
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
-from sapwood_kernels.experts.triton_widen import widened
+from sapwood_kernels.experts.triton_widen import arguments, widened
 
 _MOST_STEPS = 16
 """Steps that the compiler unrolls, at most."""
@@ -33,14 +33,14 @@ _UNDER_WAY = 192
 
 @triton.jit
 def _rows(
-    weight, scales, zeros, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    weight, scales, zeros, mins, table, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on; 0 where ``inside`` is not."""
+    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, but for its rows' factors."""
     if GROUP > 0:
         part = widened(
-            weight, scales, zeros, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
-        )
+            weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+        )  # fmt: skip
     else:
         at = start + tl.arange(0, BLOCK_K)
         # Offsets of 64 bits: all experts of a layer may have more than 2^31 numbers.
@@ -55,10 +55,10 @@ def _rows(
 
 @triton.jit
 def _of_experts(
-    weight, scales, zeros, expert, columns, there, start, N, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    INTEGERS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    weight, scales, zeros, mins, table, expert, columns, there, start, N, K: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same rows of several experts: [BLOCK_CHOSEN, BLOCK_N, BLOCK_K]; 0 for those that are not ``there``."""
+    """The same rows of several experts: [BLOCK_CHOSEN, BLOCK_N, BLOCK_K]; of those that are not ``there`` any finite numbers."""
     inside = there[:, None] & (columns < N)[None, :]
     if GROUP > 0:
         rows: tl.constexpr = BLOCK_CHOSEN * BLOCK_N
@@ -67,8 +67,8 @@ def _of_experts(
         places = tl.reshape(tl.broadcast_to(columns[None, :], shape), (rows,))
         part = tl.reshape(
             widened(
-                weight, scales, zeros, experts, places, tl.reshape(inside, (rows,)), start, N, K, GROUP, BITS, INTEGERS, rows,
-                BLOCK_K,
+                weight, scales, zeros, mins, table, experts, places, tl.reshape(inside, (rows,)), start, N, K, GROUP, BITS,
+                INTEGERS, rows, BLOCK_K,
             ),
             (BLOCK_CHOSEN, BLOCK_N, BLOCK_K),
         )  # fmt: skip
@@ -84,9 +84,9 @@ def _of_experts(
 
 @triton.jit
 def _first_kernel(
-    x, weight, scales, zeros, bias, out, ids, alpha, limit, N, EXPERTS, SHARE: tl.constexpr, K: tl.constexpr,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scales, zeros, mins, table, factors, orders, bias, out, ids, alpha, limit, N, EXPERTS, SHARE: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # in this order, for the next kernel reads what those before this one wrote
         gdc_wait()
@@ -103,17 +103,23 @@ def _first_kernel(
         total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             part = _rows(
-                weight, scales, zeros, expert, first, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
-            )
+                weight, scales, zeros, mins, table, expert, first, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+            )  # fmt: skip
             part_up = _rows(
-                weight, scales, zeros, expert, second, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
-            )
+                weight, scales, zeros, mins, table, expert, second, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+            )  # fmt: skip
             at = start + tl.arange(0, BLOCK_K)
-            taken = tl.load(x + pair // SHARE * K + at, mask=at < K, other=0.0).to(tl.float32)
+            place = at
+            if orders is not None:
+                place = tl.load(orders + expert.to(tl.int64) * K + at, mask=at < K, other=0)
+            taken = tl.load(x + pair // SHARE * K + place, mask=at < K, other=0.0).to(tl.float32)
             total += part.to(tl.float32) * taken[None, :]
             total_up += part_up.to(tl.float32) * taken[None, :]
         gate, up = tl.sum(total, axis=1), tl.sum(total_up, axis=1)
-        if HAS_BIAS:
+        if factors is not None:
+            gate *= tl.load(factors + expert.to(tl.int64) * N + first, mask=inside, other=0.0).to(tl.float32)
+            up *= tl.load(factors + expert.to(tl.int64) * N + second, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
             gate += tl.load(bias + expert * N + first, mask=inside, other=0.0).to(tl.float32)
             up += tl.load(bias + expert * N + second, mask=inside, other=0.0).to(tl.float32)
         result = gated(gate, up, alpha, limit, GATE)
@@ -122,8 +128,8 @@ def _first_kernel(
 
 @triton.jit
 def _second_kernel(
-    inner, weight, scales, zeros, bias, out, ids, weights, N, EXPERTS, CHOSEN: tl.constexpr, K: tl.constexpr,
-    ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
+    inner, weight, scales, zeros, mins, table, factors, orders, bias, out, ids, weights, N, EXPERTS, CHOSEN: tl.constexpr,
+    K: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -138,8 +144,8 @@ def _second_kernel(
     # What an expert that is not here would have made was never written, and is not read.
     there = expert < EXPERTS
     part = _of_experts(
-        weight, scales, zeros, expert, columns, there, 0, N, K, GROUP, BITS, INTEGERS, BLOCK_CHOSEN, BLOCK_N, BLOCK_K
-    )
+        weight, scales, zeros, mins, table, expert, columns, there, 0, N, K, GROUP, BITS, INTEGERS, BLOCK_CHOSEN, BLOCK_N, BLOCK_K
+    )  # fmt: skip
     if PDL:
         gdc_wait()
     total = tl.zeros((BLOCK_CHOSEN, BLOCK_N, BLOCK_K), tl.float32)
@@ -147,16 +153,23 @@ def _second_kernel(
         here = part
         if start + BLOCK_K < K:
             part = _of_experts(
-                weight, scales, zeros, expert, columns, there, start + BLOCK_K, N, K, GROUP, BITS, INTEGERS, BLOCK_CHOSEN,
-                BLOCK_N, BLOCK_K,
+                weight, scales, zeros, mins, table, expert, columns, there, start + BLOCK_K, N, K, GROUP, BITS, INTEGERS,
+                BLOCK_CHOSEN, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         at = start + tl.arange(0, BLOCK_K)
-        taken = tl.load(inner + pair[:, None] * K + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+        known = there[:, None] & (at < K)[None, :]
+        place = tl.broadcast_to(at[None, :], (BLOCK_CHOSEN, BLOCK_K))
+        if orders is not None:
+            place = tl.load(orders + expert.to(tl.int64)[:, None] * K + at[None, :], mask=known, other=0)
+        taken = tl.load(inner + pair[:, None] * K + place, mask=known, other=0.0)
         total += here.to(tl.float32) * (taken.to(tl.float32) * factor[:, None])[:, None, :]
     result = tl.sum(total, axis=2)
-    if HAS_BIAS:
-        inside = there[:, None] & (columns < N)[None, :]
-        shift = tl.load(bias + expert[:, None] * N + columns[None, :], mask=inside, other=0.0)
+    inside = there[:, None] & (columns < N)[None, :]
+    of_row = expert.to(tl.int64)[:, None] * N + columns[None, :]
+    if factors is not None:
+        result *= tl.load(factors + of_row, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + of_row, mask=inside, other=0.0)
         result += shift.to(tl.float32) * factor[:, None]
     result = tl.sum(result, axis=0)
     target = out + token * N + columns
@@ -219,18 +232,9 @@ def expert_sum(
 
 def _arguments(
     stack: DenseStack | StoredStack, width: int, shape: TileShape
-) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """A matrix as both kernels take it: its tensors, and its sizes with those of the tile."""
-    if isinstance(stack, DenseStack):
-        weight, scales, zeros, group, bits = stack.weight, stack.weight, None, 0, 0
-    else:
-        weight, scales, zeros, group, bits = stack.codes, stack.scales, stack.zeros, stack.group, stack.bits
     depth = max(shape.depth, triton.next_power_of_2(triton.cdiv(width, _MOST_STEPS)))
     depth = min(depth, triton.next_power_of_2(width))
-    if group & (group - 1):  # then it is all of a row
-        depth = min(depth, 1 << (group.bit_length() - 1))
-    tensors = weight, scales, weight if zeros is None else zeros, weight if stack.bias is None else stack.bias
-    return tensors, {
-        "K": width, "HAS_BIAS": stack.bias is not None, "GROUP": group, "BITS": bits, "INTEGERS": zeros is not None,
-        "BLOCK_N": shape.width, "BLOCK_K": depth, "num_warps": shape.warps,
-    }  # fmt: skip
+    tensors, constants = arguments(stack, depth)
+    return tensors, {**constants, "K": width, "BLOCK_N": shape.width, "BLOCK_K": depth, "num_warps": shape.warps}

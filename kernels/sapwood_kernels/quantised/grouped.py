@@ -19,7 +19,7 @@ class GroupedWeight:
     min of group ``j // group`` of the row and the factor of the row.
 
     Attributes:
-        codes: [N, K], uint8 or float8_e4m3fn; of 4 bits uint8 [N, ceil(K / 2)], the first of two numbers in the low half.
+        codes: [N, K], uint8, int8 or float8_e4m3fn; of 4 bits uint8 [N, ceil(K / 2)], the first of two numbers in the low half.
         scales: [N, G], of any floating type.
         group: Numbers that share a scale; the last group of a row may have fewer.
         columns: K.
@@ -115,10 +115,11 @@ def _alike(one: GroupedWeight, other: GroupedWeight) -> bool:
         )
         for each in (one, other)
     ]
-    return settings[0] == settings[1] and _same(one.order, other.order) and _same(one.table, other.table)
+    return settings[0] == settings[1] and same_numbers(one.order, other.order) and same_numbers(one.table, other.table)
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def same_numbers(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors hold the same, or there is neither."""
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
@@ -128,12 +129,19 @@ def _stacked(one: GroupedWeight, other: GroupedWeight) -> GroupedWeight:
     def stack(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         return None if first is None or second is None else torch.cat((first, second))
 
-    codes = torch.cat((one.codes.view(torch.uint8), other.codes.view(torch.uint8))).view(one.codes.dtype)
-    scales = torch.cat((one.scales, other.scales)) if one.scales.itemsize > 1 else torch.cat(
-        (one.scales.view(torch.uint8), other.scales.view(torch.uint8))
-    ).view(one.scales.dtype)  # fmt: skip
+    codes, scales = _rows(one.codes, other.codes), _rows(one.scales, other.scales)
     zeros, factors = stack(one.zeros, other.zeros), stack(one.factors, other.factors)
     return replace(one, codes=codes, scales=scales, zeros=zeros, factors=factors, mins=stack(one.mins, other.mins))
+
+
+def _rows(one: Tensor, other: Tensor) -> Tensor:
+    """Two matrices as one; those that follow each other in memory are not copied."""
+    follows = other.storage_offset() == one.storage_offset() + one.numel()
+    if follows and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.is_contiguous():
+        return one.as_strided((len(one) + len(other), *one.shape[1:]), one.stride())
+    if one.itemsize > 1:
+        return torch.cat((one, other))
+    return torch.cat((one.view(torch.uint8), other.view(torch.uint8))).view(one.dtype)
 
 
 def pack4(codes: Tensor) -> Tensor:

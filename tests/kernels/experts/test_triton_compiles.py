@@ -38,33 +38,39 @@ def compiled(kernel, kinds, constants, language=ASTSource, **options):
     return made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")
 
 
-kinds = dict(x="*bf16", zeros="*u8", bias="*bf16", out="*bf16", places="*i32", experts="*i32")
-kinds |= dict(COUNT="i32", N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
+parts = ("scales", "zeros", "mins", "table", "factors", "orders")
+common = dict(x="*bf16", bias="*bf16", out="*bf16")
 formats = {
-    "bf16": (dict(weight="*bf16", scales="*bf16"), 0, 0),
+    "bf16": (dict(weight="*bf16"), 0, 0),
     "fp8": (dict(weight="*fp8e4nv", scales="*fp32"), 128, 8),
+    "fp8rows": (dict(weight="*fp8e4nv", factors="*fp32"), 2048, 8),
     "mxfp4": (dict(weight="*u8", scales="*u8"), 32, 4),
-    "int4": (dict(weight="*u8", scales="*fp16"), 128, 4),
-    "int8": (dict(weight="*u8", scales="*bf16"), 2048, 8),
+    "nf4": (dict(weight="*u8", scales="*fp32", table="*fp32"), 64, 4),
+    "int4": (dict(weight="*u8", scales="*fp16", zeros="*u8"), 128, 4),
+    "int4mins": (dict(weight="*u8", scales="*fp32", mins="*fp32"), 32, 4),
+    "int4order": (dict(weight="*u8", scales="*fp16", zeros="*u8", orders="*i32"), 128, 4),
+    "int8": (dict(weight="*u8", scales="*bf16", zeros="*u8"), 2048, 8),
+    "int8rows": (dict(weight="*i8", factors="*fp32"), 2048, 8),
 }
 for name, (stored, group, bits) in formats.items():
+    held = {part: None for part in parts if part not in stored}  # what the format has not
+    kinds = common | stored | dict(places="*i32", experts="*i32", COUNT="i32", N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
     for height in (16, 64, 128) if name == "bf16" else (16, 128):
         shape = tiles.tile_shapes(height, stored=name != "bf16")[0]
-        constants = dict(
-            SHARE=8, K=2048, GATE=0 if bits < 8 else -1, HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
+        constants = held | dict(
+            SHARE=8, K=2048, GATE=0 if bits < 8 else -1, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
             BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth, PDL=height == 16,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
-        print(name, height, *compiled(triton_experts._product_kernel, kinds | stored, constants, **options))
-kinds = dict(x="*bf16", inner="*bf16", zeros="*u8", bias="*bf16", out="*bf16", ids="*i32", weights="*fp32")
-kinds |= dict(N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
-for name, (stored, group, bits) in formats.items():
-    constants = dict(HAS_BIAS=True, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", K=2048, PDL=True)
+        print(name, height, *compiled(triton_experts._product_kernel, kinds, constants, **options))
+    kinds = common | stored | dict(inner="*bf16", ids="*i32", weights="*fp32")
+    kinds |= dict(N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
+    constants = held | dict(GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", K=2048, PDL=True)
     first, second = (dict(BLOCK_N=shape.width, BLOCK_K=shape.depth) for shape in tiles.tile_shapes(1, stored=name != "bf16"))
     one = constants | dict(SHARE=8, GATE=0) | first
-    print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds | stored, one, num_warps=4))
+    print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds, one, num_warps=4))
     two = constants | dict(CHOSEN=8, ADDS=True, BLOCK_CHOSEN=8) | second
-    print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds | stored, two, num_warps=8))
+    print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds, two, num_warps=8))
 kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", where="*i32", EXPERTS="i32", N="i32")
 for placed in (False, True):
     constants = dict(CHOSEN=8, ADDS=True, PLACED=placed, BLOCK=512, PDL=not placed)
@@ -114,12 +120,8 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr[-3000:]
     rows = map(str.split, done.stdout.splitlines())
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
-    assert {name for name, _ in found} == {
-        "bf16",
-        "fp8",
-        "mxfp4",
-        "int4",
-        "int8",
+    formats = {"bf16", "fp8", "fp8rows", "mxfp4", "nf4", "int4", "int4mins", "int4order", "int8", "int8rows"}
+    assert {name for name, _ in found} == formats | {
         "sum",
         "align",
         "count",
@@ -132,7 +134,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
         "digest",
     }
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
-    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many")) == 10
+    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many")) == 2 * len(formats)
     assert all(wgmma for (name, _), (_, wgmma) in found.items() if name == "many")
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
-    assert len(tall) == 5 and all(tall), "tall tiles use the tensor cores of Hopper"
+    assert len(tall) == len(formats) and all(tall), "tall tiles use the tensor cores of Hopper"

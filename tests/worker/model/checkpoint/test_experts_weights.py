@@ -85,7 +85,7 @@ def test_experts_in_float8_blocks_stay_so(float8):
     held, widened = (each.model.weights() for each in (kept, wide))
     assert numbers
     for name, expected in numbers.items():
-        assert held[name].target.dtype == torch.float8_e4m3fn
+        assert name not in held, "nothing but the layer's product holds it"
         assert torch.equal(widened[name].target, expected)
     ours, theirs = (logits_of(each, TOKENS) for each in (kept, wide))
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
@@ -109,7 +109,7 @@ def test_a_missing_scale_is_named(float8):
     path, _ = float8
     name = "model.layers.1.mlp.experts.7.up_proj.weight_scale_inv"
     edit(path, lambda tensors: tensors.pop(name))
-    with pytest.raises(ConfigError, match=rf"tensor {name} is missing"):
+    with pytest.raises(ConfigError, match=rf"tensor {name} \(missing, "):
         load(path)
 
 
@@ -123,11 +123,6 @@ def test_experts_in_a_format_without_a_product_are_refused_by_name(sparse):
     edit(sparse, to_awq)
     with pytest.raises(ConfigError, match=r"tensor model.layers.0.mlp.experts.0.gate_proj.qweight \(I32 \[4, 4\]"):
         load(sparse)
-
-
-def test_experts_are_not_quantised_as_they_are_loaded_and_that_is_said(sparse):
-    with pytest.raises(ConfigError, match="--quantization int8: experts cannot be quantised"):
-        load(sparse, quantization="int8")
 
 
 @pytest.mark.parametrize(

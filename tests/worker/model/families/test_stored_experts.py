@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -42,6 +43,14 @@ def by_importance(weight):
     return layouts.gptq(weight, group=32, order=layouts.shuffled(weight.shape[1], 32))
 
 
+FLOAT8 = {"num_bits": 8, "type": "float"}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def by_rows(weight):
+    return layouts.float8(weight, block=(1, weight.shape[1]))
+
+
 # How a layer is stored, quantization_config, the format's name.
 FORMATS = {
     "gptq": (layouts.gptq, GPTQ, "gptq"),
@@ -52,6 +61,11 @@ FORMATS = {
     "W8A8": (layouts.int8, compressed(CHANNELS, CHANNELS | {"dynamic": True}), "compressed-tensors"),
     "NF4": (layouts.nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     "MXFP4": (layouts.mxfp4, compressed({"num_bits": 4, "type": "float"}), "fp4"),
+    "NVFP4": (partial(layouts.nvfp4, kind="modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4"),
+    "float8 dynamic": (by_rows, compressed(FLOAT8, FLOAT8 | {"dynamic": True}), "fp8"),
+    "float8 by tensor": (partial(layouts.float8, block=None), {"quant_method": "fp8"}, "fp8"),
+    "modelopt float8": (partial(layouts.float8, block=None), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    "float8 blocks": (partial(layouts.float8, block=(128, 128), name="weight_scale_inv"), BLOCKS, "fp8"),
 }
 FAMILIES = {
     "qwen3-moe": {**SIZES, "moe_intermediate_size": 64, "num_hidden_layers": 2},
@@ -120,8 +134,14 @@ def assert_near(ours, theirs):
         ("mixtral", "awq"),
         ("qwen3-moe", "W4A16"),
         ("mixtral", "W8A16"),
+        ("qwen3-moe", "float8 dynamic"),
+        ("mixtral", "modelopt float8"),
         *(pytest.param(*each, marks=slow) for each in (("mixtral", "gptq"), ("qwen3-moe", "gptq desc_act"))),
         *(pytest.param(*each, marks=slow) for each in (("mixtral", "NF4"), ("qwen3-moe", "MXFP4"))),
+        *(
+            pytest.param(*each, marks=slow)
+            for each in (("mixtral", "float8 by tensor"), ("qwen3-moe", "float8 blocks"))
+        ),
     ],
 )
 def test_logits_are_those_of_transformers_with_the_same_numbers(stored, family, name):
@@ -168,28 +188,54 @@ def test_an_expert_in_another_format_is_named(stored):
         tensors[f"{stem}.weight"] = torch.zeros(128, 64)
 
     edit(path, widen)
-    with pytest.raises(ConfigError, match=rf"{stem}: stored in another format than the layer's first expert"):
+    with pytest.raises(ConfigError, match=rf"tensor {stem}.g_idx \(missing, gptq\): the layer's first expert has one"):
         load(path)
 
 
+def gate_ups(loaded):
+    """The stacks of all layers before the activation."""
+    layers = [layer.mlp.experts for layer in loaded.model.layers if hasattr(layer.mlp, "experts")]
+    return [each._sum._sum.keywords["gate_up"] for each in layers]
+
+
+# Bits of a number with its part of a scale and a zero, in a row of 128 numbers.
+BITS = {
+    "awq": 4 + 24 / 32,
+    "W4A16": 4 + 24 / 32,
+    "gptq desc_act": 4 + 24 / 32,
+    "W8A16": 8 + 40 / 128,
+    "W8A8": 8 + 32 / 128,
+    "NF4": 4 + 32 / 64,
+    "MXFP4": 4 + 16 / 32,
+    "NVFP4": 4 + 8 / 16,
+    "float8 dynamic": 8 + 32 / 128,
+    "modelopt float8": 8 + 32 / 128,
+    "float8 blocks": 8 + 32 / 128,
+}
+
+
 @on_cpu
-@pytest.mark.parametrize(("name", "bits"), [("awq", 4), pytest.param("W4A16", 4, marks=slow), ("W8A16", 8)])
-def test_layers_by_a_gpu_s_kernels_equal_transformers(stored, name, bits):
+@pytest.mark.parametrize(
+    "name", [each if each in ("awq", "W8A8", "float8 dynamic") else pytest.param(each, marks=slow) for each in BITS]
+)
+def test_layers_by_a_gpu_s_kernels_equal_transformers_and_hold_what_is_stored(stored, name):
     cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
     path, theirs = stored("qwen3-moe", name)
     loaded = load(path, cuda.CudaOps(torch.device("cpu")))
-    stacks = [
-        layer.mlp.experts._sum._sum.keywords["gate_up"]
-        for layer in loaded.model.layers
-        if hasattr(layer.mlp, "experts")
-    ]
-    assert stacks and all(stack.bits == stack.integers == bits for stack in stacks)
+    assert f"{FORMATS[name][2]} as stored" in loaded.quantization
+    stacks = gate_ups(loaded)
+    assert stacks
+    for stack in stacks:
+        held = (stack.codes, stack.scales, *(each for each in (stack.zeros,) if each is not None))
+        assert 8 * sum(each.nbytes for each in held) == BITS[name] * stack.experts * stack.outputs * 128
     assert_near(logits_of(loaded, TOKENS[:5]), theirs[:5])
 
 
 @on_cpu
-def test_a_gpu_refuses_what_its_kernels_do_not_take(stored):
+def test_a_gpu_names_an_expert_whose_gate_and_up_are_in_different_orders(stored):
     cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
     path, _ = stored("qwen3-moe", "gptq desc_act")
-    with pytest.raises(ConfigError, match=r"experts.0.gate_proj: on a GPU experts are read in"):
+    name = "model.layers.1.mlp.experts.3.up_proj.g_idx"
+    edit(path, lambda tensors: tensors.update({name: tensors[name].flip(0).contiguous()}))
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts.3.gate_proj: a GPU's product of experts does not"):
         load(path, cuda.CudaOps(torch.device("cpu")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from functools import partial
@@ -83,10 +84,9 @@ def test_made_up_weights_are_held_as_stored_ones_are_and_give_finite_logits(path
     )
     assert held == wanted
     assert made_up.info.weights == stored.info.weights
-    slots = made_up._model.weights()
-    expert = "model.layers.1.mlp.experts.2.up_proj"
-    spread = float(slots[f"{expert}.weight"].target.float().std() * slots[f"{expert}.weight_scale_inv"].target.max())
-    assert 0.018 < spread < 0.022
+    summed = inspect.getclosurevars(made_up._model.layers[1].mlp.experts._sum._sum).nonlocals
+    numbers = summed["gate_up"].product(2, torch.eye(made_up._model.config.hidden_size))
+    assert 0.018 < float(numbers.std()) < 0.022
     assert bool(logits(make_runner, make_driver, paths[0], load_format="dummy").isfinite().all())
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.contracts import GROUP, Gate, Norm, OneRow
+from sapwood_kernels.ops.contracts import GROUP, Float8, Gate, Norm, OneRow
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.quantization.compressed import NAMES as COMPRESSED_NAMES
@@ -156,12 +156,24 @@ class QuantisedFloat8(Float8Method):
         self.weight = torch.empty(shape.rows, shape.columns.size, dtype=dtype, device=ops.device)
 
     def finish(self) -> None:
+        self._ready(*self._rounded())
+
+    def grouped(self) -> GroupedWeight | None:
+        if self.bias is not None:
+            return None
+        weight, scales = self._rounded()
+        (rows, columns), group = weight.shape, GROUP if self._scaling == "block" else weight.shape[1]
+        if self._scaling != "row":
+            scales = scales.repeat_interleave(rows // len(scales), 0)
+        return GroupedWeight(weight, scales, group, columns, bits=8)
+
+    def _rounded(self) -> Float8:
         quantise = {
             "row": reference.quantise_rows,
             "block": reference.quantise_blocks,
             "tensor": reference.quantise_tensor,
         }
-        self._ready(*quantise[self._scaling](self.weight))
+        return quantise[self._scaling](self.weight)
 
 
 class StoredFloat8(Float8Method):
@@ -217,25 +229,48 @@ def _quantised(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, *, scalin
 def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
     """None if weights are not in float8. Activations stay as they are where the checkpoint does not say that they are rounded,
     and where the device's units do not take the weight's sides or blocks."""
+    scales = _scales_of(shape, stored)
+    if scales is None:
+        return None
+    sizes = [stored.tensors[name].shape for name in scales]
+    if not _can_multiply(shape) or not all(_rounds_activations(stored, part.name) for part in shape.parts):
+        return _weight_only(shape, dtype, ops, stored, scales)
+    if all(each in ((), (1,), (1, 1), (part.rows.total,), (part.rows.total, 1))
+           for part, each in zip(shape.parts, sizes, strict=True)):  # fmt: skip
+        return StoredFloat8(shape, list(zip(scales, sizes, strict=True)), "row", dtype, ops)
+    columns = shape.columns.total // GROUP
+    in_blocks = all(each == (part.rows.total // GROUP, columns) for part, each in zip(shape.parts, sizes, strict=True))
+    if in_blocks and _in_whole_blocks(shape):
+        return StoredFloat8(shape, list(zip(scales, sizes, strict=True)), "block", dtype, ops)
+    return _weight_only(shape, dtype, ops, stored, scales)
+
+
+def _kept_expert(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
+    """Experts' activations stay as they are. None, too, where a rank's part begins within a block, and where a GPU's product of
+    all experts does not take the blocks: those are widened."""
+    scales = _scales_of(shape, stored)
+    if scales is None:
+        return None
+    for part, name in zip(shape.parts, scales, strict=True):
+        _, group = _share(part, shape.columns, name, stored)
+        start, end, total = shape.columns.start, shape.columns.start + shape.columns.size, shape.columns.total
+        if group < total and (start % group or (end % group and end != total)):
+            return None
+        if ops.groups_experts and group < total and (group < _ALIGNED or group & (group - 1)):
+            return None
+    return _weight_only(shape, dtype, ops, stored, scales)
+
+
+def _scales_of(shape: LinearShape, stored: Stored) -> list[str] | None:
+    """The names of each part's scales; None: not all parts are in float8 with scales."""
     scales = []
     for part in shape.parts:
         weight = stored.tensors.get(f"{part.name}.weight")
         name = next((f"{part.name}.{each}" for each in _SCALES if f"{part.name}.{each}" in stored.tensors), None)
         if weight is None or weight.dtype != _STORED or name is None:
             return None
-        scales.append((name, stored.tensors[name].shape))
-    if not _can_multiply(shape) or not all(_rounds_activations(stored, part.name) for part in shape.parts):
-        return _weight_only(shape, dtype, ops, stored, [name for name, _ in scales])
-    if all(sizes in ((), (1,), (1, 1), (part.rows.total,), (part.rows.total, 1))
-           for part, (_, sizes) in zip(shape.parts, scales, strict=True)):  # fmt: skip
-        return StoredFloat8(shape, scales, "row", dtype, ops)
-    columns = shape.columns.total // GROUP
-    in_blocks = all(
-        sizes == (part.rows.total // GROUP, columns) for part, (_, sizes) in zip(shape.parts, scales, strict=True)
-    )
-    if in_blocks and _in_whole_blocks(shape):
-        return StoredFloat8(shape, scales, "block", dtype, ops)
-    return _weight_only(shape, dtype, ops, stored, [name for name, _ in scales])
+        scales.append(name)
+    return scales
 
 
 def _rounds_activations(stored: Stored, name: str) -> bool:
@@ -247,22 +282,21 @@ def _rounds_activations(stored: Stored, name: str) -> bool:
 def _weight_only(
     shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored, scales: list[str]
 ) -> LinearMethod:
-    parts = [
-        _grouped(part, shape.columns, name, stored, ops.device) for part, name in zip(shape.parts, scales, strict=True)
-    ]
+    # All rows in one: the parts are not copied to be joined.
+    codes = torch.empty(shape.rows, shape.columns.size, dtype=torch.float8_e4m3fn, device=ops.device)
+    slots = shape.slots(codes, None).values()
+    parts = [_grouped(part, slot, name, stored) for part, slot, name in zip(shape.parts, slots, scales, strict=True)]
     return GroupedMethod(shape, parts, dtype, ops, stored)
 
 
-def _grouped(part: Part, columns: Span, scale: str, stored: Stored, device: torch.device) -> GroupedPart:
+def _grouped(part: Part, codes: WeightSlot, scale: str, stored: Stored) -> GroupedPart:
     """A scale for all, for each row, for groups of a row, or for blocks; a rank reads those of all rows, and takes its own."""
-    name = f"{part.name}.weight"
+    assert codes.spans is not None
+    columns, device = codes.spans[1], codes.target.device
     sizes = stored.tensors[scale].shape
-    block, group = 1, columns.size
+    block, group = _share(part, columns, scale, stored)
     spans = [whole(size) for size in sizes]
-    if len(sizes) == 2 and (sizes[1] > 1 or sizes[0] not in (1, part.rows.total)):
-        tall, group = _block(stored, part.name)
-        block = 1 if sizes[0] == part.rows.total else tall
-        group = -(-columns.total // sizes[1]) if block == 1 else group
+    if group < columns.total or block > 1:
         spans[1] = divided(stored, scale, columns, group)
         wanted = (-(-part.rows.total // block), -(-columns.total // group))
         if sizes != wanted:
@@ -272,7 +306,7 @@ def _grouped(part: Part, columns: Span, scale: str, stored: Stored, device: torc
             scale, f"one scale, or one for each of {part.rows.total} outputs, or for blocks can be read"
         )
     slots: WeightSlots = {
-        name: stored_slot(stored, name, part.rows, columns, device=device),
+        f"{part.name}.weight": codes,
         scale: stored_slot(stored, scale, *spans, device=device),
     }
 
@@ -285,9 +319,18 @@ def _grouped(part: Part, columns: Span, scale: str, stored: Stored, device: torc
         else:
             rows = torch.arange(part.rows.start, part.rows.start + part.rows.size, device=device)
             values = values[rows // block]
-        return GroupedWeight(slots[name].target, values, group, columns.size, bits=8)
+        return GroupedWeight(codes.target, values, min(group, columns.size), columns.size, bits=8)
 
     return GroupedPart(slots, weight)
+
+
+def _share(part: Part, columns: Span, scale: str, stored: Stored) -> tuple[int, int]:
+    """How many rows and inputs share one of a part's scales; all inputs, and one row or all: there are no blocks."""
+    sizes = stored.tensors[scale].shape
+    if len(sizes) != 2 or (sizes[1] == 1 and sizes[0] in (1, part.rows.total)):
+        return 1, columns.total
+    tall, group = _block(stored, part.name)
+    return (1, -(-columns.total // max(sizes[1], 1))) if sizes[0] == part.rows.total else (tall, group)
 
 
 def _block(stored: Stored, name: str) -> tuple[int, int]:
@@ -312,6 +355,6 @@ def _in_blocks(span: Span) -> Span:
     return Span(span.start // GROUP, span.size // GROUP, span.total // GROUP)
 
 
-FP8 = LinearFormat(quantise=partial(_quantised, scaling="row"), keep=_kept, widens=True)
+FP8 = LinearFormat(quantise=partial(_quantised, scaling="row"), keep=_kept, keep_expert=_kept_expert, widens=True)
 FP8_BLOCK = LinearFormat(quantise=partial(_quantised, scaling="block"))
 FP8_TENSOR = LinearFormat(quantise=partial(_quantised, scaling="tensor"))

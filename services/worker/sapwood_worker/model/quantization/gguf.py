@@ -24,9 +24,6 @@ from sapwood_worker.model.quantization.linear_method import (
 )
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
-_WITHOUT_MINIMUM = {"Q4_0", "Q5_0", "Q6_K", "Q8_0"}
-"""Types whose numbers are whole ones by a scale."""
-
 
 class GgufMethod(TableMethod):
     """Multiplies blocks with float32 activations, as exactly as the float32 numbers that they stand for.
@@ -128,9 +125,9 @@ def _grouped(kind: str, blocks: Tensor, columns: int, ops: DeviceOps) -> Grouped
 
 
 def _kept_expert(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
-    """As :func:`_kept`; a GPU's product of all experts takes projections of one type without a minimum, others are widened."""
+    """As :func:`_kept`; a GPU's product of all experts takes projections of one type, others are widened."""
     kinds = {each.dtype for part in shape.parts if (each := stored.tensors.get(f"{part.name}.weight")) is not None}
-    if ops.groups_experts and (len(kinds) > 1 or not kinds <= _WITHOUT_MINIMUM):
+    if ops.groups_experts and len(kinds) > 1:
         return None
     return _kept(shape, dtype, ops, stored)
 

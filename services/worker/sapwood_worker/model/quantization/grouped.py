@@ -80,7 +80,7 @@ class GroupedMethod(LinearMethod):
 
     def grouped(self) -> GroupedWeight | None:
         weights = self._weights()
-        return weights[0] if len(weights) == 1 else None
+        return weights[0] if len(weights) == 1 and self._bias is None else None
 
     def _weights(self) -> list[GroupedWeight]:
         """What the slots were filled with, which it gives away: all rows, in one weight if they are laid out alike."""

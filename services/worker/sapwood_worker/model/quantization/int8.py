@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.contracts import Gate, Norm, OneRow
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.quantization.dense import ONE_ROW
 from sapwood_worker.model.quantization.linear_method import (
     Fuses,
@@ -47,6 +50,20 @@ class Int8Method(LinearMethod):
     def slots(self) -> WeightSlots:
         return self._shape.slots(self.weight, self.bias)
 
+    @abstractmethod
+    def _filled(self) -> tuple[Tensor, Tensor]:
+        """Weight and scales, of what the slots were filled with."""
+
+    def finish(self) -> None:
+        self.weight, self.scales = self._filled()
+        self._one_row = self._ops.one_row(self.weight, self.bias, self.scales)
+
+    def grouped(self) -> GroupedWeight | None:
+        if self.bias is not None:
+            return None
+        weight, scales = self._filled()
+        return GroupedWeight(weight, scales, weight.shape[1], weight.shape[1], bits=8)
+
     def fuses(self, rows: int) -> Fuses:
         if rows == 1 and self._one_row is not None:
             return ONE_ROW
@@ -70,10 +87,6 @@ class Int8Method(LinearMethod):
         )
         return result if self.bias is None else result.add_(self.bias)
 
-    def _ready(self, weight: Tensor, scales: Tensor) -> None:
-        self.weight, self.scales = weight, scales
-        self._one_row = self._ops.one_row(weight, self.bias, scales)
-
 
 class QuantisedInt8(Int8Method):
     """Loads the weight in the model's dtype and quantises it; arguments as of :class:`Int8Method`."""
@@ -82,10 +95,10 @@ class QuantisedInt8(Int8Method):
         super().__init__(shape, dtype, ops)
         self.weight = torch.empty(shape.rows, shape.columns.size, dtype=dtype, device=ops.device)
 
-    def finish(self) -> None:
+    def _filled(self) -> tuple[Tensor, Tensor]:
         wide = self.weight.float()
         scales = (wide.abs().amax(1, keepdim=True) / _LARGEST).clamp_(min=1e-12)
-        self._ready((wide / scales).round_().to(torch.int8), scales)
+        return (wide / scales).round_().to(torch.int8), scales
 
 
 class StoredInt8(Int8Method):
@@ -108,11 +121,11 @@ class StoredInt8(Int8Method):
     def slots(self) -> WeightSlots:
         return super().slots() | self._scales
 
-    def finish(self) -> None:
+    def _filled(self) -> tuple[Tensor, Tensor]:
         parts = zip(self._shape.parts, self._scales.values(), strict=True)
         scales = [slot.target.float().view(-1, 1).expand(part.rows.size, 1) for part, slot in parts]
         self._scales = {}
-        self._ready(self.weight, torch.cat(scales))
+        return self.weight, torch.cat(scales)
 
 
 def _scale_slot(stored: Stored, part: Part, device: torch.device) -> WeightSlot:

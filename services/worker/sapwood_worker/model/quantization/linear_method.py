@@ -93,7 +93,7 @@ class LinearMethod(ABC):
     def grouped(self) -> GroupedWeight | None:
         """What its slots were filled with, for one product with many layers: asked for in place of :meth:`finish`.
 
-        None: it is not one weight of 4 or 8 bits.
+        None: it is not one weight of 4 or 8 bits, or has a bias.
         """
         return None
 

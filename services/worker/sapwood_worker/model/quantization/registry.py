@@ -94,9 +94,8 @@ class LinearMethods:
         self._keep_table = [(name, each.keep_table) for name, each in formats.items() if each.keep_table is not None]
         self._dtype = dtype
         self._ops = ops
-        self._stored = stored
-        self._widen = widen
-        self._made_up = made_up
+        self._made_up, self._made = made_up, dict[str, StoredTensor]()
+        self._stored = stored if made_up is None or stored is None else replace(stored, tensors=self._made)
         self.used: set[str] = set()
 
     def method(self, shape: LinearShape) -> LinearMethod:
@@ -134,11 +133,23 @@ class LinearMethods:
         """
         return self._kept(shape, self._keep_expert)
 
+    def unlike(self, shape: LinearShape, first: LinearShape) -> ConfigError:
+        """The error that an expert's projections are not stored in the format that the first one's are; names what they lack."""
+        stored = self._stored or Stored()
+        for part, other in zip(shape.parts, first.parts, strict=True):
+            kinds = sorted(
+                name.removeprefix(other.name) for name in stored.tensors if name.startswith(f"{other.name}.")
+            )
+            lacking = next((kind for kind in kinds if part.name + kind not in stored.tensors), None)
+            if lacking is not None:
+                return stored.refusal(part.name + lacking, "the layer's first expert has one")
+        return ConfigError(f"{shape.parts[0].name}: stored in another format than the layer's first expert")
+
     def _kept(self, shape: LinearShape, formats: Sequence[tuple[str, Keep]] | None = None) -> LinearMethod | None:
         if self._stored is None:
             return None
         if self._made_up is not None:
-            self._stored = replace(self._stored, tensors={**self._stored.tensors, **self._made_up(shape)})
+            self._made.update(self._made_up(shape))
         for name, keep in self._keep if formats is None else formats:
             kept = keep(shape, self._dtype, self._ops, self._stored)
             if kept is not None:
@@ -148,9 +159,7 @@ class LinearMethods:
 
     def _wide(self, shape: LinearShape) -> LinearMethod:
         self._assure_wide(shape)
-        quantised = self._quantise(shape, self._dtype, self._ops) if self._quantise is not None else None
-        self.used.add("none" if quantised is None else self._name)
-        return quantised or DenseMethod(shape, self._dtype, self._ops)
+        return self.rounded(shape) or DenseMethod(shape, self._dtype, self._ops)
 
     def keeps(self, name: str, tensor: str) -> bool:
         """Whether the checkpoint stores a tensor, of experts, that only the format ``name`` has; it counts as used then."""
@@ -159,22 +168,6 @@ class LinearMethods:
             self.used.add(name + AS_STORED)
         return found
 
-    def keeps_float8(self, name: str, block: int) -> bool:
-        """Whether an expert's projection stays in the float8 that the checkpoint stores, with a scale for each square block.
-
-        Args:
-            name: The projection's.
-            block: Rows and columns of a block.
-        """
-        stored = (self._stored or Stored()).tensors
-        weight, scales = stored.get(f"{name}.weight"), stored.get(f"{name}.weight_scale_inv")
-        if self._widen or weight is None or scales is None or weight.dtype not in _FLOAT8[:1]:
-            return False
-        if scales.shape != tuple(-(-size // block) for size in weight.shape):
-            return False
-        self.used.add("fp8" + AS_STORED)
-        return True
-
     def check_experts(self, names: Iterable[str]) -> None:
         """Checks that experts can be read as numbers: in float8, or in a type that can be that of the model.
 
@@ -182,16 +175,19 @@ class LinearMethods:
             names: Their projections.
 
         Raises:
-            ConfigError: The checkpoint stores them in another format, or they are to be quantised.
+            ConfigError: The checkpoint stores them in another format.
         """
-        if self._quantise is not None:
-            raise ConfigError(f"--quantization {self._name}: experts cannot be quantised as they are loaded")
-        self.used.add("none")
         stored = self._stored or Stored()
         for name in names:
             _check_wide(name, stored)
             if f"{name}.weight" not in stored.tensors:
                 return  # who loads it names all that is missing
+
+    def rounded(self, shape: LinearShape) -> LinearMethod | None:
+        """What quantises a weight that is read in the model's dtype; None: it stays so."""
+        quantised = None if self._quantise is None else self._quantise(shape, self._dtype, self._ops)
+        self.used.add("none" if quantised is None else self._name)
+        return quantised
 
     def table(self, shape: LinearShape, rows: int) -> TableMethod:
         """The method of a table with a row for each token: as the checkpoint stores it, or in the model's dtype.

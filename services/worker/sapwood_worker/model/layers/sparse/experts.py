@@ -33,7 +33,7 @@ class Experts(Layer):
         context: Where and how it is built.
 
     Raises:
-        ConfigError: The checkpoint stores them in a format that cannot be read, or they are to be quantised.
+        ConfigError: The checkpoint stores them in a format that cannot be read.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.sparse.matrices import stack_of
+from sapwood_worker.model.layers.sparse.matrices import finished, stack_of
 from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
@@ -61,11 +61,16 @@ class _WideStack(_Stack):
         self._weight = torch.empty(places.size, rows.size, columns.size, dtype=context.dtype, device=context.device)
 
     def slots(self) -> WeightSlots:
+        if not self._weight.numel():  # quantised
+            return super().slots()
         spans = self._own, self._columns, self._rows
         return {self._name: WeightSlot(self._weight[: self._own.size].transpose(1, 2), spans=spans), **super().slots()}
 
     def _stack(self, bias: Tensor | None) -> ExpertStack:
-        return DenseStack(self._weight, bias)
+        made = finished(self._weight, self._own.size, self._context, bias)
+        if not isinstance(made, DenseStack):
+            self._weight = self._weight.new_empty(0)
+        return made
 
 
 class _Mxfp4Stack(_Stack):
@@ -124,7 +129,7 @@ class JoinedExperts(Layer):
         context: Where and how it is built.
 
     Raises:
-        ConfigError: They cannot be split over so many ranks, or are to be quantised.
+        ConfigError: They cannot be split over so many ranks.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""The matrices that a layer's experts have alike, filled expert by expert: in the model's dtype, or in float8 as stored."""
+"""The matrices that a layer's experts have alike: read in the model's dtype into their places, and quantised there if wanted."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,14 +11,12 @@ from torch import Tensor
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
-from sapwood_worker.model.layers.sparse.stored_matrices import StoredMatrices, expert_shape
-from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
-
-_BLOCK = 128
-"""Rows and columns of a float8 weight that share a scale."""
+from sapwood_worker.model.layers.sparse.stored_matrices import StoredMatrices, expert_shape, stack_of_methods
+from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 
-class ExpertMatrices(ABC):
+class WideMatrices:
     """A matrix of each expert, of one or more of a checkpoint's projections whose outputs lie side by side.
 
     Args:
@@ -35,46 +32,40 @@ class ExpertMatrices(ABC):
     ) -> None:
         self._parts, self._own, self._rows, self._columns, self._context = parts, places.own, rows, columns, context
         shape = places.size, len(parts), rows.size, columns.size
-        self._weight = torch.empty(shape, dtype=self._dtype, device=context.device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._context.dtype
+        self._weight = torch.empty(shape, dtype=context.dtype, device=context.device)
+        context.linear.rounded(_wide_shape(self._weight.flatten(1, 2), context))
 
     def slots(self) -> WeightSlots:
-        """The tensors that a checkpoint fills, each a view."""
-        return self._each("weight", self._weight, self._rows, self._columns)
-
-    @abstractmethod
-    def stack(self) -> ExpertStack:
-        """The matrices, once the slots are filled."""
-
-    def _each(self, kind: str, tensor: Tensor, rows: Span, columns: Span) -> WeightSlots:
-        """A slot of a kind for each projection of each expert; of those of other ranks nothing is read."""
-        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        others = WeightSlot(nothing, spans=(replace(rows, size=0), replace(columns, size=0)), filled=True)
+        """The tensors that a checkpoint fills, each a view: one for each projection of each expert; of those of other ranks
+        nothing is read."""
+        if not self._weight.numel():
+            return {}
+        nothing = self._weight.new_empty(0)
+        others = WeightSlot(nothing, spans=(replace(self._rows, size=0), replace(self._columns, size=0)), filled=True)
         slots = {}
         for expert in range(self._own.total):
             here = expert - self._own.start
             for place, part in enumerate(self._parts):
                 slot = others
                 if 0 <= here < self._own.size:
-                    slot = WeightSlot(tensor[here, place], spans=(rows, columns))
-                slots[f"{self._context.prefix}.{expert}.{part}.{kind}"] = slot
+                    slot = WeightSlot(self._weight[here, place], spans=(self._rows, self._columns))
+                slots[f"{self._context.prefix}.{expert}.{part}.weight"] = slot
         return slots
 
-
-class WideMatrices(ExpertMatrices):
-    """In the model's dtype."""
-
     def stack(self) -> ExpertStack:
-        return DenseStack(self._weight.flatten(1, 2))
+        """The matrices, once the slots are filled; quantised ones are no longer held as they were read."""
+        made = finished(self._weight.flatten(1, 2), self._own.size, self._context)
+        if not isinstance(made, DenseStack):
+            self._weight = self._weight.new_empty(0)
+        return made
 
 
 class StackedMatrices(WideMatrices):
     """The same where the checkpoint holds each projection of all experts as one tensor, each transposed: [E, K, N]."""
 
     def slots(self) -> WeightSlots:
+        if not self._weight.numel():
+            return {}
         spans = self._own, self._columns, self._rows
         return {
             f"{self._context.prefix}.{part}": WeightSlot(
@@ -84,54 +75,53 @@ class StackedMatrices(WideMatrices):
         }
 
 
-class Float8Matrices(ExpertMatrices):
-    """In float8 with a scale for each block of 128 x 128; activations stay as they are."""
-
-    def __init__(
-        self, parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
-    ) -> None:
-        super().__init__(parts, places, rows, columns, context)
-        self._blocks = _in_blocks(rows), _in_blocks(columns)
-        shape = places.size, len(parts), *(span.size for span in self._blocks)
-        self._scales = torch.empty(shape, dtype=torch.float32, device=context.device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
-
-    def slots(self) -> WeightSlots:
-        return super().slots() | self._each("weight_scale_inv", self._scales, *self._blocks)
-
-    def stack(self) -> ExpertStack:
-        # A scale for each row and group: 3 % of the weight. One part's rows, cut, would still lie whole blocks apart.
-        scales = self._scales.repeat_interleave(_BLOCK, 2)[:, :, : self._rows.size].flatten(1, 2).contiguous()
-        return stack_of(StoredStack(self._weight.flatten(1, 2), scales, _BLOCK), self._context)
-
-
 def expert_matrices(
     parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
-) -> ExpertMatrices | StoredMatrices:
-    """The matrices in the format that the checkpoint stores those of the first expert in.
+) -> WideMatrices | StoredMatrices:
+    """The matrices in the format that the checkpoint stores those of the first expert in, else in the model's dtype.
 
     Raises:
-        ConfigError: It cannot be read, or experts are to be quantised.
+        ConfigError: It cannot be read.
     """
     if context.linear.stored_expert(expert_shape(0, parts, replace(rows, size=0), columns, context)) is not None:
         return StoredMatrices(parts, places, rows, columns, context)
     names = [f"{context.prefix}.{index}.{part}" for index in range(places.own.total) for part in parts]
-    whole_blocks = rows.start % _BLOCK == columns.start % _BLOCK == 0
     context.linear.check_experts(names)
-    if whole_blocks and all(context.linear.keeps_float8(name, _BLOCK) for name in names[: len(parts)]):
-        return Float8Matrices(parts, places, rows, columns, context)
     return WideMatrices(parts, places, rows, columns, context)
+
+
+def finished(weight: Tensor, own: int, context: LayerContext, bias: Tensor | None = None) -> ExpertStack:
+    """Matrices in the model's dtype as they are to be multiplied: quantised if that is wanted and they can be, expert by expert.
+
+    Args:
+        weight: [E, N, K].
+        own: How many of them a checkpoint has filled, the first ones.
+        context: Where and how they are built.
+        bias: [E, N], or None.
+    """
+
+    def rounded() -> Iterator[tuple[str, LinearMethod]]:
+        for index in range(own):
+            method = context.linear.rounded(_wide_shape(weight, context))
+            assert method is not None
+            [slot] = method.slots().values()
+            slot.target.copy_(weight[index])
+            yield f"{context.prefix}.{index}", method
+
+    if context.linear.rounded(_wide_shape(weight, context)) is None:
+        return DenseStack(weight, bias)
+    return stack_of_methods(rounded(), len(weight), weight.shape[1], context, bias)
+
+
+def _wide_shape(weight: Tensor, context: LayerContext) -> LinearShape:
+    """An expert's matrix, of those here, as a linear layer."""
+    _, rows, columns = weight.shape
+    return LinearShape((Part(context.prefix, whole(rows)),), whole(columns))
 
 
 def stack_of(stored: StoredStack, context: LayerContext) -> ExpertStack:
     """Experts' matrices in few bits: for a GPU's grouped product as they are, else by a product of each."""
     if context.ops.groups_experts:
         return stored
-    return StackOfProducts([context.ops.grouped(each) for each in stored.weights()], stored.outputs, stored.bias)
-
-
-def _in_blocks(span: Span) -> Span:
-    return Span(span.start // _BLOCK, -(-span.size // _BLOCK), -(-span.total // _BLOCK))
+    products = [context.ops.grouped(stored.weight(expert)) for expert in range(stored.experts)]
+    return StackOfProducts(products, stored.outputs, stored.bias)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.experts.stack import ExpertStack, StackOfProducts, StoredStack
+from sapwood_kernels.experts.stack import ExpertStack, StackOfProducts, stacked
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
@@ -44,7 +43,7 @@ class StoredMatrices:
             shape = expert_shape(expert, parts, taken, columns, context)
             method = context.linear.stored_expert(shape)
             if method is None:
-                raise ConfigError(f"{shape.parts[0].name}: stored in another format than the layer's first expert")
+                raise context.linear.unlike(shape, expert_shape(0, parts, rows, columns, context))
             if here:
                 self._methods[shape.parts[0].name] = method
             # Of those of other ranks nothing is read.
@@ -63,11 +62,9 @@ class StoredMatrices:
             ConfigError: The grouped product does not take this format.
         """
         self._slots = {}  # what was read is freed, expert by expert
-        if self._context.ops.groups_experts:
-            return _stacked(self._methods, self._places.size)
-        for method in self._methods.values():
-            method.finish()
-        return StackOfProducts([method.apply for method in self._methods.values()], self._outputs)
+        methods, self._methods = self._methods, {}
+        taken = ((name, methods.pop(name)) for name in list(methods))
+        return stack_of_methods(taken, self._places.size, self._outputs, self._context)
 
 
 def expert_shape(expert: int, parts: Sequence[str], rows: Span, columns: Span, context: LayerContext) -> LinearShape:
@@ -75,38 +72,43 @@ def expert_shape(expert: int, parts: Sequence[str], rows: Span, columns: Span, c
     return LinearShape(tuple(Part(f"{context.prefix}.{expert}.{part}", rows) for part in parts), columns)
 
 
-def _stacked(methods: dict[str, LinearMethod], slots: int) -> StoredStack:
-    """One tensor for the codes in so many slots, the experts' first, one for their scales, one for their zeros."""
-    codes: Tensor | None = None
-    scales, zeros = torch.empty(0), torch.empty(0)
-    weight = None
-    for index, (name, method) in enumerate(methods.items()):
-        weight = _integers(name, method)
-        assert weight.zeros is not None
-        if codes is None:
-            codes, scales, zeros = (
-                each.new_empty(slots, *each.shape) for each in (weight.codes, weight.scales, weight.zeros)
-            )
-        codes[index], scales[index], zeros[index] = weight.codes, weight.scales, weight.zeros
-    assert codes is not None and weight is not None
-    return StoredStack(codes, scales, weight.group, None, zeros, weight.bits)
+def stack_of_methods(
+    methods: Iterable[tuple[str, LinearMethod]],
+    slots: int,
+    outputs: int,
+    context: LayerContext,
+    bias: Tensor | None = None,
+) -> ExpertStack:
+    """Experts' matrices, each a linear layer's, by their names.
 
+    Args:
+        methods: With their slots filled; each may be freed once the next is asked for.
+        slots: Experts that there is room for where they can move.
+        outputs: Of each.
+        context: Where and how they are built.
+        bias: Of each expert in its slot, [E, N], or None.
 
-def _integers(name: str, method: LinearMethod) -> GroupedWeight:
-    """An expert's weight; ConfigError if the grouped product does not take it."""
-    weight = method.grouped()
-    if weight is not None:
-        # A tile's columns are whole groups, or part of one.
-        even = weight.group >= weight.columns or (weight.group >= 16 and weight.group & (weight.group - 1) == 0)
-        plain = (
-            weight.table is None
-            and weight.factors is None
-            and weight.order is None
-            and weight.mins is None
-            and weight.zeros is not None
-        )
-        if even and plain and weight.columns % 2 == 0:
-            return weight
-    raise ConfigError(
-        f"{name}: on a GPU experts are read in integers of 4 and 8 bits without an order, MXFP4 and float8"
-    )
+    Raises:
+        ConfigError: A GPU's product of all experts does not take this format; names an expert.
+    """
+    if not context.ops.groups_experts:
+        products = []
+        for _, method in methods:
+            method.finish()
+            products.append(method.apply)
+        return StackOfProducts(products, outputs, bias)
+    at = ""
+
+    def weights() -> Iterator[GroupedWeight]:
+        nonlocal at
+        for name, method in methods:
+            at = name
+            weight = method.grouped()
+            if weight is None:
+                raise ValueError("its projections are laid out in different ways, or have a bias")
+            yield weight
+
+    try:
+        return stacked(weights(), slots, bias)
+    except ValueError as error:
+        raise ConfigError(f"{at}: a GPU's product of experts does not take this: {error}") from error

@@ -17,20 +17,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sapwood_kernels import dependent_launch
+from sapwood_kernels import dependent_launch, triton_float8
 from sapwood_kernels.experts import triton_few_tokens
 from sapwood_kernels.experts.stack import DenseStack, StoredStack, in_few_bits
 from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable
 from sapwood_kernels.experts.triton_align import Tiles, align
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import arguments, widened
+from sapwood_kernels.quantised import triton_int8
 
 _SUM_BLOCK = 512
+_ROUNDED = 64
+"""Places of a tile from which on inputs are rounded to 8 bits where they may be; with fewer, reading matrices takes longer."""
 
 
 @triton.jit(do_not_specialize=["COUNT"])
 def _product_kernel(
-    x, weight, scales, zeros, mins, table, factors, orders, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS,
+    x, x_scales, weight, scales, zeros, mins, table, factors, orders, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS,
     SHARE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +59,9 @@ def _product_kernel(
         row = x + (pair // SHARE).to(tl.int64) * K
         # Few tokens are the right side: the matrix, as the left one, fills a tensor core.
         few: tl.constexpr = BLOCK_M < 128
-        total = tl.zeros((BLOCK_N, BLOCK_M) if few else (BLOCK_M, BLOCK_N), tl.float32)
+        # Sums of int8 numbers are exact.
+        sums: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+        total = tl.zeros((BLOCK_N, BLOCK_M) if few else (BLOCK_M, BLOCK_N), sums)
         for start in range(0, K, BLOCK_K):
             at = start + tl.arange(0, BLOCK_K)
             deep = at < K
@@ -64,7 +69,7 @@ def _product_kernel(
             if orders is not None:
                 place = tl.load(orders + expert.to(tl.int64) * K + at, mask=deep, other=0)
             taken = tl.load(row[:, None] + place[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
-            if GROUP > 0:
+            if GROUP > 0 and x_scales is None:
                 part = widened(
                     weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N,
                     BLOCK_K,
@@ -75,11 +80,13 @@ def _product_kernel(
                     eviction_policy="evict_first" if few else "",
                 )  # fmt: skip
             if few:
-                total = tl.dot(part, tl.trans(taken), total, input_precision="ieee")
+                total = tl.dot(part, tl.trans(taken), total, input_precision="ieee", out_dtype=sums)
             else:
-                total = tl.dot(taken, tl.trans(part), total, input_precision="ieee")
+                total = tl.dot(taken, tl.trans(part), total, input_precision="ieee", out_dtype=sums)
         if not few:
             total = tl.trans(total)
+        if x_scales is not None:
+            total = total.to(tl.float32) * tl.load(x_scales + pair // SHARE, mask=valid, other=0.0)[None, :]
         if factors is not None:
             of_row = tl.load(factors + expert.to(tl.int64) * N + columns, mask=inside, other=0.0)
             total *= of_row.to(tl.float32)[:, None]
@@ -135,10 +142,13 @@ def product(
     """``x[pair // share] @ weight.T + bias`` by each pair's expert, gated if there is a gate: [*, K] -> [pairs, N] or
     [pairs, N / 2], in x's dtype; undefined without an expert."""
     tensors, constants = arguments(stack, shape.depth)
+    dtype, x_scales = x.dtype, None
+    if isinstance(stack, StoredStack) and stack.rounds and tiles.height >= _ROUNDED:
+        x, x_scales = triton_int8.quantise_rows(x) if stack.integers else triton_float8.quantise(x, grouped=False)
     kind, alpha, limit = (-1, 0.0, 0.0) if gate is None else kind_of(gate)
-    out = torch.empty(pairs, stack.outputs if gate is None else stack.outputs // 2, dtype=x.dtype, device=x.device)
+    out = torch.empty(pairs, stack.outputs if gate is None else stack.outputs // 2, dtype=dtype, device=x.device)
     _product_kernel[(len(tiles.experts) * triton.cdiv(stack.outputs, shape.width),)](
-        x, *tensors, out, tiles.places, tiles.experts, alpha, limit, pairs, stack.outputs, stack.experts, SHARE=share,
+        x, x_scales, *tensors, out, tiles.places, tiles.experts, alpha, limit, pairs, stack.outputs, stack.experts, SHARE=share,
         K=x.shape[1], GATE=kind, **constants, BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
         num_warps=shape.warps, num_stages=shape.stages, **dependent_launch.options(tiles.ids),
     )  # fmt: skip

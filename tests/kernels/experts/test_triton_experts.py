@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,10 +11,14 @@ from sapwood_kernels import reference
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing
-from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack
+from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack, stacked
 from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable, tile_height
 from sapwood_kernels.experts.tuning import Tuning
+from sapwood_kernels.native.products import ALL
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.quantised import int8
+from sapwood_kernels.quantised.gguf_groups import grouped_blocks
+from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
 
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_align = pytest.importorskip("sapwood_kernels.experts.triton_align")
@@ -189,6 +195,110 @@ def test_integers_are_widened_as_they_are_multiplied(bits, group, tokens):
     x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
     parts = x, ids, weights, stack(192, 160), stack(160, 96)
     near(*both(parts, "silu", ALONE if tokens == 1 else None), 1e-5)
+
+
+def one_scale(kind, rows, columns):
+    """Float8 or int8 with a scale a row."""
+    wide = torch.randn(EXPERTS, rows, columns, generator=torch.Generator().manual_seed(rows)) / columns**0.5
+    most = 448 if kind == "float8" else 127
+    scales = wide.abs().amax(2, keepdim=True) / most
+    codes = (wide / scales).to(torch.float8_e4m3fn) if kind == "float8" else (wide / scales).round().to(torch.int8)
+    integers = None if kind == "float8" else 8
+    return StoredStack(codes.to(DEVICE), scales.to(DEVICE), columns, integers=integers)
+
+
+@pytest.mark.parametrize("kind", ["float8", "int8"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_rows_with_one_scale_are_scaled_once(kind, tokens):
+    x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
+    parts = x, ids, weights, one_scale(kind, 192, 160), one_scale(kind, 160, 96)
+    near(*both(parts, "silu", ALONE if tokens == 1 else None), 1e-5)
+
+
+# The interpreter rounds some numbers to float8 in a way of its own.
+@pytest.mark.parametrize("kind", ["int8", *(["float8"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("height", [64, 128])
+def test_many_tokens_are_rounded_where_they_may_be(kind, height):
+    x, ids, weights, *_ = made(40, 3, torch.float32, width=160)
+    stacks = [replace(one_scale(kind, *sizes), rounds=True) for sizes in ((192, 160), (160, 96))]
+    rounding = reference.quantise_rows if kind == "float8" else int8.quantise_rows
+
+    def of_rounded(stack, expert):
+        def product(inputs):
+            codes, scales = rounding(inputs)
+            return stack.product(expert, codes.float() * scales)
+
+        return product
+
+    oracle = [StackOfProducts([of_rounded(each, expert) for expert in range(EXPERTS)], each.outputs) for each in stacks]
+    shape = TileShape(64, 64, 4, 3)
+    ours = triton_experts.expert_sum(x, ids, weights, *stacks, "silu", lambda pairs: TilePlan(height, shape, shape))
+    theirs = expert_sum(x, ids, weights, *oracle, reference.silu_mul)
+    near(ours, theirs, 0.01)  # a number between two codes may go to either
+    unrounded = expert_sum(x, ids, weights, *stacks, reference.silu_mul)
+    assert (ours - theirs).norm() < 0.3 * (theirs - unrounded).norm()
+
+
+@pytest.mark.parametrize(
+    ("table", "scales_dtype", "group"), [(True, torch.float32, 64), (False, torch.float8_e4m3fn, 16)]
+)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_tables_factors_minima_and_orders(table, scales_dtype, group, tokens):
+    generator = torch.Generator().manual_seed(group)
+
+    def stack(rows, columns):
+        groups = -(-columns // group)
+
+        def numbers(*sizes):
+            return torch.rand(EXPERTS, *sizes, generator=generator).to(DEVICE)
+
+        codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=generator, dtype=torch.uint8)
+        order = torch.stack([torch.randperm(columns, generator=generator) for _ in range(EXPERTS)]).int()
+        return StoredStack(
+            codes.to(DEVICE), (numbers(rows, groups) / columns**0.5).to(scales_dtype), group, numbers(rows),
+            mins=numbers(rows, groups) / columns, table=torch.linspace(-1, 1, 16, device=DEVICE) if table else None,
+            factors=numbers(rows, 1) + 0.5, orders=order.to(DEVICE),
+        )  # fmt: skip
+
+    x, ids, weights, *_ = made(tokens, 3, torch.float32, width=160)
+    parts = x, ids, weights, stack(192, 160), stack(160, 96)
+    near(*both(parts, "silu", ALONE if tokens == 1 else None), 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 6), ("Q5_K", 10), ("Q6_K", 10.5), ("Q4_1", 5), ("IQ4_XS", 5)])
+def test_gguf_blocks_are_stacked_and_multiplied(kind, bits):
+    """Random bytes, but for the scales, which are float16 numbers."""
+    generator = torch.Generator().manual_seed(len(kind))
+    _, per_block, size = ALL[kind]
+
+    def stack(rows, columns):
+        blocks = torch.randint(
+            0, 256, (EXPERTS, rows, columns // per_block, size), generator=generator, dtype=torch.uint8
+        )
+        ones = torch.full((EXPERTS, rows, columns // per_block, 1), 0.01).half().view(torch.uint8)
+        places = {"Q6_K": (208,), "IQ4_XS": (0,)}.get(kind, (0, 2))
+        for at in places:
+            blocks[..., at : at + 2] = ones
+        weights = [grouped_blocks(kind, each.flatten(1).to(DEVICE), columns) for each in blocks]
+        made = stacked(weights, EXPERTS)
+        held = (made.codes, made.scales, made.zeros, made.mins)
+        assert 8 * sum(each.nbytes for each in held if each is not None) == bits * EXPERTS * rows * columns
+        for expert, weight in enumerate(weights):
+            assert torch.equal(dequantise(made.weight(expert)), dequantise(weight))
+        return made
+
+    x, ids, weights, *_ = made(5, 3, torch.float32, width=256)
+    parts = x, ids, weights, stack(512, 256), stack(256, 256)
+    near(*both(parts, "silu"), 1e-5)
+
+
+def test_experts_in_different_layouts_are_no_stack():
+    weights = [GroupedWeight(torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1), 32, 32, bits=8) for _ in range(3)]
+    weights[2] = replace(weights[2], mins=torch.ones(4, 1))
+    with pytest.raises(ValueError, match="its layout is not that of the first expert, 2 before it"):
+        stacked(weights, 3)
+    with pytest.raises(ValueError, match="groups of 24 among 48 inputs"):
+        stacked([GroupedWeight(torch.zeros(4, 48, dtype=torch.int8), torch.ones(4, 2), 24, 48, bits=8)], 1)
 
 
 @pytest.mark.parametrize(

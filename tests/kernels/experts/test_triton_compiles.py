@@ -55,14 +55,21 @@ formats = {
 for name, (stored, group, bits) in formats.items():
     held = {part: None for part in parts if part not in stored}  # what the format has not
     kinds = common | stored | dict(places="*i32", experts="*i32", COUNT="i32", N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
-    for height in (16, 64, 128) if name == "bf16" else (16, 128):
+    often = name in ("bf16", "fp8", "mxfp4", "int4", "int8")  # of others a few
+    for height in (16, 64, 128) if name == "bf16" else (16, 128) if often else (128,):
         shape = tiles.tile_shapes(height, stored=name != "bf16")[0]
         constants = held | dict(
-            SHARE=8, K=2048, GATE=0 if bits < 8 else -1, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
+            x_scales=None, SHARE=8, K=2048, GATE=0 if bits < 8 else -1, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
             BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth, PDL=height == 16,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         print(name, height, *compiled(triton_experts._product_kernel, kinds, constants, **options))
+        if name in ("fp8rows", "int8rows") and height == 128:  # inputs are of 8 bits, too
+            del constants["x_scales"]
+            rounded = kinds | dict(x=stored["weight"], x_scales="*fp32")
+            print(name + "-x", height, *compiled(triton_experts._product_kernel, rounded, constants, **options))
+    if not often and name != "int4mins":
+        continue
     kinds = common | stored | dict(inner="*bf16", ids="*i32", weights="*fp32")
     kinds |= dict(N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
     constants = held | dict(GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", K=2048, PDL=True)
@@ -122,6 +129,8 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
     found = {(name, int(height)): (int(shared), int(wgmma)) for name, height, shared, wgmma in rows}
     formats = {"bf16", "fp8", "fp8rows", "mxfp4", "nf4", "int4", "int4mins", "int4order", "int8", "int8rows"}
     assert {name for name, _ in found} == formats | {
+        "fp8rows-x",
+        "int8rows-x",
         "sum",
         "align",
         "count",
@@ -134,7 +143,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
         "digest",
     }
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
-    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many")) == 2 * len(formats)
+    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many")) == 12
     assert all(wgmma for (name, _), (_, wgmma) in found.items() if name == "many")
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
-    assert len(tall) == len(formats) and all(tall), "tall tiles use the tensor cores of Hopper"
+    assert len(tall) == len(formats) + 2 and all(tall), "tall tiles use the tensor cores of Hopper"

@@ -151,6 +151,36 @@ def test_logits_are_those_of_transformers_with_the_same_numbers(stored, family, 
     assert_near(logits_of(loaded, TOKENS), theirs)
 
 
+def test_experts_that_are_joined_in_16_bits_are_read_apart_in_float8(tiny_model, tmp_path):
+    """Llama 4's, as llm-compressor stores them."""
+    from transformers import AutoModelForCausalLM
+
+    layout, quantization, _ = FORMATS["float8 dynamic"]
+    tiny = tiny_model("llama4")
+    path, wide = (shutil.copytree(tiny.path, tmp_path / kind) for kind in ("stored", "wide"))
+    tensors, numbers = (load_file(each / "model.safetensors") for each in (path, wide))
+    for name in [each for each in tensors if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stem, kind = name.rsplit(".", 1)
+        of_experts = tensors.pop(name)
+        for expert, each in enumerate(of_experts):
+            parts = each.chunk(2, 1) if kind == "gate_up_proj" else [each]
+            made = [layout(part.t().contiguous()) for part in parts]
+            numbers[name][expert] = torch.cat([rounded.t() for _, rounded in made], 1)
+            for projection, (stored, _) in zip(
+                ("gate_proj", "up_proj") if len(parts) > 1 else ("down_proj",), made, strict=True
+            ):
+                tensors |= {f"{stem}.{expert}.{projection}.{part}": held for part, held in stored.items()}
+    save_file(tensors, path / "model.safetensors")
+    save_file(numbers, wide / "model.safetensors")
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    loaded = load(path)
+    assert loaded.quantization == "fp8 as stored"
+    oracle = AutoModelForCausalLM.from_pretrained(wide, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert_near(logits_of(loaded, TOKENS[:15]), oracle(torch.tensor([TOKENS[:15]])).logits[0])
+
+
 @slow
 def test_activations_that_are_rounded_change_the_logits_little(stored):
     path, theirs = stored("qwen3-moe", "W8A8")

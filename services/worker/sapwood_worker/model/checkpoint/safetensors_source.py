@@ -25,8 +25,8 @@ from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Constants that some old checkpoints store, scales of activations, which we compute ourselves, and those of the cache.
 _IGNORED_SUFFIXES = (
-    *(".rotary_emb.inv_freq", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale"),
-    *(".q_scale", ".k_scale", ".v_scale"),
+    *(".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale"),
+    *(".output_scale", ".q_scale", ".k_scale", ".v_scale"),
 )
 _KV_SCALE = re.compile(r".*layers\.(\d+)\.self_attn\.(?:attn\.)?([kv])(?:_scale|_proj\.(?:[kv]_scale|output_scale))")
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)

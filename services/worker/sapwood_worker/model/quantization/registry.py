@@ -168,6 +168,10 @@ class LinearMethods:
             self.used.add(name + AS_STORED)
         return found
 
+    def stores(self, module: str) -> bool:
+        """Whether the checkpoint stores any tensor of a module."""
+        return self._stored is not None and any(name.startswith(f"{module}.") for name in self._stored.tensors)
+
     def check_experts(self, names: Iterable[str]) -> None:
         """Checks that experts can be read as numbers: in float8, or in a type that can be that of the model.
 

@@ -29,7 +29,8 @@ class Experts(Layer):
         chosen: How many a token goes to.
         projections: What checkpoints call an expert's gate, up and down.
         activation: The gate's activation.
-        stacked: Whether checkpoints hold each projection of all experts as one tensor, transposed.
+        stacked: Whether checkpoints hold each projection of all experts as one tensor, transposed, unless one has them apart: in
+            few bits.
         context: Where and how it is built.
 
     Raises:
@@ -54,7 +55,7 @@ class Experts(Layer):
         self._places = ExpertPlaces(count, context.parallel, context.ops)
         outer = whole(hidden_size)
         self.projections = gate, up, down = projections
-        made = StackedMatrices if stacked else expert_matrices
+        made = StackedMatrices if stacked and not context.linear.stores(self.name(0, gate)) else expert_matrices
         self._gate_up = made((gate, up), self._places, inner, outer, context)
         self._down = made((down,), self._places, outer, inner, context)
         self._sum: PlacedSum

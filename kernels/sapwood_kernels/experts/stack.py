@@ -191,7 +191,7 @@ def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = 
         alike = made.keys() == held.keys() and all(made[name].shape[1:] == held[name].shape for name in held)
         if (
             not alike
-            or (weight.group, weight.bits) != (first.group, first.bits)
+            or (weight.group, weight.bits, weight.rounds) != (first.group, first.bits, first.rounds)
             or not same_numbers(weight.table, first.table)
         ):
             raise ValueError(f"its layout is not that of the first expert, {index} before it")
@@ -203,7 +203,7 @@ def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = 
         table = None
     return StoredStack(
         made["codes"], made["scales"], first.group, bias, made.get("zeros"), integers, made.get("mins"), table,
-        made.get("factors"), made.get("order"),
+        made.get("factors"), made.get("order"), first.rounds,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class GroupedWeight:
         factors: float32 [N, 1]; None: 1.
         mins: [N, G], of any floating type; None: 0.
         order: int64 [K]: which input number j is multiplied with; None: the j-th.
+        rounds: Whether a product may round inputs to 8 bits by a scale for each row of them; codes have 8, and one scale a row.
     """
 
     codes: Tensor
@@ -41,6 +42,7 @@ class GroupedWeight:
     factors: Tensor | None = None
     mins: Tensor | None = None
     order: Tensor | None = None
+    rounds: bool = False
 
     @property
     def rows(self) -> int:
@@ -112,6 +114,7 @@ def _alike(one: GroupedWeight, other: GroupedWeight) -> bool:
             each.zeros is None,
             each.factors is None,
             each.mins is None,
+            each.rounds,
         )
         for each in (one, other)
     ]

@@ -165,7 +165,7 @@ class QuantisedFloat8(Float8Method):
         (rows, columns), group = weight.shape, GROUP if self._scaling == "block" else weight.shape[1]
         if self._scaling != "row":
             scales = scales.repeat_interleave(rows // len(scales), 0)
-        return GroupedWeight(weight, scales, group, columns, bits=8)
+        return GroupedWeight(weight, scales, group, columns, bits=8, rounds=self._scaling != "block")
 
     def _rounded(self) -> Float8:
         quantise = {
@@ -319,7 +319,8 @@ def _grouped(part: Part, codes: WeightSlot, scale: str, stored: Stored) -> Group
         else:
             rows = torch.arange(part.rows.start, part.rows.start + part.rows.size, device=device)
             values = values[rows // block]
-        return GroupedWeight(codes.target, values, min(group, columns.size), columns.size, bits=8)
+        rounds = block == 1 and group == columns.total and _rounds_activations(stored, part.name)
+        return GroupedWeight(codes.target, values, min(group, columns.size), columns.size, bits=8, rounds=rounds)
 
     return GroupedPart(slots, weight)
 

@@ -6,7 +6,8 @@ into a ring in shared memory, which a warp of its own fills. Two warp groups mul
 and do not meet: one widens while tensor cores multiply for the other. Programs are as many as there are multiprocessors, and each
 takes an equal share of all tiles' groups (stream-K: Osama et al. 2023, arXiv:2301.03598), the last ones first: a tile that
 several programs share is summed by the last of them, whose share ends with it. It waits for programs before it only, which have
-begun before it, and for what each of them did first.
+begun before it, and for what each of them did first. A tile leaves through a place of the ring by the bulk copy engine, which has
+brought there what it is added to: a thread's own numbers lie 2 bytes each in as many rows.
 
 Bound: up to 128 rows one read of the weight, O(N K); from there on the products, O(T N K). Measured: docs/quantization.md.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -37,12 +39,25 @@ from sapwood_kernels.quantised.triton_row import Gate
 MOST = 512
 """Rows of inputs: for more, a weight is better widened once for all of them."""
 _TILE = 128  # rows of the weight, 64 for a warp group
+_FEW_GROUPS = 16  # of a program, with 256 rows of inputs
 
 # Kernels of other modules share no function that uses constants with this one: in Triton 3.6 the key under which a kernel is
 # cached would depend on which of them had been looked at before, and what was compiled ahead would not be found.
 # Triton 3.6 and later ones name these differently.
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def _seen(kept, shape: gl.constexpr, layout: gl.constexpr):
+        return kept.reinterpret(kept.dtype, shape, layout)
+else:
+
+    @gluon.jit
+    def _seen(kept, shape: gl.constexpr, layout: gl.constexpr):
+        return kept._reinterpret(kept.dtype, shape, layout)
+
 
 _WIDEN_SCALED = (
     triton_few._WIDEN.removesuffix("}}") + "".join(f"    {{times}} ${i}, ${i}, $6;\n" for i in range(4)) + "}}"
@@ -154,9 +169,10 @@ def _in_place(x):
 
 @gluon.jit
 def _fill(
-    x, words, taken, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+    x, words, out, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Fills the ring: a warp's part of a program."""
+    """Fills the ring: a warp's part of a program. After a tile's last group comes what it is added to, or nothing."""
+    sent: gl.constexpr = out.layout
     across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M)
     turn = 0
     gdc_wait()
@@ -173,6 +189,17 @@ def _fill(
             _fetch(words, [first_n, step * 16], ready.index(stage), coded.index(stage))
             _fetch(x, [first_m, step * 128], ready.index(stage), taken.index(stage))
             turn += 1
+        if last == STEPS:
+            stage = turn % STAGES
+            mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
+            if ADDS != 0:
+                mbarrier.expect(ready.index(stage), BLOCK_M * 256)
+                halves = _seen(taken.index(stage), [2, BLOCK_M, 64], sent)
+                _fetch(out, [first_m, first_n], ready.index(stage), halves.index(0))
+                _fetch(out, [first_m, first_n + 64], ready.index(stage), halves.index(1))
+            else:
+                mbarrier.arrive(ready.index(stage), count=1)
+            turn += 1
         end -= last - first
 
 
@@ -187,6 +214,7 @@ def _multiply(
     kind: gl.constexpr = scales.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    sent: gl.constexpr = out.layout
     size: gl.constexpr = 16 * BLOCK_M  # of a quarter of what a group has of a tile
     across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M)
     row = gl.arange(0, 64, gl.SliceLayout(1, held_layout)) + GROUP * 64
@@ -226,19 +254,26 @@ def _multiply(
             for other in range(tile * STEPS // SHARE, program):
                 while gl.atomic_add(done + other * 2 + GROUP, 0, sem="acquire") == 0:
                     pass
+            stage = turn % STAGES
+            mbarrier.wait(ready.index(stage), turn // STAGES & 1)
+            place = _seen(taken.index(stage), [2, BLOCK_M, 64], sent).index(GROUP)
             for i in gl.static_range(4):
                 sum_ = _side_by_side(quarters[i])
                 flat = gl.arange(0, size, sum_.type.layout)
                 for other in range(tile * STEPS // SHARE, program):
                     sum_ += gl.load(partial + ((other * 2 + GROUP) * 4 + i) * size + flat, cache_modifier=".cg")
-                each = _in_place(sum_)
-                n = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, each.type.layout)), 1) + (first_n + GROUP * 64)
-                m = gl.expand_dims(gl.arange(0, BLOCK_M // 4, gl.SliceLayout(0, each.type.layout)), 0) + (
-                    first_m + i * (BLOCK_M // 4)
-                )
-                inside = (m < M) & (n < N)
-                each += gl.load(out + (m * N + n), mask=inside & (ADDS != 0), other=0.0).to(gl.float32)
-                gl.store(out + (m * N + n), each.to(out.dtype.element_ty), mask=inside)
+                each = gl.permute(_in_place(sum_), (1, 0))
+                there = place.slice(i * (BLOCK_M // 4), BLOCK_M // 4, 0)
+                if ADDS != 0:
+                    each += there.load(each.type.layout).to(gl.float32)
+                there.store(each.to(dtype))
+            fence_async_shared()
+            _together()
+            _send(out, [first_m, first_n + GROUP * 64], place)
+            tma.store_wait(0)
+            _together()  # the thread that sends is not necessarily the one that hands the place back
+            mbarrier.arrive(free.index(stage), count=1)
+            turn += 1
         end -= last - first
 
 
@@ -262,7 +297,7 @@ def _many_kernel(
                          gl.constexpr(0), PER, HAS_ZEROS, BLOCK_M, STAGES)),
             (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
                          gl.constexpr(1), PER, HAS_ZEROS, BLOCK_M, STAGES)),
-            (_fill, (x, words, taken, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M, STAGES)),
+            (_fill, (x, words, out, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, BLOCK_M, STAGES)),
         ],
         [4, 1],
         [240, 24],  # registers of a thread that multiplies, and of one that fills the ring
@@ -281,13 +316,15 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def block_shape(count: int) -> Blocks:
-    """What a program takes. Measured for an 8B model's shapes on an H200."""
+def block_shape(count: int, rows: int, columns: int, processors: int) -> Blocks:
+    """What a program takes for ``count`` rows and a weight [rows, columns]. Measured for an 8B model's shapes on an H200."""
     if count <= 32:
         return Blocks(32, 12)
     if count <= 64:
         return Blocks(64, 8)
-    if count <= 128:
+    # The larger a tile the less is fetched for a product, and the more is summed where several programs share one.
+    groups = triton.cdiv(count, 256) * (rows // _TILE) * (columns // 128)
+    if count <= 128 or groups < _FEW_GROUPS * processors:
         return Blocks(128, 5)
     return Blocks(256, 3)
 
@@ -327,7 +364,7 @@ def product(
         [T, N].
     """
     count, rows, columns = x.shape[0], weight.rows, weight.columns
-    block_m, stages = blocks or block_shape(count)
+    block_m, stages = blocks or block_shape(count, rows, columns, processors)
     steps = columns // 128
     tiles = triton.cdiv(count, block_m) * (rows // _TILE)
     share = triton.cdiv(tiles * steps, processors)
@@ -340,11 +377,13 @@ def product(
     words = weight.codes.view(torch.int32)
     x_order = gl.NVMMASharedLayout.get_default_for([block_m, 128], kind)
     word_order = gl.NVMMASharedLayout.get_default_for([_TILE, 16], gl.int32)
+    out_order = gl.NVMMASharedLayout.get_default_for([block_m, 64], kind)
     _many_kernel[(programs,)](
         TensorDescriptor.from_tensor(taken, [block_m, 128], x_order),
         TensorDescriptor.from_tensor(words, [_TILE, 16], word_order), weight.scales,
-        weight.codes if weight.zeros is None else weight.zeros, out, partial, done, count, share, rows, steps,
-        int(add_to is not None), PER=steps // weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, BLOCK_M=block_m,
+        weight.codes if weight.zeros is None else weight.zeros, TensorDescriptor.from_tensor(out, [block_m, 64], out_order),
+        partial, done, count, share, rows, steps, int(add_to is not None),
+        PER=steps // weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

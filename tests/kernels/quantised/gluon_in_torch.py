@@ -165,6 +165,12 @@ def _fetch(source: Any, at: list[int], barrier: _Shared, target: _Shared, pred: 
         _BARRIERS.copied(barrier, target.values.nbytes)
 
 
+def _send(target: Any, at: list[int], source: _Shared) -> None:
+    """The bulk copy back; nothing goes beyond the tensor."""
+    place = target.base[tuple(slice(first, first + size) for first, size in zip(at, target.block_shape, strict=True))]
+    place.copy_(source.values[tuple(map(slice, place.shape))])
+
+
 def _warp_specialize(
     parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]
 ) -> None:
@@ -266,7 +272,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         kernel: The kernel.
         others: Its module's other functions of Gluon, by name.
     """
-    waits = dict.fromkeys(("_together", "gdc_launch_dependents", "gdc_wait"), lambda: None)
+    waits = dict.fromkeys(("_together", "fence_async_shared", "gdc_launch_dependents", "gdc_wait"), lambda: None)
     layouts = dict.fromkeys(
         ("_code_layout", "_input_layout", "scale_layout", "_digit_layout", "_word_layout"), lambda *_: None
     )
@@ -284,6 +290,8 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "_digits_of": _digits_of,
         "_seen": _seen,
         "_fetch": _fetch,
+        "_send": _send,
+        "tma": SimpleNamespace(store_wait=lambda pending: None),
         "mbarrier": _MBARRIER,
         "_put": _put,
         "_copy": _copy,

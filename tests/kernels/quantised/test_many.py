@@ -40,7 +40,8 @@ def test_products_are_those_of_the_numbers_whatever_share_a_program_has(dtype, c
     weight = made(256, columns, group, dtype)
     assert triton_many.serves(weight, dtype)
     x = torch.randn(count, 2 * columns, device=DEVICE).to(dtype)[:, columns:]  # rows that lie apart
-    near(triton_many.product(x, weight, processors), x.float() @ dequantise(weight).t())
+    blocks = triton_many.Blocks(256, 3) if count > 128 else None  # those that larger weights have
+    near(triton_many.product(x, weight, processors, blocks=blocks), x.float() @ dequantise(weight).t())
 
 
 def test_scales_of_another_dtype_an_order_and_no_zeros_are_taken():

@@ -291,11 +291,9 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "_seen": _seen,
         "_fetch": _fetch,
         "_send": _send,
-        "tma": SimpleNamespace(store_wait=lambda pending: None),
         "mbarrier": _MBARRIER,
         "_put": _put,
         "_copy": _copy,
-        "fence_async_shared": lambda: None,
         "tma": SimpleNamespace(store_wait=lambda pending: None),
         # A warp group's threads arrive one by one.
         "async_copy": SimpleNamespace(mbarrier_arrive=lambda barrier, increment_count: _BARRIERS.arrive(barrier, 128)),

@@ -2,12 +2,12 @@
 
 The weight is the left side: a thread widens just the numbers that it multiplies (``triton_few`` says how), and scales them in
 registers. Inputs, in the order in which a thread holds its codes (``triton_permuted``), and codes come by the bulk copy engine
-into a ring in shared memory, which a warp of its own fills. Two warp groups multiply, each with rows of the weight of its own,
-and do not meet: one widens while tensor cores multiply for the other. Programs are as many as there are multiprocessors, and each
-takes an equal share of all tiles' groups (stream-K: Osama et al. 2023, arXiv:2301.03598), the last ones first: a tile that
-several programs share is summed by the last of them, whose share ends with it. It waits for programs before it only, which have
-begun before it, and for what each of them did first. A tile leaves through a place of the ring by the bulk copy engine, which has
-brought there what it is added to: a thread's own numbers lie 2 bytes each in as many rows.
+into a ring in shared memory, which warps of their own fill (``triton_many_fill``). Two warp groups multiply, each with rows of
+the weight of its own, and do not meet: one widens while tensor cores multiply for the other. Programs are as many as there are
+multiprocessors, and each takes an equal share of all tiles' groups (stream-K: Osama et al. 2023, arXiv:2301.03598), the last ones
+first: a tile that several programs share is summed by the last of them, whose share ends with it. It waits for programs before it
+only, which have begun before it, and for what each of them did first. A tile leaves through a place of the ring, and what other
+programs have summed and what it is added to come through it: of a thread's own numbers each lies in another row, 2 bytes wide.
 
 Bound: up to 128 rows one read of the weight, O(N K); from there on the products, O(T N K). Measured: docs/quantization.md.
 """
@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels.quantised import triton_few
 from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.quantised.triton_many_fill import _fill_codes, _fill_inputs, _seen, _share
 from sapwood_kernels.quantised.triton_permuted import permuted
 from sapwood_kernels.quantised.triton_row import Gate
 
@@ -45,19 +46,7 @@ _FEW_GROUPS = 16  # of a program, with 256 rows of inputs
 # cached would depend on which of them had been looked at before, and what was compiled ahead would not be found.
 # Triton 3.6 and later ones name these differently.
 _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def _seen(kept, shape: gl.constexpr, layout: gl.constexpr):
-        return kept.reinterpret(kept.dtype, shape, layout)
-else:
-
-    @gluon.jit
-    def _seen(kept, shape: gl.constexpr, layout: gl.constexpr):
-        return kept._reinterpret(kept.dtype, shape, layout)
-
 
 _WIDEN_SCALED = (
     triton_few._WIDEN.removesuffix("}}") + "".join(f"    {{times}} ${i}, ${i}, $6;\n" for i in range(4)) + "}}"
@@ -136,14 +125,6 @@ def _numbers(words, scale, zero, kind: gl.constexpr, dtype: gl.constexpr, LEFT: 
 
 
 @gluon.jit
-def _share(M, SHARE, N, STEPS, BLOCK_M: gl.constexpr):
-    """Tiles side by side, and a program's first step of all tiles' groups and that after its last."""
-    across = (M + BLOCK_M - 1) // BLOCK_M
-    start = gl.program_id(0) * SHARE
-    return across, start, gl.minimum(start + SHARE, across * (N // 128) * STEPS)
-
-
-@gluon.jit
 def _quarters(x):
     """[64, M] -> four of [64, M / 4], of columns that follow each other."""
     half = gl.permute(gl.reshape(x, [64, 2, 2, x.shape[1] // 4]), (0, 3, 2, 1))
@@ -168,44 +149,25 @@ def _in_place(x):
 
 
 @gluon.jit
-def _fill(
-    x, words, out, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Fills the ring: a warp's part of a program. After a tile's last group comes what it is added to, or nothing."""
-    sent: gl.constexpr = out.layout
-    across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M)
-    turn = 0
-    gdc_wait()
-    while end > start:
-        tile = (end - 1) // STEPS
-        first = gl.maximum(tile * STEPS, start) - tile * STEPS
-        last = end - tile * STEPS
-        first_m = tile % across * BLOCK_M
-        first_n = tile // across * 128
-        for step in range(first, last):
-            stage = turn % STAGES
-            mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
-            mbarrier.expect(ready.index(stage), BLOCK_M * 256 + 128 * 64)
-            _fetch(words, [first_n, step * 16], ready.index(stage), coded.index(stage))
-            _fetch(x, [first_m, step * 128], ready.index(stage), taken.index(stage))
-            turn += 1
-        if last == STEPS:
-            stage = turn % STAGES
-            mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
-            if ADDS != 0:
-                mbarrier.expect(ready.index(stage), BLOCK_M * 256)
-                halves = _seen(taken.index(stage), [2, BLOCK_M, 64], sent)
-                _fetch(out, [first_m, first_n], ready.index(stage), halves.index(0))
-                _fetch(out, [first_m, first_n + 64], ready.index(stage), halves.index(1))
-            else:
-                mbarrier.arrive(ready.index(stage), count=1)
-            turn += 1
-        end -= last - first
+def _flat_quarters(total):
+    """What a group has of a tile [64, M]: four of its columns' quarters as :func:`_side_by_side`."""
+    one, two, three, four = _quarters(total)
+    return _side_by_side(one), _side_by_side(two), _side_by_side(three), _side_by_side(four)
+
+
+@gluon.jit
+def _added(one, two, kept):
+    """Two quarters plus what another program has summed of them, in shared memory, [M, 32]."""
+    rows: gl.constexpr = one.shape[0] // 32
+    first, second = gl.reshape(one, [rows, 32]), gl.reshape(two, [rows, 32])
+    first += kept.slice(0, rows, 0).load(first.type.layout)
+    second += kept.slice(rows, rows, 0).load(second.type.layout)
+    return gl.reshape(first, [rows * 32]), gl.reshape(second, [rows * 32])
 
 
 @gluon.jit
 def _multiply(
-    scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, GROUP: gl.constexpr,
+    scales, zeros, out, sums, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, GROUP: gl.constexpr,
     PER: gl.constexpr, HAS_ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warp group's part of a program: of each tile 64 rows of the weight."""
@@ -215,6 +177,7 @@ def _multiply(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     sent: gl.constexpr = out.layout
+    summed: gl.constexpr = sums.layout
     size: gl.constexpr = 16 * BLOCK_M  # of a quarter of what a group has of a tile
     across, start, end = _share(M, SHARE, N, STEPS, BLOCK_M)
     row = gl.arange(0, 64, gl.SliceLayout(1, held_layout)) + GROUP * 64
@@ -243,26 +206,37 @@ def _multiply(
             scale, zero = next_scale, next_zero
             turn += 1
         gdc_wait()  # before the first is written; from then on it has ended
-        quarters = _quarters(total)
+        one, two, three, four = _flat_quarters(total)
         if last < STEPS:  # the share of a program after this one ends with the tile
-            flat = gl.arange(0, size, _side_by_side(quarters[0]).type.layout)
-            for i in gl.static_range(4):
-                gl.store(partial + ((program * 2 + GROUP) * 4 + i) * size + flat, _side_by_side(quarters[i]))
+            flat = gl.arange(0, size, one.type.layout)
+            # Of either half two quarters of the one group's, two of the other's.
+            at = partial + (program * 8 + GROUP * 2) * size + flat
+            gl.store(at, one)
+            gl.store(at + size, two)
+            gl.store(at + 4 * size, three)
+            gl.store(at + 5 * size, four)
             _together()
-            gl.atomic_xchg(done + program * 2 + GROUP, 1, sem="release")
+            gl.atomic_add(done + program, 1, sem="release")
         else:
-            for other in range(tile * STEPS // SHARE, program):
-                while gl.atomic_add(done + other * 2 + GROUP, 0, sem="acquire") == 0:
-                    pass
+            for _ in range(tile * STEPS // SHARE, program):
+                stage = turn % STAGES
+                mbarrier.wait(ready.index(stage), turn // STAGES & 1)
+                kept = _seen(taken.index(stage), gl.float32, [2, BLOCK_M, 32], summed).index(GROUP)
+                one, two = _added(one, two, kept)
+                mbarrier.arrive(free.index(stage), count=1)
+                turn += 1
+                stage = turn % STAGES
+                mbarrier.wait(ready.index(stage), turn // STAGES & 1)
+                kept = _seen(taken.index(stage), gl.float32, [2, BLOCK_M, 32], summed).index(GROUP)
+                three, four = _added(three, four, kept)
+                mbarrier.arrive(free.index(stage), count=1)
+                turn += 1
             stage = turn % STAGES
             mbarrier.wait(ready.index(stage), turn // STAGES & 1)
-            place = _seen(taken.index(stage), [2, BLOCK_M, 64], sent).index(GROUP)
+            place = _seen(taken.index(stage), dtype, [2, BLOCK_M, 64], sent).index(GROUP)
+            quarters = (one, two, three, four)
             for i in gl.static_range(4):
-                sum_ = _side_by_side(quarters[i])
-                flat = gl.arange(0, size, sum_.type.layout)
-                for other in range(tile * STEPS // SHARE, program):
-                    sum_ += gl.load(partial + ((other * 2 + GROUP) * 4 + i) * size + flat, cache_modifier=".cg")
-                each = gl.permute(_in_place(sum_), (1, 0))
+                each = gl.permute(_in_place(quarters[i]), (1, 0))
                 there = place.slice(i * (BLOCK_M // 4), BLOCK_M // 4, 0)
                 if ADDS != 0:
                     each += there.load(each.type.layout).to(gl.float32)
@@ -280,7 +254,7 @@ def _multiply(
 # One kernel for all of a model's layers and the rows of a class: to compile one takes a second.
 @gluon.jit(do_not_specialize=["M", "SHARE", "N", "STEPS", "ADDS"])
 def _many_kernel(
-    x, words, scales, zeros, out, partial, done, M, SHARE, N, STEPS, ADDS, PER: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    x, words, scales, zeros, out, sums, partial, done, M, SHARE, N, STEPS, ADDS, PER: gl.constexpr, HAS_ZEROS: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
@@ -289,18 +263,19 @@ def _many_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(ready.index(s), count=2)
         mbarrier.init(free.index(s), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
+            (_multiply, (scales, zeros, out, sums, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
                          gl.constexpr(0), PER, HAS_ZEROS, BLOCK_M, STAGES)),
-            (_multiply, (scales, zeros, out, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
+            (_multiply, (scales, zeros, out, sums, partial, done, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS,
                          gl.constexpr(1), PER, HAS_ZEROS, BLOCK_M, STAGES)),
-            (_fill, (x, words, out, taken, coded, ready, free, M, SHARE, N, STEPS, ADDS, BLOCK_M, STAGES)),
+            (_fill_inputs, (x, out, sums, done, taken, ready, free, M, SHARE, N, STEPS, ADDS, BLOCK_M, STAGES)),
+            (_fill_codes, (words, coded, ready, free, M, SHARE, N, STEPS, BLOCK_M, STAGES)),
         ],
-        [4, 1],
-        [240, 24],  # registers of a thread that multiplies, and of one that fills the ring
+        [4, 1, 1],
+        [240, 24, 24],  # registers of a thread that multiplies, and of those that fill the ring
     )  # fmt: skip
 
 
@@ -369,20 +344,22 @@ def product(
     tiles = triton.cdiv(count, block_m) * (rows // _TILE)
     share = triton.cdiv(tiles * steps, processors)
     programs = triton.cdiv(tiles * steps, share)
-    done = torch.empty(2 * processors, dtype=torch.int32, device=x.device)
+    done = torch.empty(processors, dtype=torch.int32, device=x.device)
     taken = permuted(x, done, order=weight.order, norm=norm, gate=gate, most=MOST)
     out = torch.empty(count, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
-    partial = torch.empty(programs * block_m * _TILE, dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs * 4 * block_m, 32, dtype=torch.float32, device=x.device)
     kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     words = weight.codes.view(torch.int32)
     x_order = gl.NVMMASharedLayout.get_default_for([block_m, 128], kind)
     word_order = gl.NVMMASharedLayout.get_default_for([_TILE, 16], gl.int32)
     out_order = gl.NVMMASharedLayout.get_default_for([block_m, 64], kind)
+    sum_order = gl.NVMMASharedLayout.get_default_for([block_m, 32], gl.float32)
     _many_kernel[(programs,)](
         TensorDescriptor.from_tensor(taken, [block_m, 128], x_order),
         TensorDescriptor.from_tensor(words, [_TILE, 16], word_order), weight.scales,
         weight.codes if weight.zeros is None else weight.zeros, TensorDescriptor.from_tensor(out, [block_m, 64], out_order),
-        partial, done, count, share, rows, steps, int(add_to is not None),
+        TensorDescriptor.from_tensor(partial, [block_m, 32], sum_order), partial, done, count, share, rows, steps,
+        int(add_to is not None),
         PER=steps // weight.scales.shape[1], HAS_ZEROS=weight.zeros is not None, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, launch_pdl=True,
     )  # fmt: skip

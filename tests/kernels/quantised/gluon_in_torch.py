@@ -104,9 +104,10 @@ def _digits_of(words: Tensor) -> Tensor:
     return torch.stack((torch.stack((one, three), -1), torch.stack((two, torch.zeros_like(one)), -1)), -1)
 
 
-def _seen(kept: _Shared, shape: list[int], layout: Any) -> _Shared:
-    """Another view of the same memory."""
-    return kept._part(kept.values.view(shape))
+def _seen(kept: _Shared, *how: Any) -> _Shared:
+    """Another view of the same memory: a shape and a layout, and before them a dtype or the same."""
+    *dtype, shape, _ = how
+    return kept._part(kept.values.view(-1).view(dtype[0] if dtype else kept.dtype).view(shape))
 
 
 class _Barriers:
@@ -212,15 +213,16 @@ def _multiplied_by_a_group(a: Any, b: _Shared, total: Tensor, is_async: bool) ->
     return total + left.float() @ b.values.float()
 
 
+_ADDS = threading.Lock()
+
+
 def _add(pointer: _Pointer, value: int, sem: str) -> int:
-    """Adds nothing: a kernel waits so for what other programs write. Those after it have not run."""
-    found = int(pointer.base[pointer.at])
-    assert value == 0 and found != 0, "waits for a program that may not have begun"
+    """What adds nothing waits for what other programs write. Those after it have not run."""
+    with _ADDS:
+        found = int(pointer.base[pointer.at])
+        pointer.base[pointer.at] = found + value
+    assert value or found, "waits for a program that may not have begun"
     return found
-
-
-def _exchange(pointer: _Pointer, value: int, sem: str) -> None:
-    pointer.base[pointer.at] = value
 
 
 def _maximum(one: Any, other: Any) -> Any:
@@ -235,7 +237,7 @@ _GL = SimpleNamespace(
     allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
     int8=torch.int8, uint8=torch.uint8, uint16=torch.uint16, int32=torch.int32, int64=torch.int64,
     float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
-    atomic_add=_add, atomic_xchg=_exchange,
+    atomic_add=_add,
     arange=lambda start, end, layout: _value(torch.arange(start, end)),
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
     constexpr=lambda value: value, convert_layout=lambda tensor, layout, assert_trivial=False: tensor,
@@ -291,6 +293,7 @@ def in_torch(kernel: Any, **others: Any) -> Any:
         "_seen": _seen,
         "_fetch": _fetch,
         "_send": _send,
+        "_for_copies": lambda number: None,
         "mbarrier": _MBARRIER,
         "_put": _put,
         "_copy": _copy,

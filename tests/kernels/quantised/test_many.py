@@ -16,7 +16,10 @@ triton_many = pytest.importorskip("sapwood_kernels.quantised.triton_many", reaso
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda", reason="Triton is not installed")
 
 
-_PARTS = ("_fill", "_in_place", "_multiply", "_numbers", "_ordered", "_quarters", "_share", "_side_by_side", "_values")
+_PARTS = (
+    "_added", "_fill_codes", "_fill_inputs", "_flat_quarters", "_in_place", "_multiply", "_numbers", "_ordered", "_quarters",
+    "_share", "_side_by_side", "_values",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

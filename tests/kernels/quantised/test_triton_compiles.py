@@ -98,12 +98,14 @@ for count, scales in ((64, "bf16"), (128, "fp32"), (256, "fp16")):
     order = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
     word_order = gl.NVMMASharedLayout.get_default_for([128, 16], gl.int32)
     out_order = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
+    sum_order = gl.NVMMASharedLayout.get_default_for([block_m, 32], gl.float32)
     check(
         triton_many._many_kernel,
         f"scales:*{scales} zeros:*u8 partial:*fp32 done:*i32 M:i32 SHARE:i32 N:i32 STEPS:i32 ADDS:i32", 4,
         described={
             "x": f"tensordesc<bf16[{block_m}, 128],{order!r}>", "words": f"tensordesc<i32[128, 16],{word_order!r}>",
             "out": f"tensordesc<bf16[{block_m}, 64],{out_order!r}>",
+            "sums": f"tensordesc<fp32[{block_m}, 32],{sum_order!r}>",
         },
         language=GluonASTSource, PER=1, HAS_ZEROS=True, BLOCK_M=block_m, STAGES=stages,
     )

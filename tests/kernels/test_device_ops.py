@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sapwood_kernels.ops.contracts import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -36,6 +37,14 @@ def test_heads_are_normed_rotated_and_stored_alike(norm: bool):
         store = ops.store_heads(2, 1, weights, torch.float32)
         results.append((store(qkv.to(DEVICE), *angles, KVDestination(*cache, slots)), cache))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pairs", [RotaryPairs(16, 16), RotaryPairs(24, 12), RotaryPairs(16, 8, True), RotaryPairs(24, 24, True)], ids=str
+)
+def test_angles_are_alike(pairs: RotaryPairs):
+    table, positions = torch.randn(9, pairs.rotated, device=DEVICE), torch.tensor([8, 0, 3, 3], device=DEVICE)
+    assert all(torch.equal(*each) for each in both("angles", table, positions, pairs))
 
 
 def test_norms_and_activations_are_alike():
@@ -97,6 +106,13 @@ def test_penalties_and_counts_are_alike():
         ops.apply_penalties(logits, counts, seen, rows, slots, *(settings[:, i : i + 1] for i in range(3)))
         results.append((logits, counts, seen))
     torch.testing.assert_close(*results)
+
+
+def test_tokens_that_the_device_knows_are_found_alike():
+    given = ([5, -1, 0, -1], [7, 8, 9], [0, 2, 1, 0])
+    tokens, latest, slots = (torch.tensor(each, device=DEVICE) for each in given)
+    results = [ops.known_tokens(tokens, latest, slots) for ops in (FAST, PLAIN)]
+    assert results[0].tolist() == results[1].tolist() == [5, 9, 0, 7]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")

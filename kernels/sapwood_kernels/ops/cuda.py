@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sapwood_kernels import (
     triton_activation,
+    triton_angles,
     triton_digest,
     triton_float8,
     triton_gemv,
@@ -52,7 +53,7 @@ from sapwood_kernels.ops.side_queue import CudaSideQueue, SideQueue
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
-from sapwood_kernels.sampling import triton_logits, triton_sampling
+from sapwood_kernels.sampling import triton_logits, triton_sampling, triton_tokens
 from sapwood_kernels.triton_latent_store import store_latent
 from sapwood_kernels.triton_qkv import norm_rope_store
 
@@ -143,6 +144,9 @@ class CudaOps(DeviceOps):
         if x.dtype != residual.dtype or not (x.is_contiguous() and residual.is_contiguous()):
             return super().add_normed(x, residual, norm)
         return triton_norm.add_rms_norm(x, residual, norm.weight, norm.eps)
+
+    def angles(self, table: Tensor, positions: Tensor, pairs: RotaryPairs) -> tuple[Tensor, Tensor]:
+        return triton_angles.spread_angles(table, positions, pairs)
 
     def gated(self, gate: Gate) -> Callable[[Tensor], Tensor]:
         return triton_activation.silu_mul if gate == "silu" else triton_activation.gelu_tanh_mul
@@ -318,6 +322,7 @@ class CudaOps(DeviceOps):
     forbid_tokens = staticmethod(triton_logits.apply_token_bitmask)
     apply_penalties = staticmethod(triton_logits.apply_penalties)
     count_tokens = staticmethod(triton_logits.count_tokens)
+    known_tokens = staticmethod(triton_tokens.known_tokens)
     add_digest = staticmethod(triton_digest.add_digest)
 
 

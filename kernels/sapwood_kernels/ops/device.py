@@ -117,6 +117,17 @@ class DeviceOps:
         """``reference.rope``, with ``cos`` and ``sin`` [T, 1, D]."""
         return reference.rope(x, cos[:, 0], sin[:, 0])
 
+    def angles(self, table: Tensor, positions: Tensor, pairs: RotaryPairs) -> tuple[Tensor, Tensor]:
+        """The cosines and sines [T, 1, D] of some positions, int64 [T], as ``rope`` takes them.
+
+        Args:
+            table: [P, R], contiguous: for each position the cosine of each pair, then the sines.
+            positions: Below P.
+            pairs: What is turned together.
+        """
+        cos, sin = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        return pairs.spread(cos, sin)
+
     def gated(self, gate: Gate) -> Callable[[Tensor], Tensor]:
         """The gated activation of contiguous [T, 2N] -> [T, N]."""
         return reference.silu_mul if gate == "silu" else reference.gelu_tanh_mul
@@ -370,5 +381,7 @@ class DeviceOps:
     """Works in place, on contiguous tensors; the penalties share a stride."""
     count_tokens = staticmethod(reference.count_tokens)
     """Works in place, on contiguous tensors."""
+    known_tokens = staticmethod(reference.known_tokens)
+    """Makes a new tensor of contiguous ones."""
     add_digest = staticmethod(reference.add_digest)
     """Works in place on the total."""

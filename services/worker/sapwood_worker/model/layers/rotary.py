@@ -104,7 +104,7 @@ class RotaryEmbedding(Layer):
         super().__init__()
         self._pairs = rope.pairs(head_dim)
         self._magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
-        self._dtype = context.dtype
+        self._dtype, self._ops = context.dtype, context.ops
         self._frequencies = inverse_frequencies(self._pairs.rotated, rope, max_position).to(context.device)
         every = torch.arange(max_position, device=context.device)
         self._table = self._computed(every) if context.ops.captures else None
@@ -115,8 +115,9 @@ class RotaryEmbedding(Layer):
 
     def forward(self, positions: Tensor) -> Angles:
         """Integers [T] -> the angles of each."""
-        found = self._computed(positions) if self._table is None else self._table.index_select(0, positions)
-        cos, sin = found[:, None].chunk(2, dim=-1)
+        if self._table is not None:
+            return Angles(*self._ops.angles(self._table, positions, self._pairs))
+        cos, sin = self._computed(positions)[:, None].chunk(2, dim=-1)
         return Angles(*self._pairs.spread(cos, sin))
 
 

@@ -10,12 +10,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sapwood_kernels import dependent_launch
 
 _BLOCK = 4096
 
 
 @triton.jit
-def _part_max_kernel(logits, maxima, places, stride, V: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _part_max_kernel(
+    logits, maxima, places, stride, V: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -27,7 +35,10 @@ def _part_max_kernel(logits, maxima, places, stride, V: tl.constexpr, PARTS: tl.
 
 
 @triton.jit
-def _row_max_kernel(maxima, places, largest, greedy, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _row_max_kernel(maxima, places, largest, greedy, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     parts = tl.load(maxima + row * PARTS + at, mask=at < PARTS, other=float("-inf"))
@@ -54,10 +65,12 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     greedy = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(width))
     _part_max_kernel[(rows, parts)](
-        logits, maxima, places, logits.stride(0), V=width, PARTS=parts, BLOCK=block, num_warps=8
+        logits, maxima, places, logits.stride(0), V=width, PARTS=parts, BLOCK=block, num_warps=8,
+        **dependent_launch.options(logits),
     )  # fmt: skip
     _row_max_kernel[(rows,)](
-        maxima, places, largest, greedy, PARTS=parts, BLOCK=triton.next_power_of_2(parts), num_warps=1
+        maxima, places, largest, greedy, PARTS=parts, BLOCK=triton.next_power_of_2(parts), num_warps=1,
+        **dependent_launch.options(logits),
     )  # fmt: skip
     return largest, greedy
 

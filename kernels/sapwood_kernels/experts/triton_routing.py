@@ -3,10 +3,10 @@ which also counts what each expert gets; and the slots of what was chosen.
 
 torch's product in float32 runs on no tensor cores, in a few programs for the rows of a decode, after a launch that widens them.
 Here few rows are multiplied as they are read, by programs that have two experts each, and normed first if that is wanted; many on
-tensor cores, where each number is taken as a sum of two of TF32's, or, for inputs in bfloat16, a weight as a sum of three of
-these, which rounds about as float32 does. The products of one sum follow each other there, so the inputs of a decode's rows are
-shared out to programs, whose sums whoever chooses adds up. Bound: one read of the rows and of the weight. Of a choice a program
-takes a token, whose scores stay in registers. Plain torch takes a dozen launches for it, in each layer of each step.
+tensor cores, where each number is taken as a sum of two of TF32's (a 16-bit one is one of them), which rounds about as float32
+does. The products of one sum follow each other there, so the inputs of a decode's rows are shared out to programs, whose sums
+whoever chooses adds up. Bound: one read of the rows and of the weight. Of a choice a program takes a token, whose scores stay in
+registers. Plain torch takes a dozen launches for it, in each layer of each step.
 """
 
 from __future__ import annotations
@@ -74,18 +74,9 @@ def _many_logits_kernel(
     for step in range(steps * share // SHARES, steps * (share + 1) // SHARES):
         at = step * BLOCK_K + tl.arange(0, BLOCK_K)
         deep = at < K
-        taken = tl.load(row[:, None] + at[None, :], mask=there[:, None] & deep[None, :], other=0.0)
+        taken = tl.load(row[:, None] + at[None, :], mask=there[:, None] & deep[None, :], other=0.0).to(tl.float32)
         part = tl.load(weight + experts[None, :] * K + at[:, None], mask=inside[None, :] & deep[:, None], other=0.0)
-        if x.dtype.element_ty == tl.bfloat16:  # three of these have all of a float32's digits
-            high = part.to(tl.bfloat16)
-            rest = part - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            total = tl.dot(taken, low, total)
-            total = tl.dot(taken, middle, total)
-            total = tl.dot(taken, high, total)
-        else:
-            total = tl.dot(taken.to(tl.float32), part, total, input_precision="tf32x3")
+        total = tl.dot(taken, part, total, input_precision="tf32x3")
     if HAS_BIAS:
         total += tl.load(bias + experts, mask=experts < tl.where(share == 0, EXPERTS, 0), other=0.0)[None, :]
     target = out + (rows.to(tl.int64)[:, None] * SHARES + share) * EXPERTS + experts[None, :]

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_kernels.attention import triton_stream
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
 from sapwood_kernels.attention.triton_decode import SharedWork, decode_attention, num_splits
 from sapwood_kernels.ops.device import DeviceOps
@@ -45,7 +44,7 @@ class SplitDecodeAttention:
         self._lengths.fill_(1)
         self._shared: SharedWork | None = None
         # Of programs that share requests; zeros between launches.
-        self._flags = torch.zeros(ops.processors * triton_stream.PROGRAMS, dtype=torch.int32, device=ops.device)
+        self._flags = torch.zeros(ops.processors, dtype=torch.int32, device=ops.device)
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
         indptr = keys.indptr.numpy()
@@ -64,12 +63,6 @@ class SplitDecodeAttention:
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         variant = self._variant
-        plain = variant.window is None and variant.softcap is None and not variant.sinks
-        if plain and self._shared is None and triton_stream.serves(query, cache.keys):
-            return triton_stream.stream_decode(
-                query, cache.keys, cache.values, self._indptr, self._indices, self._lengths, self._flags, scale=variant.scale,
-                out=out,
-            )  # fmt: skip
         float8 = cache.keys.dtype == torch.float8_e4m3fn
         splits, least = num_splits(len(self._lengths), self._shape.num_kv_heads, self._ops.processors, float8=float8)
         return decode_attention(

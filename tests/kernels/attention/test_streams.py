@@ -13,7 +13,6 @@ from sapwood_kernels import reference
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from sapwood_kernels.attention import triton_stream
 from sapwood_kernels.attention.latent import triton_stream as latent_stream
 
 DEVICE, DTYPE, PAGE = torch.device("cuda"), torch.bfloat16, 16
@@ -39,31 +38,6 @@ def check(run: Callable[[Tensor], Tensor], programs: int, expected: Tensor) -> N
         assert float((found - expected).norm() / expected.norm()) < 0.01
         assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
         assert not flags.any()
-
-
-@pytest.mark.parametrize("programs", [1, 7, 792])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (8, 8), (10, 2)])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} requests")
-def test_grouped_heads(lengths: list[int], heads: int, kv_heads: int, programs: int) -> None:
-    torch.manual_seed(len(lengths))
-    ints, pages, unwritten = placed(lengths)
-    stored = torch.randn(len(pages), 2, kv_heads, PAGE, 128).to(DTYPE)
-    stored.transpose(2, 3)[unwritten[:, None].expand(-1, 2, -1)] = float("nan")
-    query = torch.randn(len(lengths), heads, 128).to(DTYPE)
-    expected, at = [], 0
-    for i, length in enumerate(lengths):
-        own = stored[pages[at : at + -(-length // PAGE)]].transpose(2, 3).float()
-        keys, values = (own[:, part].flatten(0, 1)[:length] for part in (0, 1))
-        expected.append(reference.attention(query[i : i + 1].float(), keys, values, scale=0.1))
-        at += len(own)
-    on_device = stored.to(DEVICE)
-    keys, values = (on_device[:, part].transpose(1, 2) for part in (0, 1))
-    asked = query.to(DEVICE)
-    check(
-        lambda flags: triton_stream.stream_decode(asked, keys, values, *ints, flags, scale=0.1),
-        programs,
-        torch.cat(expected),
-    )
 
 
 @pytest.mark.parametrize("programs", [1, 7, 132])

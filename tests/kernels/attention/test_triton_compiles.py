@@ -36,7 +36,6 @@ from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_merge as merging, triton_parts as parts
 from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
-from sapwood_kernels.attention import triton_stream as streaming
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
 from sapwood_kernels.attention.latent import triton_stream as streaming_latent
 
@@ -160,11 +159,6 @@ if capability == 90:
     stream = kinds(
         "query:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 flags:*i32 out:*bf16 scale:fp32 batch:i32"
     )
-    for group in (4, 8):
-        check(
-            streaming._stream_kernel, {**stream, "keys": tile, "values": tile}, 1, GluonASTSource, GROUP=group, KV_HEADS=8,
-            PAGE_ROWS=256, BATCH=256,
-        )
     for heads in (8, 16):
         check(
             streaming_latent._latent_stream_kernel, {**stream, "stored": tile}, 4, GluonASTSource, HEADS=heads, R=512,

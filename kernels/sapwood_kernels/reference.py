@@ -310,17 +310,6 @@ def count_tokens(counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slo
     seen.index_put_(at, seen[at] | (new >= 0))
 
 
-def known_tokens(tokens: Tensor, latest: Tensor, slots: Tensor) -> Tensor:
-    """A step's tokens: int64 [T].
-
-    Args:
-        tokens: int64 [T]; negative where only ``latest`` has the token.
-        latest: int64 [P].
-        slots: int64 [T]: where in ``latest``.
-    """
-    return torch.where(tokens < 0, latest.index_select(0, slots), tokens)
-
-
 def add_digest(x: Tensor, total: Tensor) -> None:
     """Adds to ``total`` a number that follows from every bit of x and from where each is, modulo 2 ** 64.
 

@@ -108,13 +108,6 @@ def test_penalties_and_counts_are_alike():
     torch.testing.assert_close(*results)
 
 
-def test_tokens_that_the_device_knows_are_found_alike():
-    given = ([5, -1, 0, -1], [7, 8, 9], [0, 2, 1, 0])
-    tokens, latest, slots = (torch.tensor(each, device=DEVICE) for each in given)
-    results = [ops.known_tokens(tokens, latest, slots) for ops in (FAST, PLAIN)]
-    assert results[0].tolist() == results[1].tolist() == [5, 9, 0, 7]
-
-
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
 def test_what_is_read_aside_does_not_wait_for_what_is_queued():
     count = torch.zeros(1, dtype=torch.int64, device=DEVICE)

@@ -53,7 +53,7 @@ from sapwood_kernels.ops.side_queue import CudaSideQueue, SideQueue
 from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
-from sapwood_kernels.sampling import triton_logits, triton_sampling, triton_tokens
+from sapwood_kernels.sampling import triton_logits, triton_sampling
 from sapwood_kernels.triton_latent_store import store_latent
 from sapwood_kernels.triton_qkv import norm_rope_store
 
@@ -322,7 +322,6 @@ class CudaOps(DeviceOps):
     forbid_tokens = staticmethod(triton_logits.apply_token_bitmask)
     apply_penalties = staticmethod(triton_logits.apply_penalties)
     count_tokens = staticmethod(triton_logits.count_tokens)
-    known_tokens = staticmethod(triton_tokens.known_tokens)
     add_digest = staticmethod(triton_digest.add_digest)
 
 

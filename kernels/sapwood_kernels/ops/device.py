@@ -381,7 +381,5 @@ class DeviceOps:
     """Works in place, on contiguous tensors; the penalties share a stride."""
     count_tokens = staticmethod(reference.count_tokens)
     """Works in place, on contiguous tensors."""
-    known_tokens = staticmethod(reference.known_tokens)
-    """Makes a new tensor of contiguous ones."""
     add_digest = staticmethod(reference.add_digest)
     """Works in place on the total."""

@@ -209,7 +209,8 @@ class _Builder:
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
         length = min(config.max_position, (pool.num_pages - SCRATCH_PAGES) * pool.page_size)
-        self._plan_prompts(min(config.max_position, self._sizes.max_step_tokens), pool, backend)
+        if self._tp.size == self._parallel.pp.size == 1:  # a layer alone is no step that ranks could take together
+            self._plan_prompts(min(config.max_position, self._sizes.max_step_tokens), pool, backend)
         runner = (DraftingRunner if drafts else ModelRunner)(
             info=self._info(config, pool, length),
             ops=self._ops,

@@ -387,7 +387,8 @@ class DecodeGraphs:
         return self._result(size, self._model.head_of(stage.last[:size]), None)
 
     def _tokens(self, size: int) -> Tensor:
-        return self._ops.known_tokens(self._inputs[0, :size], self._last_tokens, self._inputs[2, :size])
+        token_ids = self._inputs[0, :size]
+        return torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[2, :size]), token_ids)
 
     def _result(self, size: int, logits: Tensor, hidden: Tensor | None) -> DecodeResult:
         _, greedy = self._ops.row_max(logits)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -329,6 +330,18 @@ class Handoffs(RuleBasedStateMachine):
         self.clock.now += 2 * LEASE
         self.source.leases.poll()
         assert not self.source.leases.num_leases and not self.source.leases.num_pinned
+
+
+def test_a_source_of_other_pages_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    pulls = Handoffs().pulls
+    chain = PageChain(b"", SIZE)
+    chain.extend(array("I", DOCUMENTS[0]), len(DOCUMENTS[0]))
+    hashes = [name.key.hash for name in chain.pages]
+    for serial, source in enumerate(("there:1", "there:1", "elsewhere:1")):
+        other = HandoffTicket(bytes(16), source, 1, b"other", hashes, [(0, 0)] * len(hashes), 1000)
+        assert not pulls.pull(serial, list(chain.pages), 0, other)
+    assert pulls.counters.fallbacks == 3
+    assert [record.message.split()[2] for record in caplog.records] == ["there:1", "elsewhere:1"]
 
 
 Handoffs.TestCase.settings = settings(

@@ -15,6 +15,7 @@ and begin when nobody uses the pages that they fill any more.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from sapwood_worker.core.cache.storage.executor import Executor
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.handoff_stages import reached
+
+logger = logging.getLogger(__name__)
 
 READS = 16
 """Reads at a time."""
@@ -145,6 +148,8 @@ class Pulls:
         self.page_bytes = ground.page_bytes
         self._ground = ground
         self._fingerprint = fingerprint
+        self._strangers: set[str] = set()
+        """Sources whose pages are of no use here, as was said."""
         self._executor = executor
         self._clock = clock
         self._due: deque[tuple[_Pull, HandoffTicket, list[int], list[HostPage]]] = deque()
@@ -185,8 +190,9 @@ class Pulls:
             pull = self.arrivals.move(announced.serial, serial)
         pull.early, pull.deadline = False, now + PATIENCE_SECONDS
         if not self._begin(pull, wanted, first, ticket) and not self.arrivals.is_reading(pull):
-            fits = ticket.fingerprint == self._fingerprint
-            self.counters.fallbacks += bool(wanted) and not (fits and 0 < len(ticket.page_hashes) <= first)
+            self.counters.fallbacks += bool(wanted) and not (
+                self._fits(ticket) and 0 < len(ticket.page_hashes) <= first
+            )
             return False
         self.arrivals.held.add(serial)
         return True
@@ -224,7 +230,7 @@ class Pulls:
         """Begins to read those of ``wanted``, the prompt's pages from the ``first`` on, that a ticket names; returns how many
         that are."""
         hashes = ticket.page_hashes[first - ticket.first_page :]
-        count, most = 0, min(len(wanted), len(hashes)) if ticket.fingerprint == self._fingerprint else 0
+        count, most = 0, min(len(wanted), len(hashes)) if self._fits(ticket) else 0
         while count < most and wanted[count].key.hash == hashes[count]:
             count += 1
         wanted = wanted[:count]
@@ -240,6 +246,18 @@ class Pulls:
             self._due.append((pull, ticket, [index_of[entry.key.hash] for entry in batch], batch))
         self._submit()
         return count
+
+    def _fits(self, ticket: HandoffTicket) -> bool:
+        """Whether a source's pages are of use here; says so once if they are not, as then its prompts are computed twice."""
+        fits = ticket.fingerprint == self._fingerprint
+        if not fits and ticket.source not in self._strangers:
+            self._strangers.add(ticket.source)
+            logger.warning(
+                "pages of %s cannot be read: they are of another model, dtype, --kv-cache-dtype, --page-size, device or limit "
+                "of a scaled context; all prompts from there are computed again",
+                ticket.source,
+            )
+        return fits
 
     def _submit(self) -> None:
         while self._due and self._ground.writable(self._due[0][3]):

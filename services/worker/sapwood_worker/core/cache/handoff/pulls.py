@@ -253,8 +253,8 @@ class Pulls:
         if not fits and ticket.source not in self._strangers:
             self._strangers.add(ticket.source)
             logger.warning(
-                "pages of %s cannot be read: they are of another model, dtype, --kv-cache-dtype, --page-size, device or limit "
-                "of a scaled context; all prompts from there are computed again",
+                "pages of %s cannot be read: model, dtype, --kv-cache-dtype, --page-size or device is another, or a limit of the "
+                "context by which pages are laid out or positions are scaled; all prompts from there are computed again",
                 ticket.source,
             )
         return fits

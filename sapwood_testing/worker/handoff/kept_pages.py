@@ -66,7 +66,9 @@ class Kept:
         shared: Whether the worker keeps the pages in memory that processes share.
     """
 
-    def __init__(self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True) -> None:
+    def __init__(
+        self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True, host: str = "127.0.0.1"
+    ) -> None:
         self.into = HostPool(PAGES, BYTES)
         self.own = np.zeros((PAGES, BYTES), np.uint8)
         """The reader's pages of a GPU."""
@@ -75,8 +77,9 @@ class Kept:
         self.clock = Clock()
         memory = SharedMemory.create(pool_bytes(PAGES, BYTES)) if shared else None
         self.pool, self.host = HostPool(PAGES, BYTES, memory), HostPages(PAGES)
-        self.server = PageServer("127.0.0.1", 0, tls)
-        self.leases = HandoffLeases(self.host, 4, FINGERPRINT, 5, f"127.0.0.1:{self.server.port}", 1.0, self.clock)
+        self.server = PageServer(host, 0, tls)
+        source = f"[{host.strip('[]')}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
+        self.leases = HandoffLeases(self.host, 4, FINGERPRINT, 5, source, 1.0, self.clock)
         prompt = array("I", range(4 * (PAGES - 2)))
         self.chain = PageChain(b"", 4)
         self.chain.extend(prompt, len(prompt))

@@ -330,6 +330,14 @@ def test_a_port_in_use_is_said_to_be(taken_port: int) -> None:
         KvEventPublisher("127.0.0.1", taken_port, None, topic="", keep=1, block_size=1)
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_events_are_published_over_ipv6(host: str) -> None:
+    publisher = KvEventPublisher(host, 0, 0, topic="", keep=1, block_size=1)
+    assert publisher.address.startswith("[::1]:")
+    assert publisher.replay_address is not None and publisher.replay_address.startswith("[::1]:")
+    publisher.close()
+
+
 async def test_a_worker_streams_its_cache_over_grpc_and_reports_its_digest(start) -> None:
     async with grpc.aio.insecure_channel(start().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)

@@ -122,6 +122,9 @@ def _number(block: bytes) -> int:
 
 
 def _bind(socket: Any, host: str, port: int, flag: str) -> str:
+    if ":" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+        host = f"[{host.strip('[]')}]"
     try:
         socket.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:

@@ -45,8 +45,11 @@ class PageServer:
 
     def __init__(self, host: str, port: int, tls: PageTls | None = None) -> None:
         self._tls = tls
+        v6 = ":" in host
+        family, both = (socket.AF_INET6, socket.has_dualstack_ipv6()) if v6 else (socket.AF_INET, False)
         try:
-            self._listener = socket.create_server((host, port), backlog=_MOST_READS)
+            address = host.strip("[]"), port
+            self._listener = socket.create_server(address, family=family, backlog=_MOST_READS, dualstack_ipv6=both)
         except OSError as error:
             raise ConfigError(f"--handoff-port {port}: cannot listen on {host}: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]

@@ -247,6 +247,16 @@ def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, mon
         kept.server.close()
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+@pytest.mark.parametrize("mover", MOVERS)
+def test_pages_are_read_over_ipv6(mover: str, host: str) -> None:
+    kept = Kept(mover=mover, host=host)
+    try:
+        assert None not in kept.read([4, 0, 5])
+    finally:
+        kept.server.close()
+
+
 def test_a_port_that_is_taken_is_named(served: Kept) -> None:
     with pytest.raises(ConfigError, match=f"--handoff-port {served.server.port}"):
         PageServer("127.0.0.1", served.server.port)

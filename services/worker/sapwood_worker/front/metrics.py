@@ -135,7 +135,7 @@ class WorkerMetrics:
         }
         for name, (text, read) in readings.items():
             self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reading(read))
-        ranks = OneOf(*map(str, range(_RANKS)))
+        ranks = OneOf(*map(str, range(_RANKS)), shown=f"0 to {_RANKS - 1}")
         self._metrics.polled(
             "gauge",
             "sapwood_worker_rank_frozen_seconds",
@@ -171,7 +171,7 @@ class WorkerMetrics:
             "sapwood_worker_expert_tokens_total",
             f"Tokens that have gone to each expert, summed over the layers; the first {_EXPERTS} are told apart.",
             lambda: _by_expert(load().tokens),
-            expert=OneOf(*map(str, range(_EXPERTS)), "others"),
+            expert=OneOf(*map(str, range(_EXPERTS)), "others", shown=f"0 to {_EXPERTS - 1}, others"),
         )
         self._metrics.polled(
             "gauge",
@@ -252,7 +252,7 @@ class WorkerMetrics:
                 f"sapwood_worker_rank_{field}{suffix}",
                 text,
                 partial(_by_rank, load, field),
-                rank=OneOf(*map(str, range(_RANKS))),
+                rank=OneOf(*map(str, range(_RANKS)), shown=f"0 to {_RANKS - 1}"),
             )
 
     def _watch_store(self, load: Callable[[], Load]) -> None:

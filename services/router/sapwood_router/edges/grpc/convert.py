@@ -50,7 +50,7 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
     if request.suffix and request.WhichOneof("prompt") != "text":
         raise InvalidArgumentError("suffix goes with text only", field="suffix")
     if request.HasField("add_special_tokens") and (request.suffix or request.WhichOneof("prompt") != "text"):
-        raise InvalidArgumentError("it goes with text only, without suffix", field="add_special_tokens")
+        raise InvalidArgumentError("add_special_tokens goes with text only, without suffix", field="add_special_tokens")
     tools = "" if request.tool_choice == router_pb2.TOOL_CHOICE_NONE else request.tools
     if request.tools and request.WhichOneof("prompt") != "messages":
         raise InvalidArgumentError("tools go with messages only", field="tools")

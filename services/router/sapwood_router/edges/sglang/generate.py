@@ -10,7 +10,6 @@ import msgspec
 from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.runs import Running
@@ -83,6 +82,7 @@ async def _send_whole(
 ) -> None:
     async with Running(exchange, pipeline, contexts) as runs:
         answers: list[Generated] = []
+        stint = pipeline.heavy.stint(exchange.tenant)
         for context, whole in zip(contexts, await collect(runs), strict=True):
             assert whole.finish is not None, "a run ends with a finish or an error"
             if prompt_only:
@@ -90,10 +90,8 @@ async def _send_whole(
                 whole = Delta(Output(), [], Finish(FinishReason.LENGTH, none))
             answer = _generated(context, whole.output.text, whole.token_ids, whole.finish)
             if wish is not None:
-                if len(answers) % A_FEW == A_FEW - 1:
-                    await pipeline.heavy.turn(exchange.tenant, goes_on=True)
                 client = pipeline.tokenizers.of(context.model).client
-                await tell(answer.meta_info, context, whole.token_ids, wish, client)
+                await tell(answer.meta_info, context, whole.token_ids, wish, client, stint)
             answers.append(answer)
         body = msgspec.json.encode(answers if is_list else answers[0])
         await exchange.send_body(200, body, told_headers(contexts))

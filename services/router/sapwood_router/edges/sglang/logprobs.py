@@ -6,20 +6,24 @@ The log probabilities are the model's own, before temperature and penalties, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.pacing.heavy_work import Stint
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.tokens import TokenTable
 from sapwood_router.tokenizer.client import TokenizerClient
 
+ItemT = TypeVar("ItemT")
 Likelihood = tuple[float | None, int, str | None]
 """A token's log probability, its id and, if texts were asked for, its text. The first told of a prompt has no log probability,
 as with SGLang, whose clients leave it out."""
+_AT_ONCE = 64
+"""Tokens that are told of in one piece: about a millisecond with the most alternatives."""
 
 
 class LogprobsRequest(AnyRequest, kw_only=True):
@@ -82,7 +86,12 @@ def wish_of(request: LogprobsRequest) -> LogprobsWish | None:
 
 
 async def tell(
-    told: Told, context: RequestContext, token_ids: Sequence[int], wish: LogprobsWish, tokenizer: TokenizerClient
+    told: Told,
+    context: RequestContext,
+    token_ids: Sequence[int],
+    wish: LogprobsWish,
+    tokenizer: TokenizerClient,
+    stint: Stint,
 ) -> None:
     """Tells of an answer.
 
@@ -92,6 +101,7 @@ async def tell(
         token_ids: The answer's tokens.
         wish: What is wanted.
         tokenizer: Knows tokens' texts.
+        stint: Whose turns the pieces have: a long prompt with many alternatives takes half a second.
 
     Raises:
         SapwoodError: The tokenizer does not say what the tokens are.
@@ -101,18 +111,31 @@ async def tell(
     of_answer = context.logprobs[: len(token_ids)]
     table: TokenTable | None = None
     if wish.texts:
-        needed = {*prompt, *token_ids, *chain.from_iterable(found.top_ids for found in chain(of_prompt, of_answer))}
+        needed = {*prompt, *token_ids}
+        for found in (of_prompt, of_answer):
+            for piece in _pieces(found):
+                await stint.pause()
+                for each in piece:
+                    needed.update(each.top_ids)
         table = await tokenizer.token_bytes(needed, context.request_id, context.deadline)
-    first = [_likelihood(None, token, table) for token in prompt[:1]]
-    told.input_token_logprobs = first + _chosen(prompt[1:], of_prompt, table)
-    told.output_token_logprobs = _chosen(token_ids, of_answer, table)
+    told.input_token_logprobs = [_likelihood(None, token, table) for token in prompt[:1]]
+    told.output_token_logprobs = []
     if wish.top:
-        told.input_top_logprobs = [*([None] if prompt else []), *_alternatives(of_prompt, table)]
-        told.output_top_logprobs = _alternatives(of_answer, table)
+        told.input_top_logprobs = [None] if prompt else []
+        told.output_top_logprobs = []
+    for ids, found, chosen, alternatives in (
+        (prompt[1:], of_prompt, told.input_token_logprobs, told.input_top_logprobs),
+        (token_ids, of_answer, told.output_token_logprobs, told.output_top_logprobs),
+    ):
+        for its, piece in zip(_pieces(ids), _pieces(found), strict=True):
+            await stint.pause()
+            chosen += [_likelihood(each.logprob, token, table) for token, each in zip(its, piece, strict=True)]
+            if alternatives is not msgspec.UNSET:
+                alternatives += _alternatives(piece, table)
 
 
-def _chosen(ids: Iterable[int], found: Iterable[TokenLogprobs], table: TokenTable | None) -> list[Likelihood]:
-    return [_likelihood(each.logprob, token, table) for token, each in zip(ids, found, strict=True)]
+def _pieces(items: Sequence[ItemT]) -> Iterable[Sequence[ItemT]]:
+    return (items[at : at + _AT_ONCE] for at in range(0, len(items), _AT_ONCE))
 
 
 def _alternatives(found: Iterable[TokenLogprobs], table: TokenTable | None) -> list[list[Likelihood]]:

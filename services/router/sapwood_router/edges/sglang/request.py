@@ -166,7 +166,8 @@ def _sampling(
 def _renamed(error: InvalidArgumentError, given: dict[str, Any]) -> InvalidArgumentError:
     """The same with the field as SGLang calls it."""
     if error.field in (f"{_SETTINGS}logprobs", f"{_SETTINGS}prompt_logprobs"):
-        return InvalidArgumentError(error.message, field="top_logprobs_num")
+        what = error.message.removeprefix(error.field.removeprefix(_SETTINGS))
+        return InvalidArgumentError(f"top_logprobs_num{what}", field="top_logprobs_num")
     for theirs, ours in _RENAMED.items():
         if theirs in given and error.field == f"{_SETTINGS}{ours}":
             return InvalidArgumentError(error.message, field=f"{_SETTINGS}{theirs}")

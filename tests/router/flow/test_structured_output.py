@@ -174,3 +174,12 @@ async def test_what_goes_with_each_of_many_choices_is_counted_with_their_prompts
             assert answer.status_code == (200 if count == fits else 400), (more.keys(), count, answer.text)
             if count != fits:
                 assert "the prompts and what goes with each" in answer.json()["error"]["message"]
+
+
+async def test_log_probabilities_of_a_prompt_count_with_it_as_often_as_it_is_continued(cluster) -> None:
+    asked = {"prompt": "a" * 4000, "max_tokens": 1, "prompt_logprobs": 20}
+    assert (await cluster.http.post(COMPLETIONS, json=asked | {"n": 2})).status_code == 200
+    answer = await cluster.http.post(COMPLETIONS, json=asked | {"n": 100})
+    assert (
+        answer.status_code == 400 and "20 log probabilities of it as often again" in answer.json()["error"]["message"]
+    )

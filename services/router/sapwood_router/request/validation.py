@@ -37,17 +37,19 @@ def extent(prompt: Prompt) -> int:
 
 def check_together(contexts: Sequence[RequestContext]) -> None:
     """Refuses a request whose prompts, or a grammar and what else goes with each of them, are long and continued so often that
-    they come to more than any one could.
+    they come to more than any one could. A prompt whose log probabilities are told counts once more for each alternative.
     """
     if len(contexts) == 1:
         return
-    total = sum(extent(context.prompt) for context in contexts)
+    told = contexts[0].sampling.prompt_logprobs or 0
+    total = sum(extent(context.prompt) for context in contexts) * (1 + told)
     if total <= MOST_TOGETHER:  # what goes with them is the same for all
         total += len(contexts) * _extent_beside(contexts[0])
     if total > MOST_TOGETHER:
         raise InvalidArgumentError(
             f"the prompts and what goes with each, as often as they are continued, have {total} characters (a token counts for "
-            f"{_CHARACTERS_A_TOKEN}); the most are {MOST_TOGETHER}",
+            f"{_CHARACTERS_A_TOKEN}{f', and {told} log probabilities of it as often again' if told else ''}); the most are "
+            f"{MOST_TOGETHER}",
             field=contexts[0].fields.prompt,
         )
 

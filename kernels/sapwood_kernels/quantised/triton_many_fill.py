@@ -93,7 +93,7 @@ def _fill_inputs(
             turn += 1
         if last == STEPS:
             for other in range(tile * STEPS // SHARE, gl.program_id(0)):
-                while gl.atomic_add(done + other, 0, sem="acquire") < 2:
+                while gl.atomic_add(done + other, 0, sem="acquire") & 3 != 3:
                     pass
                 _for_copies(other)
                 for half in gl.static_range(2):

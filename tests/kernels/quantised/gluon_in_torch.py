@@ -225,6 +225,11 @@ def _add(pointer: _Pointer, value: int, sem: str) -> int:
     return found
 
 
+def _or(pointer: _Pointer, value: int, sem: str) -> None:
+    with _ADDS:
+        pointer.base[pointer.at] = int(pointer.base[pointer.at]) | value
+
+
 def _maximum(one: Any, other: Any) -> Any:
     return one.clamp(min=other) if isinstance(one, Tensor) else max(one, other)
 
@@ -237,7 +242,7 @@ _GL = SimpleNamespace(
     allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
     int8=torch.int8, uint8=torch.uint8, uint16=torch.uint16, int32=torch.int32, int64=torch.int64,
     float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
-    atomic_add=_add,
+    atomic_add=_add, atomic_or=_or,
     arange=lambda start, end, layout: _value(torch.arange(start, end)),
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),
     constexpr=lambda value: value, convert_layout=lambda tensor, layout, assert_trivial=False: tensor,

@@ -77,6 +77,21 @@ def test_a_norm_a_gate_and_a_residual_go_along(processors):
         assert float((got.float() - exact).norm() / exact.norm()) < 0.001
 
 
+@pytest.mark.timeout(60)
+def test_it_ends_where_marks_were_never_cleared(monkeypatch):
+    """As in a rehearsal, which launches what is compiled already and leaves out what is not."""
+
+    def uncleared(x, cleared, **how):
+        cleared.fill_(-8)  # of both programs' bits none is set
+        return permuted(x, **how)
+
+    torch.manual_seed(4)
+    permuted = triton_many.permuted
+    monkeypatch.setattr(triton_many, "permuted", uncleared)
+    weight, x = made(128, 640, 128, torch.bfloat16), torch.randn(20, 640, device=DEVICE).bfloat16()
+    near(triton_many.product(x, weight, 3), x.float() @ dequantise(weight).t())
+
+
 def test_a_hopper_takes_it_for_17_rows_and_more(monkeypatch):
     ops = cuda.CudaOps(torch.device(DEVICE))
     monkeypatch.setattr(ops, "_hopper", True)

@@ -177,6 +177,7 @@ def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = 
         ValueError: They are laid out in different ways, or in one that is no stack's; says which expert.
     """
     first: GroupedWeight | None = None
+    layout: dict[str, tuple[torch.Size, torch.dtype | None]] = {}
     made: dict[str, Tensor] = {}
     for index, weight in enumerate(weights):
         even = weight.scales.shape[1] == 1 or (weight.group >= 16 and weight.group & (weight.group - 1) == 0)
@@ -188,9 +189,10 @@ def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = 
             made = {name: each.new_empty(slots, *each.shape) for name, each in held.items()}
             if "order" in made:
                 made["order"] = made["order"].int()
-        alike = made.keys() == held.keys() and all(made[name].shape[1:] == held[name].shape for name in held)
+        kinds = {name: (each.shape, None if name == "order" else each.dtype) for name, each in held.items()}
+        layout = layout or kinds
         if (
-            not alike
+            kinds != layout
             or (weight.group, weight.bits, weight.rounds) != (first.group, first.bits, first.rounds)
             or not same_numbers(weight.table, first.table)
         ):

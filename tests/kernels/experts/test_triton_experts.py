@@ -294,9 +294,15 @@ def test_gguf_blocks_are_stacked_and_multiplied(kind, bits):
 
 def test_experts_in_different_layouts_are_no_stack():
     weights = [GroupedWeight(torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1), 32, 32, bits=8) for _ in range(3)]
-    weights[2] = replace(weights[2], mins=torch.ones(4, 1))
-    with pytest.raises(ValueError, match="its layout is not that of the first expert, 2 before it"):
-        stacked(weights, 3)
+    plain = weights[2]
+    for other in (
+        {"mins": torch.ones(4, 1)},
+        {"codes": plain.codes.to(torch.float8_e4m3fn)},
+        {"scales": plain.codes[:, :1]},
+    ):
+        weights[2] = replace(plain, **other)
+        with pytest.raises(ValueError, match="its layout is not that of the first expert, 2 before it"):
+            stacked(weights, 3)
     with pytest.raises(ValueError, match="groups of 24 among 48 inputs"):
         stacked([GroupedWeight(torch.zeros(4, 48, dtype=torch.int8), torch.ones(4, 2), 24, 48, bits=8)], 1)
 

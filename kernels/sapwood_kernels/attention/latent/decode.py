@@ -21,8 +21,6 @@ class LatentDecodeAttention(SplitDecodeAttention):
     """Implements ``PlannedAttention`` for absorbed queries [T, H, R + E] of one token for each request, and gives [T, H, R]: the
     values of the cache it is given are the first R numbers of its keys. Planned as :class:`SplitDecodeAttention`."""
 
-    _PROGRAMS = 1
-
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         rank = cache.values.shape[3]
         if self._shared is None and triton_stream.serves(query, cache.keys, rank):

@@ -233,7 +233,8 @@ def serves(query: Tensor, stored: Tensor, rank: int) -> bool:
     batch, heads, dim = query.shape
     alike = query.dtype == stored.dtype and query.dtype in (torch.bfloat16, torch.float16)
     shaped = heads <= _MOST_HEADS and (rank, dim - rank) == (512, 64) and stored.shape[1] == _PAGE
-    return batch >= _LEAST and alike and shaped and stored.is_contiguous() and _is_able(stored.device)
+    laid_out = query.is_contiguous() and stored.is_contiguous()
+    return batch >= _LEAST and alike and shaped and laid_out and _is_able(stored.device)
 
 
 @cache

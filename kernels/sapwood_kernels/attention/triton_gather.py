@@ -14,7 +14,8 @@ from torch import Tensor
 _BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["LENGTH"])
+# The pages of a batch's second prompt lie anywhere: that would be another variant, compiled while it waits.
+@triton.jit(do_not_specialize=["LENGTH"], do_not_specialize_on_alignment=["pages"])
 def _gather_kernel(
     keys, values, pages, key_out, value_out, LENGTH, of_page, of_token, of_head, PAGE: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr,

@@ -31,10 +31,10 @@ from sapwood_kernels import triton_norm
 from sapwood_kernels.experts import triton_experts, triton_routing
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack
-from sapwood_kernels.experts.tiles import FEW_TOKENS, HEIGHTS, TilePlan, TileShape, candidates
-from sapwood_kernels.experts.triton_align import align
+from sapwood_kernels.experts.tiles.plan import FEW_TOKENS, HEIGHTS, TilePlan, TileShape, candidates
+from sapwood_kernels.experts.tiles.triton_align import align
+from sapwood_kernels.experts.tiles.tuning import TOKENS, Measure, Part
 from sapwood_kernels.experts.triton_timing import ProductTimer
-from sapwood_kernels.experts.tuning import TOKENS, Measure, Part
 from sapwood_kernels.ops.cuda import CudaOps
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.triton_activation import silu_mul

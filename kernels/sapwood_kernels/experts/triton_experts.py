@@ -1,6 +1,6 @@
 """Triton: the sum of each token's experts by two grouped products, which read an expert's matrices once for all its tokens.
 
-Tokens are sorted by expert on the device (``triton_align.py``), and each expert's are filled up to whole tiles, so that a program
+Tokens are sorted by expert on the device (``tiles``), and each expert's are filled up to whole tiles, so that a program
 multiplies a tile of one expert's tokens with a tile of its matrix. Shapes depend on the number of tokens only, never on what the
 router chose: all of it can be captured in a CUDA graph. Matrices in few bits are widened in registers. Bound: in small batches
 reading the matrices of the experts that are hit, in large ones the products; a tile that is not full costs as much as a full one,
@@ -20,8 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sapwood_kernels import dependent_launch, triton_float8
 from sapwood_kernels.experts import triton_few_tokens
 from sapwood_kernels.experts.stack import DenseStack, StoredStack, in_few_bits
-from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable
-from sapwood_kernels.experts.triton_align import Tiles, align
+from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable
+from sapwood_kernels.experts.tiles.triton_align import Tiles, align
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import arguments, widened
 from sapwood_kernels.quantised import triton_int8

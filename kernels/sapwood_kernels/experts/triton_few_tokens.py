@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
-from sapwood_kernels.experts.tiles import TilePlan, TileShape
+from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import arguments, widened
 

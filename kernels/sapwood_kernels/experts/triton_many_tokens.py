@@ -1,6 +1,6 @@
 """Gluon: an expert's matrix times tiles of its tokens on Hopper's tensor cores, by programs that stay.
 
-Pairs of a token and an expert lie sorted by expert in whole tiles of 128 (``triton_align.py``). A program for each multiprocessor
+Pairs of a token and an expert lie sorted by expert in whole tiles of 128 (``tiles``). A program for each multiprocessor
 takes tile after tile. A part of it fills a ring in shared memory: with the matrix by the bulk copy engine, with tokens likewise,
 or, for the first product, row by row from where they are. Two warp groups multiply, each 64 places of a tile by 256 columns, and
 do not meet: one gates and writes what it has while tensor cores multiply for the other. So that they do so in turns, the second
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sapwood_kernels.experts.stack import DenseStack
-from sapwood_kernels.experts.triton_align import LEAST, Tiles, align
+from sapwood_kernels.experts.tiles.triton_align import LEAST, Tiles, align
 from sapwood_kernels.experts.triton_experts import weighted_sum
 from sapwood_kernels.experts.triton_gate import Gate, kind_of
 

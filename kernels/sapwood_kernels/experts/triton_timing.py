@@ -1,4 +1,4 @@
-"""Times the experts' products on the GPU, for :mod:`sapwood_kernels.experts.tuning`."""
+"""Times the experts' products on the GPU, for :mod:`sapwood_kernels.experts.tiles.tuning`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import triton
 from torch import Tensor
 
 from sapwood_kernels.experts.stack import DenseStack, StoredStack
-from sapwood_kernels.experts.tiles import TileShape
-from sapwood_kernels.experts.triton_align import align
+from sapwood_kernels.experts.tiles.plan import TileShape
+from sapwood_kernels.experts.tiles.triton_align import align
+from sapwood_kernels.experts.tiles.tuning import Part
 from sapwood_kernels.experts.triton_experts import product, weighted_sum
 from sapwood_kernels.experts.triton_few_tokens import first, second
 from sapwood_kernels.experts.triton_gate import Gate
-from sapwood_kernels.experts.tuning import Part
 
 _DRAWS, _ROUNDS = 4, 3
 """Choices of experts that take turns, so that matrices are not found in the L2 cache; and how often each is timed."""

@@ -30,9 +30,9 @@ from sapwood_kernels.experts import triton_experts, triton_many_tokens, triton_r
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, in_few_bits
-from sapwood_kernels.experts.tiles import TileTable
+from sapwood_kernels.experts.tiles.plan import TileTable
+from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
-from sapwood_kernels.experts.tuning import tuned
 from sapwood_kernels.ops.contracts import (
     ExpertSum,
     FewRows,

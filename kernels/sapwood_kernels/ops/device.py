@@ -19,7 +19,7 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
-from sapwood_kernels.experts.tuning import Tuning
+from sapwood_kernels.experts.tiles.tuning import Tuning
 from sapwood_kernels.ops.contracts import (
     GROUP,
     ExpertSum,

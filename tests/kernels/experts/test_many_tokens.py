@@ -12,7 +12,7 @@ from sapwood_kernels.experts.stack import DenseStack
 from tests.kernels.quantised.gluon_in_torch import in_torch
 
 many = pytest.importorskip("sapwood_kernels.experts.triton_many_tokens", reason="Triton is not installed")
-triton_align = pytest.importorskip("sapwood_kernels.experts.triton_align")
+triton_align = pytest.importorskip("sapwood_kernels.experts.tiles.triton_align")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

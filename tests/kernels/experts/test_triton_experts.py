@@ -12,8 +12,8 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack, stacked
-from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable, tile_height
-from sapwood_kernels.experts.tuning import Tuning
+from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable
+from sapwood_kernels.experts.tiles.tuning import Tuning
 from sapwood_kernels.native.products import ALL
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised import int8
@@ -21,7 +21,6 @@ from sapwood_kernels.quantised.gguf_groups import grouped_blocks
 from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
 
 pytest.importorskip("triton", reason="Triton is not installed")
-triton_align = pytest.importorskip("sapwood_kernels.experts.triton_align")
 triton_experts = pytest.importorskip("sapwood_kernels.experts.triton_experts")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
 
@@ -112,51 +111,6 @@ def test_without_a_plan_pairs_are_sorted_only_where_several_share_an_expert(monk
     for tokens, times in ((1, 0), (3, 0), (4, 1)):
         near(*both(made(tokens, 1, torch.float32), "silu"), 1e-5)
         assert len(sorted_ones) == times
-
-
-@pytest.mark.parametrize("height", [16, 32])
-@pytest.mark.parametrize(("tokens", "chosen"), [(1, 2), (7, 5), (90, 3)])
-def test_each_pair_has_one_place_in_a_tile_of_its_expert(tokens, chosen, height):
-    _, ids, *_ = made(tokens, chosen, torch.float32)
-    tiles = triton_experts.align(ids, EXPERTS, height)
-    places = tiles.places.view(len(tiles.experts), height).tolist()
-    pairs = ids.flatten().tolist()
-    used = [(expert, row) for expert, row in zip(tiles.experts.tolist(), places, strict=True) if expert < EXPERTS]
-    assert sorted(pair for _, row in used for pair in row if pair < len(pairs)) == list(range(len(pairs)))
-    for expert, row in used:
-        assert {pairs[pair] for pair in row if pair < len(pairs)} == {expert}
-
-
-@pytest.mark.parametrize(("tokens", "chosen"), [(33, 5), (90, 3)])
-def test_many_pairs_are_sorted_in_parts_and_know_their_places(tokens, chosen, monkeypatch):
-    monkeypatch.setattr(triton_align, "_BLOCK", 128)
-    _, ids, *_ = made(tokens, chosen, torch.float32)
-    ids[::7, 0] = EXPERTS  # which is not here
-    tiles = triton_align.align(ids, EXPERTS, 16)
-    pairs, here = ids.flatten(), (ids.flatten() < EXPERTS).nonzero().flatten()
-    assert torch.equal(tiles.places[tiles.where[here].long()].long(), here)
-    assert torch.equal(tiles.experts[tiles.where[here].long() // 16].long(), pairs[here].long())
-    used = tiles.places.view(-1, 16)[tiles.experts < EXPERTS]
-    assert int((used < len(pairs)).sum()) == len(here) and (used[used >= len(pairs)] == len(pairs)).all()
-    sizes = [int((pairs == expert).sum()) for expert in range(EXPERTS)]
-    assert len(used) == sum(-(-size // 16) for size in sizes), "no tile is empty"
-
-
-def test_shapes_do_not_depend_on_what_is_chosen():
-    alike = torch.zeros(40, 2, dtype=torch.int64, device=DEVICE)
-    spread = torch.arange(80, device=DEVICE).view(40, 2) % EXPERTS
-    shapes = [
-        (len(each.places), len(each.experts))
-        for each in (triton_experts.align(ids, EXPERTS, 16) for ids in (alike, spread))
-    ]
-    assert shapes[0] == shapes[1]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "experts", "height"), [(8, 128, 16), (3072, 128, 32), (3073, 128, 64), (65536, 8, 128)]
-)
-def test_a_tile_is_a_third_higher_than_an_expert_has_tokens(pairs, experts, height):
-    assert tile_height(pairs, experts) == height
 
 
 def stored(bits, *sizes):

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from sapwood_kernels.experts.tiles import HEIGHTS, TileShape, TileTable, candidates, modelled_tiles
-from sapwood_kernels.experts.tuning import TOKENS, Tuning, tuned
+from sapwood_kernels.experts.tiles.plan import HEIGHTS, TileShape, TileTable, candidates, modelled_tiles, tile_height
+from sapwood_kernels.experts.tiles.tuning import TOKENS, Tuning, tuned
 
 EXPERTS, CHOSEN = 128, 8
 
@@ -114,3 +114,10 @@ def test_what_is_modelled_is_worth_measuring_and_serves_where_nothing_was(tmp_pa
         table, found = tuned(EXPERTS, CHOSEN, gpu.measure, tmp_path / "tiles.json", 30, gpu.clock, stored=stored)
         assert found.source == source
         assert table.plan(6000) == modelled_tiles(6000, EXPERTS, stored=stored)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "height"), [(8, 128, 16), (3072, 128, 32), (3073, 128, 64), (65536, 8, 128)]
+)
+def test_a_tile_is_a_third_higher_than_an_expert_has_tokens(pairs, experts, height):
+    assert tile_height(pairs, experts) == height

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sapwood_kernels.experts.tiles import TilePlan, TileShape, TileTable, candidates
+from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable, candidates
 
 logger = logging.getLogger(__name__)
 Part = Literal["gate_up", "down"]

@@ -1,10 +1,10 @@
 """Gluon: an expert's matrix times tiles of its tokens on Hopper's tensor cores, by programs that stay.
 
-Pairs of a token and an expert lie sorted by expert in whole tiles of 128 (``tiles``). A program for each multiprocessor
-takes tile after tile. A part of it fills a ring in shared memory: with the matrix by the bulk copy engine, with tokens likewise,
-or, for the first product, row by row from where they are. Two warp groups multiply, each 64 places of a tile by 256 columns, and
-do not meet: one gates and writes what it has while tensor cores multiply for the other. So that they do so in turns, the second
-begins a few steps after the first. Where a group's places are all empty it multiplies nothing: such a tile costs half.
+Pairs of a token and an expert lie sorted by expert in whole tiles of 128 (``tiles``). A program for each multiprocessor takes
+tile after tile. A part of it fills a ring in shared memory: with the matrix by the bulk copy engine, with tokens likewise, or,
+for the first product, row by row from where they are. Two warp groups multiply, each 64 places of a tile by 256 columns, and do
+not meet: one gates and writes what it has while tensor cores multiply for the other. That the second began 2 or 3 steps after
+the first made no difference. Where a group's places are all empty it multiplies nothing: such a tile costs half.
 
 Results lie in the order of the tiles. Bound: the products, O(T k N K).
 """
@@ -34,8 +34,6 @@ from sapwood_kernels.experts.triton_gate import Gate, kind_of
 HEIGHT = 128
 """Places of a tile."""
 _WIDTH, _DEPTH, _STAGES = 256, 64, 4
-_LEAD = 2
-"""Steps that the first warp group is ahead of the second; fewer than a product has and than the ring has room for."""
 _LEAST_OF_EXPERT = 256
 """Pairs that an expert has on average from which on it is taken. Measured with 512: a layer in 1207 for 1438 us on an H200."""
 
@@ -116,9 +114,8 @@ def _fill(
 
 @gluon.jit
 def _multiply(
-    out, places, experts, taken, held, given, ready, free, begun, alpha, limit, COUNT, WORK, BLOCKS, EXPERTS,
-    K: gl.constexpr, GATE: gl.constexpr, GATHERS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
-    GROUP: gl.constexpr,
+    out, places, experts, taken, held, given, ready, free, alpha, limit, COUNT, WORK, BLOCKS, EXPERTS,
+    K: gl.constexpr, GATE: gl.constexpr, GATHERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A warp group's part of a program: of each tile 64 tokens."""
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
@@ -134,8 +131,6 @@ def _multiply(
             here = GROUP == 0
             if GROUP == 1:
                 here = gl.load(places + tile * 128 + 64) < COUNT
-                if LEAD > 0:
-                    mbarrier.wait(begun, 0)
             if here:
                 total = gl.zeros([64, 256], gl.float32, wide)
                 for step in range(steps):
@@ -148,8 +143,6 @@ def _multiply(
                     )
                     total = warpgroup_mma_wait(1, deps=[product])
                     mbarrier.arrive(free.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
-                    if LEAD > 0 and GROUP == 0:
-                        mbarrier.arrive(begun, count=1, pred=turn == LEAD - 1)
                     turn += 1
                 total = warpgroup_mma_wait(0, deps=[total])
                 mbarrier.arrive(free.index((turn + STAGES - 1) % STAGES), count=1)
@@ -185,7 +178,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["COUNT", "WORK", "BLOCKS", "N", "EXPERTS"])
 def _grouped_kernel(
     x, weight, out, places, experts, alpha, limit, COUNT, WORK, BLOCKS, N, EXPERTS, SHARE: gl.constexpr, K: gl.constexpr,
-    GATE: gl.constexpr, GATHERS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr,
+    GATE: gl.constexpr, GATHERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = weight.dtype
     taken = gl.allocate_shared_memory(dtype, [2 * STAGES, 64, 64], weight.layout)
@@ -193,17 +186,15 @@ def _grouped_kernel(
     given = gl.allocate_shared_memory(dtype, [2, 64, 128], out.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=129 if GATHERS else 1)
         mbarrier.init(free.index(s), count=2)
-    mbarrier.init(begun, count=1)
     gl.warp_specialize(
         [
-            (_multiply, (out, places, experts, taken, held, given, ready, free, begun, alpha, limit, COUNT, WORK, BLOCKS,
-                         EXPERTS, K, GATE, GATHERS, STAGES, LEAD, gl.constexpr(0))),
-            (_multiply, (out, places, experts, taken, held, given, ready, free, begun, alpha, limit, COUNT, WORK, BLOCKS,
-                         EXPERTS, K, GATE, GATHERS, STAGES, LEAD, gl.constexpr(1))),
+            (_multiply, (out, places, experts, taken, held, given, ready, free, alpha, limit, COUNT, WORK, BLOCKS,
+                         EXPERTS, K, GATE, GATHERS, STAGES, gl.constexpr(0))),
+            (_multiply, (out, places, experts, taken, held, given, ready, free, alpha, limit, COUNT, WORK, BLOCKS,
+                         EXPERTS, K, GATE, GATHERS, STAGES, gl.constexpr(1))),
             (_fill, (x, weight, places, experts, taken, held, ready, free, COUNT, WORK, BLOCKS, N, EXPERTS, SHARE, K, GATE,
                      GATHERS, STAGES)),
         ],
@@ -219,7 +210,6 @@ def serves(*stacks: DenseStack) -> bool:
         and each.weight.dtype.itemsize == 2
         and each.weight.is_contiguous()
         and each.weight.shape[2] % _DEPTH == 0
-        and each.weight.shape[2] > _LEAD * _DEPTH
         and each.outputs % 16 == 0
         for each in stacks
     )
@@ -265,7 +255,7 @@ def product(
         TensorDescriptor.from_tensor(stack.weight.view(experts * outputs, width), [128, _DEPTH], order),
         TensorDescriptor.from_tensor(out, [64, 128], result), tiles.places, tiles.experts, alpha, limit, tiles.ids.numel(),
         work, blocks, outputs, experts, SHARE=tiles.ids.shape[1], K=width, GATE=kind, GATHERS=gathers, STAGES=_STAGES,
-        LEAD=_LEAD, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return out
 

@@ -52,12 +52,12 @@ def near(ours, theirs):
     [
         (100, 4, 192, 1, torch.bfloat16, "silu"),
         (70, 5, 320, 3, torch.float16, "gelu_tanh"),
-        (66, 3, 192, 100, torch.bfloat16, ClampedGate(limit=1.0)),
+        (66, 3, 64, 100, torch.bfloat16, ClampedGate(limit=1.0)),
     ],
     ids=["one program", "several", "more than work"],
 )
 def test_the_sum_is_the_references(tokens, experts, inner, processors, dtype, gate):
-    """Tiles and blocks of a matrix are not all full."""
+    """Tiles and blocks of a matrix are not all full, and one is read in a single step."""
     parts = made(tokens, 2, experts, inner, dtype)
     near(many.expert_sum(*parts, gate, processors), expert_sum(*parts, GATES[gate] if isinstance(gate, str) else gate))
 

@@ -97,7 +97,7 @@ bulk = {
 kinds = dict(weight=bulk[128], out=bulk[64], places="*i32", experts="*i32", alpha="fp32", limit="fp32")
 kinds |= dict.fromkeys(("COUNT", "WORK", "BLOCKS", "N", "EXPERTS"), "i32")
 for gate in (-1, 0, 1, 2):
-    constants = dict(SHARE=8, K=2048, GATE=gate, GATHERS=gate >= 0, STAGES=many._STAGES, LEAD=many._LEAD)
+    constants = dict(SHARE=8, K=2048, GATE=gate, GATHERS=gate >= 0, STAGES=many._STAGES)
     taken = dict(x="*bf16" if gate >= 0 else bulk[128])
     print("many", gate, *compiled(many._grouped_kernel, kinds | taken, constants, GluonASTSource, num_warps=4))
 kinds = dict(

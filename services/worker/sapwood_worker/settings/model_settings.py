@@ -40,8 +40,9 @@ class ModelSettings(ServiceConfig):
     )
     quantization: QuantizationName = Field(
         "none",
-        description="Quantises linear layers as the model is loaded. fp8: weights and activations in float8, with one scale for "
-        "each token and each output channel. fp8_block: a scale for each 128 numbers of a token and each 128 x 128 of a weight. "
+        description="Quantises linear layers and experts as the model is loaded. fp8: weights and activations in float8, with "
+        "one scale for each token and each output channel. fp8_block: a scale for each 128 numbers of a token and each "
+        "128 x 128 of a weight. "
         "fp8_tensor: one scale for all tokens of a step and one for a weight. int8: weights and activations in 8 bits, with "
         "scales as fp8. int4: weights in 4 bits, with a scale and a zero for each 128 numbers. Embedding and output head stay as "
         "they are, and so do weights that the checkpoint stores quantised. Packages can bring more formats.",

@@ -246,8 +246,8 @@ def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored
 
 
 def _kept_expert(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
-    """Experts' activations stay as they are. None, too, where a rank's part begins within a block, and where a GPU's product of
-    all experts does not take the blocks: those are widened."""
+    """Activations stay as they are, but where a GPU's product of all experts rounds them. None, too, where a rank's part begins
+    within a block, and where that product does not take the blocks: those are widened."""
     scales = _scales_of(shape, stored)
     if scales is None:
         return None

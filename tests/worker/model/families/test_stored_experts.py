@@ -245,9 +245,7 @@ BITS = {
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "name", [each if each in ("awq", "W8A8", "float8 dynamic") else pytest.param(each, marks=slow) for each in BITS]
-)
+@pytest.mark.parametrize("name", [each if each in ("awq", "W8A8") else pytest.param(each, marks=slow) for each in BITS])
 def test_layers_by_a_gpu_s_kernels_equal_transformers_and_hold_what_is_stored(stored, name):
     cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
     path, theirs = stored("qwen3-moe", name)
@@ -260,7 +258,7 @@ def test_layers_by_a_gpu_s_kernels_equal_transformers_and_hold_what_is_stored(st
         # A matrix is one block here.
         assert stack.rounds == (name in ("W8A8", "float8 dynamic", "modelopt float8", "float8 blocks"))
         assert 8 * sum(each.nbytes for each in held) == BITS[name] * stack.experts * stack.outputs * 128
-    assert_near(logits_of(loaded, TOKENS[:5]), theirs[:5])
+    assert_near(logits_of(loaded, TOKENS[:3]), theirs[:3])
 
 
 @on_cpu

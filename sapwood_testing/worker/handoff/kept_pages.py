@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_testing.clock import Clock
-from sapwood_testing.worker.process_memory import ProcessMemory
+from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover

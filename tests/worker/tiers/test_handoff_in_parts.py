@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_testing.worker.model_scheduler import scheduler_for
-from sapwood_testing.worker.process_memory import ProcessMemory
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
 from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages

@@ -13,7 +13,7 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
-from sapwood_testing.worker.process_memory import ProcessMemory
+from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.landing import Landing

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from sapwood_testing.worker.handoff.kept_pages import BYTES, Kept
-from sapwood_testing.worker.process_memory import ProcessMemory
+from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover
 from sapwood_worker.model.pools.peer_pages import PeerPool

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sapwood_testing.worker.process_memory import ProcessMemory
+from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_worker.core.cache.handoff.movers.peers import NotReachedError, Peers
 from sapwood_worker.model.pools.peer_pages import Exported, LayerPages, OwnPool, host_targets
 

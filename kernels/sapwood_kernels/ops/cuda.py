@@ -22,7 +22,6 @@ from sapwood_kernels import (
     triton_digest,
     triton_float8,
     triton_gemv,
-    triton_latent_heads,
     triton_norm,
     triton_rows,
 )
@@ -33,6 +32,8 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, 
 from sapwood_kernels.experts.tiles.plan import TileTable
 from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
+from sapwood_kernels.latent import triton_heads
+from sapwood_kernels.latent.triton_store import store_latent
 from sapwood_kernels.ops.contracts import (
     ExpertSum,
     FewRows,
@@ -54,7 +55,6 @@ from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, t
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
-from sapwood_kernels.triton_latent_store import store_latent
 from sapwood_kernels.triton_qkv import norm_rope_store
 
 logger = logging.getLogger(__name__)
@@ -168,10 +168,8 @@ class CudaOps(DeviceOps):
         return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
 
     def latent_products(self, up: Tensor, nope: int) -> LatentProducts:
-        absorb, values = (
-            partial(each, up=up, nope=nope) for each in (triton_latent_heads.absorb, triton_latent_heads.values)
-        )
-        return LatentProducts(absorb, values, triton_latent_heads.MOST)
+        absorb, values = (partial(each, up=up, nope=nope) for each in (triton_heads.absorb, triton_heads.values))
+        return LatentProducts(absorb, values, triton_heads.MOST)
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
         if weight.shape[1] > _WIDEST_ROW and scales is None:

@@ -32,12 +32,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sapwood_kernels import triton_qkv
-from sapwood_kernels import triton_latent_store as store
 from sapwood_kernels.attention import triton_decode as decoding, triton_merge as merging, triton_parts as parts
 from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
 from sapwood_kernels.attention.latent import triton_stream as streaming_latent
+from sapwood_kernels.latent import triton_store as store
 
 capability = int(sys.argv[1])
 

@@ -46,10 +46,10 @@ def check_together(contexts: Sequence[RequestContext]) -> None:
     if total <= MOST_TOGETHER:  # what goes with them is the same for all
         total += len(contexts) * _extent_beside(contexts[0])
     if total > MOST_TOGETHER:
+        beside = f", and {told} log probabilities of it as often again" if told else ""
         raise InvalidArgumentError(
             f"the prompts and what goes with each, as often as they are continued, have {total} characters (a token counts for "
-            f"{_CHARACTERS_A_TOKEN}{f', and {told} log probabilities of it as often again' if told else ''}); the most are "
-            f"{MOST_TOGETHER}",
+            f"{_CHARACTERS_A_TOKEN}{beside}); the most are {MOST_TOGETHER}",
             field=contexts[0].fields.prompt,
         )
 

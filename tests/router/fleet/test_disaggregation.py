@@ -19,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from sapwood.cli.main import main
 from sapwood.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.network.channel import open_channel
+from sapwood_router.flow.disaggregation import decision
 from sapwood_testing.router.handoff_fleet import (
     PAGE,
     ROLES,
@@ -203,13 +204,14 @@ async def test_workers_of_any_role_serve_where_there_is_no_pair(
 
 
 async def test_auto_measures_on_the_first_requests_and_then_weighs(
-    workers: dict[str, Worker], capsys: pytest.CaptureFixture[str]
+    workers: dict[str, Worker], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decision, "LEARN_SECONDS", 0.0)  # a hand-over is measured after the other, without a pause
     pair = [workers["prefill"], workers["decode"]]
     async with front(pair, disaggregate="auto") as router:
         first = await router.explain(new_prompt())
         assert first.disaggregated and not first.estimates
-        assert first.disaggregation == "costs are not measured yet"
+        assert first.disaggregation == "a hand-over is due, to measure what it takes"
         for count in range(8):
             prompt = new_prompt()
             assert tokens_of(await router.answer(prompt)) == expected(prompt)

@@ -12,7 +12,8 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
-from sapwood_router.flow.disaggregation.decision import PROBE_SECONDS, Disaggregation, Estimate, Part
+from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, PROBE_SECONDS, Disaggregation, Estimate, Part
+from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook
@@ -97,14 +98,50 @@ def test_a_hand_over_is_made_until_it_was_measured_and_then_only_where_it_pays()
     assert not slow.decide()
 
 
-def test_until_costs_are_measured_one_hand_over_is_made_after_the_other_and_the_policy_chooses_for_the_rest() -> None:
+def test_until_costs_are_measured_a_hand_over_is_begun_now_and_then_and_the_policy_chooses_for_the_rest() -> None:
     pair = Pair()
-    first = pair.workers[Role.PREFILL].lease(1000, hands_off=True)
+    assert pair.decide()
     waiting = pair.deciding.decide(DEMAND, PROMPT, 100)
     assert not waiting.disaggregated
     assert pair.deciding.roles_for(Part.WHOLE, waiting) == ()
-    first.release()
-    assert pair.decide()
+    pair.now += LEARN_SECONDS + 0.1
+    assert pair.decide() and not pair.decide()
+
+
+def test_of_many_that_come_at_once_nothing_is_weighed_and_the_policy_chooses_among_all() -> None:
+    pair = Pair()
+    pair.measure(handover=0.001)
+    leases = [pair.workers[Role.DECODE].lease(1000) for _ in range(3)]
+    decision = pair.deciding.decide(DEMAND, PROMPT, 100)
+    assert not decision.disaggregated and not decision.estimates
+    assert pair.deciding.roles_for(Part.WHOLE, decision) == ()
+    for lease in leases:
+        lease.prefilled()
+    assert pair.weighed()
+
+
+def test_what_is_not_weighed_is_placed_as_without_roles() -> None:
+    pair = Pair()
+    for prompt, tokens in ((PromptPages(range(8)), 100), (PROMPT, 1)):
+        decision = pair.deciding.decide(DEMAND, prompt, tokens)
+        assert not decision.disaggregated
+        assert pair.deciding.roles_for(Part.WHOLE, decision) == ()
+
+
+def test_a_hand_over_is_measured_without_the_prompts_that_it_waits_for() -> None:
+    pair = Pair()
+    pair.measure(handover=0.02)
+    decode = pair.workers[Role.DECODE]
+    decode.lease(30_000)
+    for _ in range(300):
+        timing = Timing(pair.costs, lambda: pair.now)
+        timing.handed_off()
+        lease = decode.lease(1)
+        timing.sent(decode, Part.DECODE, 1000)
+        pair.now += 3.0 + 0.05
+        timing.answers()
+        lease.release()
+    assert pair.costs.handover(1000) == pytest.approx(0.05, rel=0.05)
 
 
 def test_slow_first_steps_of_one_worker_do_not_send_others_requests_elsewhere() -> None:
@@ -118,6 +155,8 @@ def test_slow_first_steps_of_one_worker_do_not_send_others_requests_elsewhere() 
 def test_whoever_is_to_do_it_alone_is_the_one_who_costs_least() -> None:
     pair = Pair()
     pair.measure(handover=5.0)
+    for _ in range(2):
+        pair.workers[Role.PREFILL].lease(1).prefilled()
     pair.workers[Role.DECODE].lease(50_000)
     decision = pair.deciding.decide(DEMAND, PROMPT, 100)
     assert decision.reason == "a prefill worker alone costs less"
@@ -144,6 +183,8 @@ def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why
 def test_prompts_slow_whom_they_are_computed_beside_and_not_who_is_queued_behind_them() -> None:
     pair = Pair()
     pair.measure(handover=0.001)
+    for _ in range(2):
+        pair.workers[Role.DECODE].lease(1).prefilled()
     alone = pair.weighed()["prefill", ""]
     lease = pair.workers[Role.PREFILL].lease(50_000, hands_off=True)
     behind = pair.weighed()["prefill", ""]
@@ -159,6 +200,8 @@ def test_prompts_slow_whom_they_are_computed_beside_and_not_who_is_queued_behind
 def test_a_pair_waits_for_what_the_decode_worker_computes_longer_than_the_prompt_takes() -> None:
     pair = Pair()
     pair.measure(handover=0.02)
+    for _ in range(2):
+        pair.workers[Role.PREFILL].lease(1).prefilled()
     assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02)
     pair.workers[Role.DECODE].lease(20_000)
     assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02 + 2.0 - 0.1)

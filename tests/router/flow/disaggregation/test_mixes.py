@@ -20,7 +20,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
 from sapwood_router.flow.disaggregation.costs import Costs
-from sapwood_router.flow.disaggregation.decision import Disaggregate, Disaggregation, Part
+from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, Disaggregate, Disaggregation, Part
 from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.stages.select import choose
 from sapwood_router.routing.policies.base import PromptPages
@@ -287,8 +287,7 @@ def test_nor_is_what_comes_at_once_taken_for_what_will_come(model: str, name: st
         always, never, auto = (seconds_at_once(mode, mix, SPEEDS[model], seed) for mode in modes)
         ratios.append(min(always, never) / auto)
     print(f"{model}, {name}, 48 at once: {[round(ratio, 3) for ratio in ratios]}")
-    least = 0.95 if name == "all lengths" else 0.98  # the sum of all seconds is least, not when the last of them ends
-    assert mean(ratios) >= least
+    assert mean(ratios) >= 0.99 and min(ratios) >= 0.95  # the last of them ends it: chance has a part
 
 
 def seconds_at_once(mode: Disaggregate, mix: Mix, speed: Speed = Speed(), seed: int = 7) -> float:  # noqa: B008 - it does not change
@@ -297,4 +296,5 @@ def seconds_at_once(mode: Disaggregate, mix: Mix, speed: Speed = Speed(), seed: 
     fleet = Fleet(mode, mix._replace(clients=0), 1, speed, seed)
     for requests in (1,) * 8 + (12,):
         fleet.burst(requests)
+        fleet.clock.now += LEARN_SECONDS
     return fleet.burst(48)

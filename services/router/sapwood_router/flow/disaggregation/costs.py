@@ -7,6 +7,7 @@ by who had the few slow first steps, and one worker got many more of 48 document
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 _KEPT = 0.98
@@ -62,7 +63,7 @@ class ModelCosts:
         self._prefill = LinearFit()
         self._handover = LinearFit()
         self._handovers = 0
-        self._handed_over_at = clock()
+        self._handed_over_at = -math.inf
         self._step = LinearFit()
         self._answer = LinearFit()
 
@@ -80,7 +81,8 @@ class ModelCosts:
 
         Args:
             tokens: How many of the prompt's tokens it was believed to lack.
-            seconds: Since the ticket came: its wait, the transfer, what it computed and a step.
+            seconds: Since the ticket came, without the time that prompts queued there before it take: the transfer, what it
+                computed and a step.
         """
         self._handover.add(tokens, seconds)
         self._handovers += 1

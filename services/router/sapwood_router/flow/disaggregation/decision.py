@@ -13,7 +13,8 @@ the ticket only saves it the computation. So whatever is lost on the way costs t
 
 Roles are preferences: where nobody else can be asked, any worker serves any request whole.
 
-``auto`` takes the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom, of the
+``auto`` places a request as ``never`` does, by the policy among the workers of all roles, unless another way is known to cost
+less. That is the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom, of the
 role that costs least, or of all where their costs are nearly the same)::
 
     cost = its own seconds (wait and prefill, hand-over, generating)
@@ -25,7 +26,11 @@ Beside whom a request will generate counts those that are on their way, too: who
 share of the prompts that are computed to be handed off. Of many that come at once none generates yet. In the next seconds as many
 are believed to come as were computed in the last, not as were asked for: many that come at once queue before it, and none behind.
 
-Until that can be weighed one hand-over is made after the other, and the policy chooses for the rest, as with ``never``.
+Nothing is weighed while many wait for their first token beside those that generate, as when many come at once: what such a fleet
+will do in a second is not what it did in the last ones, and the policy, which counts requests, spreads them more evenly.
+
+What a hand-over takes is measured on those that are made. Where none is, one is begun now and then only to measure it: of
+requests that come at once the first, before which nothing is queued.
 
 The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
 chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
@@ -51,13 +56,16 @@ from sapwood_router.routing.policy_book import PolicyBook
 
 Disaggregate = Literal["auto", "always", "never"]
 
-PROBE_SECONDS = 30.0
-"""This long after the last hand-over one is tried whatever it is believed to cost: what was measured then may no longer hold."""
+LEARN_SECONDS, PROBE_SECONDS = 2.0, 30.0
+"""This long after the last hand-over one is begun whatever it costs: while too few were measured; later, when what was measured
+may no longer hold."""
 MOST_PREFILLING = 0.9
 """The largest share of a worker's time that prompts are believed to take."""
 _ALIKE = 1.03
 """Costs of workers alone that differ by less than this factor are not told apart: the policy chooses among the workers of all
 roles, which spreads requests that are all alike more evenly."""
+_MOST_WAITING = 0.5
+"""The most requests that may wait for their first token, for each that generates, where costs are weighed."""
 _MOST_WEIGHED = 32
 """Workers of each role: a decision on a thousand would take 30 ms."""
 
@@ -113,13 +121,13 @@ class Decision(msgspec.Struct, frozen=True):
     Attributes:
         disaggregated: Whether.
         reason: Why.
-        whole_roles: Who is asked for all of it if it is not, in this order; empty: anybody.
+        whole_roles: Who is asked for all of it with ``auto`` if it is not, in this order; empty: anybody.
         estimates: What was weighed, if anything was.
     """
 
     disaggregated: bool
     reason: str
-    whole_roles: tuple[Role, ...] = PREFERRED[Part.WHOLE]
+    whole_roles: tuple[Role, ...] = ()
     estimates: tuple[Estimate, ...] = ()
 
 
@@ -160,7 +168,7 @@ class Disaggregation:
         """The roles of workers that are asked for a part of a request, in this order; empty: any."""
         if self.mode == "never":
             return ()
-        return decision.whole_roles if decision is not None and part is Part.WHOLE else PREFERRED[part]
+        return decision.whole_roles if decision and self.mode == "auto" and part is Part.WHOLE else PREFERRED[part]
 
     def decide(self, demand: Demand, prompt: PromptPages, max_tokens: int, *, probe: bool = True) -> Decision:
         """Decides on a request.
@@ -174,9 +182,10 @@ class Disaggregation:
         if self.mode == "never":
             return Decision(False, "the router does not")
         page_sizes: dict[Role, int] = {}
-        handing_off = 0
+        waiting = generating = 0
         for worker in self._registry.available(demand.model):
-            handing_off += worker.handing_off
+            waiting += worker.in_flight - worker.generating
+            generating += worker.generating
             if worker.model is not None and worker.address not in demand.refused_by and worker.breaker.admits():
                 page_sizes[worker.model.role] = worker.model.page_size
         for role in (Role.PREFILL, Role.DECODE):
@@ -189,12 +198,14 @@ class Disaggregation:
         if self.mode == "always":
             return Decision(True, "there are prefill and decode workers")
         costs = self._costs.of(demand.model)
-        if not costs.measured:
-            return Decision(handing_off == 0, "costs are not measured yet", ())
-        if costs.handover_age > PROBE_SECONDS:
+        if costs.handover_age > (PROBE_SECONDS if costs.measured else LEARN_SECONDS):
             if probe:
                 costs.probing()
-            return Decision(True, f"no hand-over was measured for {PROBE_SECONDS:.0f} s")
+            return Decision(True, "a hand-over is due, to measure what it takes")
+        if not costs.measured:
+            return Decision(False, "costs are not measured yet")
+        if waiting > _MOST_WAITING * generating:
+            return Decision(False, "requests wait for their first token beside few that generate")
         return self._weigh(demand, prompt, max_tokens, costs)
 
     def _weigh(self, demand: Demand, prompt: PromptPages, max_tokens: int, costs: ModelCosts) -> Decision:

@@ -22,7 +22,7 @@ class Timing:
         self._clock = clock
         self._worker: Worker | None = None
         self._part = Part.WHOLE
-        self._tokens = 0
+        self._queued = self._lacking = 0
         self._since = 0.0
         self._first = 0.0
         self._ticket: float | None = None
@@ -37,7 +37,8 @@ class Timing:
         """
         now = self._clock()
         self._worker, self._part = worker, part
-        self._tokens = lacking if part is Part.DECODE else worker.view().queued_tokens
+        self._queued = worker.view().queued_tokens
+        self._lacking = lacking
         self._since = now if part is not Part.DECODE or self._ticket is None else self._ticket
         self._ticket = None
 
@@ -46,9 +47,10 @@ class Timing:
         self._first = self._clock()
         seconds = self._first - self._since
         if self._part is Part.DECODE:
-            self._costs.handed_over(self._tokens, seconds)
+            waited = self._costs.prefill(self._queued - 1)  # its own last token is one of them
+            self._costs.handed_over(self._lacking, max(0.0, seconds - waited))
         else:
-            self._costs.prefilled(self._tokens, seconds)
+            self._costs.prefilled(self._queued, seconds)
 
     def handed_off(self) -> None:
         """The ticket has come."""

@@ -9,8 +9,8 @@ decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile o
         prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
         do both. ``ratio`` is to that alone
 mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
-        and auto; ``ratio`` is auto's to the better of always and never (medians of ``--rounds``), ``pairs`` how many were handed
-        over
+        and auto; ``ratio`` is auto's to the better of always and never (medians of ``--rounds``; of two rounds for the one that
+        is far behind), ``pairs`` how many were handed over
 
 Prints one JSON object a line. Without GPUs: ``--device cpu``, a small model and small numbers.
 """
@@ -24,7 +24,7 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -47,6 +47,8 @@ MIXES = {
     "documents with long answers": ((8000, 200), (4000, 400)),
 }
 _START_SECONDS = 60.0
+_BEHIND = 0.85
+"""Below this share of the other's answers a second, ``always`` or ``never`` is measured twice and not more."""
 ROLES = {
     "both": worker_pb2.WORKER_ROLE_BOTH,
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
@@ -202,7 +204,8 @@ def mixes(pair: Pair, say: Say) -> None:
             pair.set_roles("prefill", "decode")
             fronts["auto"].ask([pair.planned(*each) for each in shapes[: options.requests // 4]])  # what it measures
             for turn in range(options.rounds):
-                for mode in modes[turn % 3 :] + modes[: turn % 3]:
+                ways = modes if turn < 2 else _worth_it(rates)
+                for mode in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                     pair.set_roles("prefill", "decode")
                     front = fronts[mode]
                     before = front.count("handoffs_total")
@@ -216,6 +219,13 @@ def mixes(pair: Pair, say: Say) -> None:
                     )
             always, never, auto = (median(rates[mode]) for mode in modes)
             say(what=name, always=always, never=never, auto=auto, ratio=auto / max(always, never))
+
+
+def _worth_it(rates: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    """The ways to measure once more: of ``always`` and ``never`` not the one that is hopelessly behind the other."""
+    always, never = (median(rates[mode]) for mode in ("always", "never"))
+    behind = "always" if always < _BEHIND * never else "never" if never < _BEHIND * always else ""
+    return tuple(mode for mode in rates if mode != behind)
 
 
 class Say:

@@ -203,17 +203,26 @@ async def test_workers_of_any_role_serve_where_there_is_no_pair(
         assert explained.chosen == workers[roles[-1]].address  # who does both is asked first
 
 
-async def test_auto_measures_on_the_first_requests_and_then_weighs(
+async def test_auto_measures_hand_overs_where_they_could_pay_and_then_weighs(
     workers: dict[str, Worker], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decision, "LEARN_SECONDS", 0.0)  # a hand-over is measured after the other, without a pause
     pair = [workers["prefill"], workers["decode"]]
     async with front(pair, disaggregate="auto") as router:
         first = await router.explain(new_prompt())
-        assert first.disaggregated and not first.estimates
-        assert first.disaggregation == "a hand-over is due, to measure what it takes"
+        assert not first.disaggregated and not first.estimates
+        assert first.disaggregation == "costs are not measured yet"
+        prompt = new_prompt()
+        assert tokens_of(await router.answer(prompt)) == expected(prompt)
+        assert router.count("handoffs") == 0
+        # The router believes that prompts take the prefill worker's time, and that the decode worker generates.
+        seen = {worker.address: worker for worker in router.router.registry.available("fake")}
+        seen[pair[0].address].lease(10_000_000).release()
+        for _ in range(4):
+            seen[pair[1].address].lease(1).prefilled()
         for count in range(8):
             prompt = new_prompt()
+            assert "to measure that" in (await router.explain(prompt)).disaggregation
             assert tokens_of(await router.answer(prompt)) == expected(prompt)
             assert router.count("handoffs") == count + 1
         asked = new_prompt()
@@ -234,7 +243,7 @@ async def test_auto_measures_on_the_first_requests_and_then_weighs(
             )
             for choice in ("pair", "alone")
         ]
-        assert sum(count or 0 for count in weighed) == 1
+        assert sum(count or 0 for count in weighed) == 9
 
 
 async def test_never_passes_over_what_workers_are_for(workers: dict[str, Worker]) -> None:

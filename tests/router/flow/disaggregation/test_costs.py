@@ -40,14 +40,22 @@ class Pair:
         assert costs is not None
         self.costs = costs
 
-    def measure(self, handover: float) -> None:
+    def measure(self, handover: float | None = None) -> None:
         """0.1 s for each 1000 tokens of a prompt, 10 ms for a token of an answer."""
         for tokens in (500, 1000, 2000) * 3:
             self.costs.prefilled(tokens, tokens * 1e-4)
-            self.costs.handed_over(tokens, handover)
+            if handover is not None:
+                self.costs.handed_over(tokens, handover)
         for requests in (1, 10):
             self.costs.generated(100, 1.0, requests, 0.0)
         self.costs.answered(101)
+
+    def load(self) -> None:
+        """Makes a pair the best choice, if a hand-over takes little."""
+        self.workers[Role.PREFILL].lease(
+            20_000
+        ).release()  # prompts take a fifth of its time: who generates there waits
+        self.workers[Role.DECODE].lease(1).prefilled()  # somebody whom a prompt there would delay
 
     def weighed(self) -> dict[tuple[str, str], Estimate]:
         """What each way would cost, by who computes the prompt and who else generates."""
@@ -84,28 +92,29 @@ def test_what_was_measured_last_counts_most() -> None:
     assert fit.at(1) == pytest.approx(2.0, rel=0.01)
 
 
-def test_a_hand_over_is_made_until_it_was_measured_and_then_only_where_it_pays() -> None:
-    pair = Pair()
-    assert pair.decide()
-    pair.measure(handover=0.001)
-    pair.workers[Role.PREFILL].lease(
-        20_000
-    ).release()  # prompts take a fifth of its time: whoever generates there waits for them
-    pair.workers[Role.DECODE].lease(1).prefilled()  # somebody whom a prompt there would delay
-    assert pair.decide()
-    slow = Pair()
-    slow.measure(handover=5.0)
-    assert not slow.decide()
+def test_a_hand_over_is_made_where_it_pays() -> None:
+    for handover, pays in ((0.001, True), (5.0, False)):
+        pair = Pair()
+        pair.measure(handover)
+        assert not pair.decide()
+        pair.load()
+        assert pair.decide() == pays
 
 
-def test_until_costs_are_measured_a_hand_over_is_begun_now_and_then_and_the_policy_chooses_for_the_rest() -> None:
+def test_until_hand_overs_are_measured_one_is_begun_now_and_then_where_it_could_pay() -> None:
     pair = Pair()
+    pair.load()
+    assert not pair.decide()  # nothing is known at all
+    pair.measure()
     assert pair.decide()
     waiting = pair.deciding.decide(DEMAND, PROMPT, 100)
     assert not waiting.disaggregated
     assert pair.deciding.roles_for(Part.WHOLE, waiting) == ()
     pair.now += LEARN_SECONDS + 0.1
     assert pair.decide() and not pair.decide()
+    idle = Pair()
+    idle.measure()
+    assert not idle.decide()
 
 
 def test_of_many_that_come_at_once_nothing_is_weighed_and_the_policy_chooses_among_all() -> None:
@@ -175,6 +184,8 @@ def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why
     pair = Pair()
     pair.measure(handover=5.0)
     pair.now += PROBE_SECONDS + 1
+    assert not pair.decide()  # it would gain nothing
+    pair.load()
     assert pair.deciding.decide(DEMAND, PROMPT, 100, probe=False).disaggregated
     assert pair.decide()
     assert not pair.decide()

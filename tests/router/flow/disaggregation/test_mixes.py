@@ -20,7 +20,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
 from sapwood_router.flow.disaggregation.costs import Costs
-from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, Disaggregate, Disaggregation, Part
+from sapwood_router.flow.disaggregation.decision import Disaggregate, Disaggregation, Part
 from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.stages.select import choose
 from sapwood_router.routing.policies.base import PromptPages
@@ -291,10 +291,10 @@ def test_nor_is_what_comes_at_once_taken_for_what_will_come(model: str, name: st
 
 
 def seconds_at_once(mode: Disaggregate, mix: Mix, speed: Speed = Speed(), seed: int = 7) -> float:  # noqa: B008 - it does not change
-    """Seconds in which 48 requests are answered that come at once, after twenty that measure: eight hand-overs, then some beside
-    each other."""
+    """Seconds in which 48 requests are answered that come at once, after twelve others, where hand-overs were measured."""
     fleet = Fleet(mode, mix._replace(clients=0), 1, speed, seed)
-    for requests in (1,) * 8 + (12,):
-        fleet.burst(requests)
-        fleet.clock.now += LEARN_SECONDS
+    costs = fleet.deciding.costs_of(MODEL)
+    for prompt, _ in mix.lengths * 8 if costs else ():
+        costs.handed_over(prompt, mix.handover + mix.a_token * prompt)
+    fleet.burst(12)
     return fleet.burst(48)

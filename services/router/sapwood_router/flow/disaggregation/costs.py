@@ -105,9 +105,14 @@ class ModelCosts:
         self._answer.add(1, tokens)
 
     @property
+    def known_alone(self) -> bool:
+        """Whether requests were answered, so that it is known what workers take alone."""
+        return self._step.known
+
+    @property
     def measured(self) -> bool:
-        """Whether all is known that a decision needs."""
-        return self._handovers >= _FIRST and self._step.known
+        """Whether it is known what a hand-over takes."""
+        return self._handovers >= _FIRST
 
     @property
     def handover_age(self) -> float:

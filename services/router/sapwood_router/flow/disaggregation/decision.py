@@ -29,8 +29,8 @@ are believed to come as were computed in the last, not as were asked for: many t
 Nothing is weighed while many wait for their first token beside those that generate, as when many come at once: what such a fleet
 will do in a second is not what it did in the last ones, and the policy, which counts requests, spreads them more evenly.
 
-What a hand-over takes is measured on those that are made. Where none is, one is begun now and then only to measure it: of
-requests that come at once the first, before which nothing is queued.
+What a hand-over takes is measured on those that are made. Until enough were measured, and where none was for long, it is taken
+to cost nothing, now and then: so one is begun only to measure it where it could pay at all, and none where it could not.
 
 The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
 chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
@@ -56,9 +56,9 @@ from sapwood_router.routing.policy_book import PolicyBook
 
 Disaggregate = Literal["auto", "always", "never"]
 
-LEARN_SECONDS, PROBE_SECONDS = 2.0, 30.0
-"""This long after the last hand-over one is begun whatever it costs: while too few were measured; later, when what was measured
-may no longer hold."""
+LEARN_SECONDS, PROBE_SECONDS = 0.5, 30.0
+"""This long after the last hand-over was begun to measure it, or measured, the next one is taken to cost nothing: while too few
+were measured; later, when what was measured may no longer hold."""
 MOST_PREFILLING = 0.9
 """The largest share of a worker's time that prompts are believed to take."""
 _ALIKE = 1.03
@@ -198,18 +198,24 @@ class Disaggregation:
         if self.mode == "always":
             return Decision(True, "there are prefill and decode workers")
         costs = self._costs.of(demand.model)
-        if costs.handover_age > (PROBE_SECONDS if costs.measured else LEARN_SECONDS):
-            if probe:
-                costs.probing()
-            return Decision(True, "a hand-over is due, to measure what it takes")
-        if not costs.measured:
+        due = costs.handover_age > (PROBE_SECONDS if costs.measured else LEARN_SECONDS)
+        if not costs.known_alone or not (costs.measured or due):
             return Decision(False, "costs are not measured yet")
         if waiting > _MOST_WAITING * generating:
             return Decision(False, "requests wait for their first token beside few that generate")
-        return self._weigh(demand, prompt, max_tokens, costs)
+        decision = self._weigh(demand, prompt, max_tokens, costs, free=due)
+        if due and decision.disaggregated and probe:
+            costs.probing()
+        return decision
 
-    def _weigh(self, demand: Demand, prompt: PromptPages, max_tokens: int, costs: ModelCosts) -> Decision:
-        """Compares the cheapest pair with the cheapest worker of each role that would do it alone."""
+    def _weigh(
+        self, demand: Demand, prompt: PromptPages, max_tokens: int, costs: ModelCosts, *, free: bool
+    ) -> Decision:
+        """Compares the cheapest pair with the cheapest worker of each role that would do it alone.
+
+        Args:
+            free: Whether a hand-over is taken to cost nothing.
+        """
         policy = self._policies.of(demand.model)
         output = costs.output_tokens(max_tokens)
         able = {role: self._able(role, demand) for role in Role}
@@ -235,7 +241,7 @@ class Disaggregation:
                 delay = (worker.generating + foreign + behind) * (until_first - queue)
                 estimates.append(Estimate(worker.address, "", role, until_first, 0.0, generate, delay, crowding))
                 if role is Role.DECODE:
-                    paired.append((estimates[-1], costs.handover(lacking), queue))
+                    paired.append((estimates[-1], 0.0 if free else costs.handover(lacking), queue))
             if estimates:
                 alone[role] = min(estimates, key=_total)
                 if role is Role.PREFILL:
@@ -247,7 +253,8 @@ class Disaggregation:
             return Decision(False, "no worker can be asked now")
         least = min(ways, key=_total)
         if least.decode_worker:
-            return Decision(True, "a pair costs least", estimates=tuple(ways))
+            reason = "a pair costs least" + ", if a hand-over costs nothing: one is due, to measure that" * free
+            return Decision(True, reason, estimates=tuple(ways))
         if max(each.total for each in alone.values()) < _ALIKE * least.total:
             return Decision(False, "any worker alone costs less", (), tuple(ways))
         others = (role for role in PREFERRED[Part.WHOLE] if role is not least.role)

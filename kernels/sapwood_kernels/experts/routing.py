@@ -22,6 +22,7 @@ class Routing:
         groups: Groups of experts that lie side by side; a token chooses groups first.
         chosen_groups: How many of them; those of the largest scores.
         group_score: A group's score: that of its best expert (``best``), or the sum of its two best (``two_best``).
+        shared: Experts after the E that every token goes to besides, with a weight of 1.
     """
 
     experts: int
@@ -32,6 +33,7 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     group_score: Literal["best", "two_best"] = "best"
+    shared: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError if the numbers do not fit together."""
@@ -57,7 +59,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
         correction: float32 [E], added to scores where experts are chosen, but not to the weights; None: 0.
 
     Returns:
-        The experts, int64 [T, k], in no order, and their weights, float32 [T, k].
+        The experts, int64 [T, k + shared], those that are chosen in no order, and their weights, float32 [T, k + shared].
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2; groups: "DeepSeek-V2", section 2.1.3.
     """
@@ -69,7 +71,11 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     weights = scores.gather(1, ids)
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # a sum of sigmoids may be 0
-    return ids, weights if routing.scale == 1.0 else weights * routing.scale
+    weights = weights if routing.scale == 1.0 else weights * routing.scale
+    if not routing.shared:
+        return ids, weights
+    shared = torch.arange(routing.experts, routing.experts + routing.shared, device=ids.device).expand(len(ids), -1)
+    return torch.cat((ids, shared), 1), torch.cat((weights, torch.ones_like(shared, dtype=weights.dtype)), 1)
 
 
 def _in_best_groups(scores: Tensor, routing: Routing) -> Tensor:

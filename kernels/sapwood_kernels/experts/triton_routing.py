@@ -142,8 +142,8 @@ def turns(table: Tensor, copies: Tensor, ids: Tensor, first: int) -> Tensor:
 def _route_kernel(
     logits, correction, live, ids, weights, counts, of_rank, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TWO_BEST: tl.constexpr,
-    CORRECTED: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
-    PDL: tl.constexpr,
+    CORRECTED: tl.constexpr, SHARES: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -192,18 +192,23 @@ def _route_kernel(
         eligible = tl.where(expert == best_expert, float("-inf"), eligible)
     if RENORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)  # a sum of sigmoids may be 0
-    wanted = nth < CHOSEN
-    counted = nth < tl.where(token % of_rank < tl.load(live + token // of_rank), CHOSEN, 0)
-    at = token * CHOSEN + nth
-    tl.store(ids + at, tl.where(counted, chosen, EXPERTS), mask=wanted)
-    tl.store(weights + at, weight * SCALE, mask=wanted)
+    weight *= SCALE
+    if SHARED > 0:  # after what was chosen come those that all tokens go to
+        chosen = tl.where(nth < CHOSEN, chosen, EXPERTS - CHOSEN + nth)
+        weight = tl.where(nth < CHOSEN, weight, 1.0)
+    wanted, token_lives = nth < CHOSEN + SHARED, token % of_rank < tl.load(live + token // of_rank)
+    counted = nth < tl.where(token_lives, CHOSEN, 0)
+    at = token * (CHOSEN + SHARED) + nth
+    tl.store(ids + at, tl.where(token_lives, chosen, EXPERTS + SHARED), mask=wanted)
+    tl.store(weights + at, weight, mask=wanted)
     tl.atomic_add(counts + chosen, tl.full((BLOCK_CHOSEN,), 1, tl.int64), mask=counted, sem="relaxed")
 
 
 def route(
     logits: Tensor, routing: Routing, correction: Tensor | None, counts: Tensor, live: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes ``routing.route`` of rows that are tokens; the others, which pad a step, go to expert E, which there is not.
+    """Computes ``routing.route`` of rows that are tokens; the others, which pad a step, go to the expert after the last, which is
+    none.
 
     Args:
         logits: float32 [T, E], or parts of them, [T, S, E]; contiguous.
@@ -213,19 +218,19 @@ def route(
         live: int32 [N]: of N ranks' rows, one rank's after the other's, how many of each rank's first ones are tokens.
 
     Returns:
-        The experts, int32 [T, k], and their weights, float32 [T, k].
+        The experts, int32 [T, k + shared], and their weights, float32 [T, k + shared].
     """
-    tokens = len(logits)
-    ids = torch.empty(tokens, routing.chosen, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, routing.chosen, dtype=torch.float32, device=logits.device)
+    tokens, each = len(logits), routing.chosen + routing.shared
+    ids = torch.empty(tokens, each, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, each, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(routing.experts)
     _route_kernel[(tokens,)](
         logits, logits if correction is None else correction, live, ids, weights, counts, -(-tokens // len(live)),
         EXPERTS=routing.experts, CHOSEN=routing.chosen, SIGMOID=routing.scores == "sigmoid", RENORMALISE=routing.renormalise,
         SCALE=float(routing.scale), GROUPS=routing.groups, CHOSEN_GROUPS=routing.chosen_groups,
         TWO_BEST=routing.group_score == "two_best", CORRECTED=correction is not None,
-        SHARES=1 if logits.dim() == 2 else logits.shape[1], BLOCK=block,
-        BLOCK_GROUPS=triton.next_power_of_2(routing.groups), BLOCK_CHOSEN=triton.next_power_of_2(routing.chosen),
+        SHARES=1 if logits.dim() == 2 else logits.shape[1], SHARED=routing.shared, BLOCK=block,
+        BLOCK_GROUPS=triton.next_power_of_2(routing.groups), BLOCK_CHOSEN=triton.next_power_of_2(each),
         num_warps=1 if block <= 128 else 2, **dependent_launch.options(logits),
     )  # fmt: skip
     return ids, weights

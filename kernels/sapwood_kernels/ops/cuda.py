@@ -96,6 +96,7 @@ class CudaOps(DeviceOps):
     captures = True
     multiplies_groups = True
     groups_experts = True
+    joins_shared = True
     moment = _CudaMoment
 
     def __init__(self, device: torch.device) -> None:

@@ -63,6 +63,8 @@ class DeviceOps:
         captures: Whether launches can be captured in CUDA graphs.
         multiplies_groups: Whether :meth:`grouped` reads weights of any groups as they are held.
         groups_experts: Whether :meth:`expert_sum` reads experts' matrices of few bits as they are stored, all in one tensor.
+        joins_shared: Whether a shared expert is computed as others that all tokens go to, where it has their widths; it is no
+            layer of its own then.
         processors: Its multiprocessors: programs that run at once.
         moment: Constructed, marks when the device is done with what is queued by then.
         tuning: Where the tiles of experts come from.
@@ -73,6 +75,7 @@ class DeviceOps:
     captures = False
     multiplies_groups = False
     groups_experts = False
+    joins_shared = False
     moment: type[Moment] = Moment
     processors = 1
 
@@ -297,7 +300,7 @@ class DeviceOps:
 
         def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
             ids, weights = route(logits, routing, correction)
-            chosen = ids.flatten()
+            chosen = ids[:, : routing.chosen].flatten()
             counts.scatter_add_(0, chosen, torch.ones_like(chosen))
             return ids, weights
 

@@ -105,7 +105,7 @@ kinds = dict(
 )  # fmt: skip
 constants = dict(
     EXPERTS=256, CHOSEN=8, SIGMOID=True, RENORMALISE=True, SCALE=2.5, GROUPS=8, CHOSEN_GROUPS=4, TWO_BEST=True, CORRECTED=True,
-    BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=8, SHARES=8, PDL=True,
+    BLOCK=256, BLOCK_GROUPS=8, BLOCK_CHOSEN=16, SHARES=8, SHARED=1, PDL=True,
 )
 print("route", 0, *compiled(triton_routing._route_kernel, kinds, constants))
 kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", norm="*fp32", normed="*bf16", out="*fp32", T="i32", eps="fp32")

@@ -270,6 +270,7 @@ def test_experts_in_different_layouts_are_no_stack():
         (Routing(130, 4, "sigmoid", renormalise=True), True),
         (Routing(12, 3, groups=4, chosen_groups=2, scale=16.0), False),
         (Routing(12, 4, "sigmoid", True, 2.5, groups=4, chosen_groups=2, group_score="two_best"), True),
+        (Routing(12, 3, scale=2.5, shared=2), False),
     ],
 )
 def test_routing_is_the_references_and_is_counted(routing, corrected):
@@ -282,23 +283,25 @@ def test_routing_is_the_references_and_is_counted(routing, corrected):
     )
     assert torch.equal(counts, expected) and int(counts.sum()) == 9 * routing.chosen
     dense = [
-        torch.zeros(9, routing.experts, device=DEVICE).scatter_(1, ids.long(), weights)
+        torch.zeros(9, routing.experts + routing.shared, device=DEVICE).scatter_(1, ids.long(), weights)
         for ids, weights in (ours, theirs)
     ]
     torch.testing.assert_close(*dense)
+    assert bool((dense[0][:, routing.experts :] == 1).all())
 
 
-def test_rows_that_pad_a_step_go_to_no_expert():
+@pytest.mark.parametrize("shared", [0, 1])
+def test_rows_that_pad_a_step_go_to_no_expert(shared):
     ops, counts = cuda.CudaOps(torch.device(DEVICE)), torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
-    route = ops.router(Routing(EXPERTS, 2), None, counts)
+    route, every = ops.router(Routing(EXPERTS, 2, shared=shared), None, counts), EXPERTS + shared
     logits = torch.randn(9, EXPERTS, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     with ops.padded(5):
         ids, _ = route(logits)
-    assert ids[:5].max() < EXPERTS and bool((ids[5:] == EXPERTS).all()) and int(counts.sum()) == 10
-    tiles = triton_experts.align(ids, EXPERTS, 16)
-    used = tiles.places.view(-1, 16)[tiles.experts < EXPERTS].flatten().tolist()
-    assert sorted(pair for pair in used if pair < ids.numel()) == list(range(10))
-    assert route(logits)[0].max() < EXPERTS, "the next step is not padded"
+    assert ids[:5].max() < every and bool((ids[5:] == every).all()) and int(counts.sum()) == 10
+    tiles = triton_experts.align(ids, every, 16)
+    used = tiles.places.view(-1, 16)[tiles.experts < every].flatten().tolist()
+    assert sorted(pair for pair in used if pair < ids.numel()) == list(range(5 * (2 + shared)))
+    assert route(logits)[0].max() < every, "the next step is not padded"
 
 
 def test_rows_that_pad_the_parts_of_ranks_go_to_no_expert(monkeypatch):

@@ -25,6 +25,7 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
+from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.records.experts import ExpertMove
@@ -49,6 +50,9 @@ def test_layers_of_experts_by_kernels_equal_transformers(tiny_model, name):
     layers = loaded.model.expert_tokens().tolist()
     chosen = loaded.config.sparse.routing.chosen
     assert [sum(each) for each in layers] == [len(TOKENS) * chosen] * len(layers)
+    mixtures = [each for each in loaded.model.modules() if isinstance(each, SparseMLP)]
+    # Qwen's shared expert is gated; V3's is computed among the others.
+    assert mixtures and all((each.shared is not None) == (name == "qwen2-moe") for each in mixtures)
 
 
 class Ops(cuda.CudaOps):

@@ -76,6 +76,7 @@ def quantize(
     if target.exists():
         raise ConfigError(f"{target} is there already")
     ops = device_ops(device)
+    ops.joins_shared = False  # all that is to be rounded is a layer
     dtype = DTYPES[ops.default_dtype]
 
     def load(path: Path) -> LoadedModel:

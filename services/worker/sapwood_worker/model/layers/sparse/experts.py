@@ -10,7 +10,7 @@ from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.sparse.matrices import StackedMatrices, expert_matrices
+from sapwood_worker.model.layers.sparse.matrices import StackedMatrices, WideMatrices, expert_matrices
 from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.model.weight_slot import WeightSlots, whole
@@ -31,7 +31,11 @@ class Experts(Layer):
         activation: The gate's activation.
         stacked: Whether checkpoints hold each projection of all experts as one tensor, transposed, unless one has them apart: in
             few bits.
+        shared: As how many experts more, to which every token goes, a shared one may be computed among them (:meth:`join`).
         context: Where and how it is built.
+
+    Attributes:
+        shared: The argument; 0 where they are not held in the model's dtype.
 
     Raises:
         ConfigError: The checkpoint stores them in a format that cannot be read.
@@ -47,17 +51,20 @@ class Experts(Layer):
         projections: tuple[str, str, str],
         activation: Gate,
         stacked: bool = False,
+        shared: int = 0,
         context: LayerContext,
     ) -> None:
         super().__init__()
-        self._context, self._activation, self._chosen = context, activation, chosen
+        self._context, self._activation = context, activation
         inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
         self._places = ExpertPlaces(count, context.parallel, context.ops)
         outer = whole(hidden_size)
         self.projections = gate, up, down = projections
         made = StackedMatrices if stacked and not context.linear.stores(self.name(0, gate)) else expert_matrices
-        self._gate_up = made((gate, up), self._places, inner, outer, context)
-        self._down = made((down,), self._places, outer, inner, context)
+        self._gate_up = made((gate, up), self._places, inner, outer, context, shared)
+        self._down = made((down,), self._places, outer, inner, context, shared)
+        self.shared = min(self._gate_up.room, self._down.room)
+        self._chosen = chosen + self.shared
         self._sum: PlacedSum
 
     def name(self, expert: int, projection: str) -> str:
@@ -66,6 +73,15 @@ class Experts(Layer):
 
     def slots(self) -> WeightSlots:
         return self._gate_up.slots() | self._down.slots()
+
+    def join(self, gate_up: Tensor, down: Tensor) -> None:
+        """Copies a shared expert, [2 * shared * intermediate_size, hidden_size] and [hidden_size, shared * intermediate_size], to
+        the others; before :meth:`finish`."""
+        assert isinstance(self._gate_up, WideMatrices) and isinstance(self._down, WideMatrices)
+        shape = self.shared, -1, down.shape[0]
+        for at, part in enumerate(gate_up.chunk(2)):
+            self._gate_up.others()[:, at].copy_(part.view(shape))
+        self._down.others()[:, 0].copy_(down.t().view(shape).transpose(1, 2))
 
     def finish(self) -> None:
         self.ready()

@@ -25,15 +25,30 @@ class WideMatrices:
         rows: Which outputs of each projection are computed here.
         columns: Which inputs are multiplied here.
         context: Where and how they are built; its prefix is that of the experts.
+        room: For how many experts more, which others fill.
+
+    Attributes:
+        room: The argument; 0 where matrices are quantised.
     """
 
     def __init__(
-        self, parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
+        self,
+        parts: Sequence[str],
+        places: ExpertPlaces,
+        rows: Span,
+        columns: Span,
+        context: LayerContext,
+        room: int = 0,
     ) -> None:
         self._parts, self._own, self._rows, self._columns, self._context = parts, places.own, rows, columns, context
-        shape = places.size, len(parts), rows.size, columns.size
-        self._weight = torch.empty(shape, dtype=context.dtype, device=context.device)
-        context.linear.rounded(_wide_shape(self._weight.flatten(1, 2), context))
+        each = len(parts), rows.size, columns.size
+        kept = context.linear.rounded(_wide_shape(each[0] * each[1], each[2], context)) is None
+        self.room = room if kept else 0
+        self._weight = torch.empty(places.size + self.room, *each, dtype=context.dtype, device=context.device)
+
+    def others(self) -> Tensor:
+        """The room for others, [room, parts, rows, columns]."""
+        return self._weight[len(self._weight) - self.room :]
 
     def slots(self) -> WeightSlots:
         """The tensors that a checkpoint fills, each a view: one for each projection of each expert; of those of other ranks
@@ -76,9 +91,10 @@ class StackedMatrices(WideMatrices):
 
 
 def expert_matrices(
-    parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext
+    parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext, room: int = 0
 ) -> WideMatrices | StoredMatrices:
-    """The matrices in the format that the checkpoint stores those of the first expert in, else in the model's dtype.
+    """The matrices in the format that the checkpoint stores those of the first expert in, else in the model's dtype, then with
+    room for others.
 
     Raises:
         ConfigError: It cannot be read.
@@ -87,7 +103,7 @@ def expert_matrices(
         return StoredMatrices(parts, places, rows, columns, context)
     names = [f"{context.prefix}.{index}.{part}" for index in range(places.own.total) for part in parts]
     context.linear.check_experts(names)
-    return WideMatrices(parts, places, rows, columns, context)
+    return WideMatrices(parts, places, rows, columns, context, room)
 
 
 def finished(weight: Tensor, own: int, context: LayerContext, bias: Tensor | None = None) -> ExpertStack:
@@ -100,22 +116,23 @@ def finished(weight: Tensor, own: int, context: LayerContext, bias: Tensor | Non
         bias: [E, N], or None.
     """
 
+    _, rows, columns = weight.shape
+
     def rounded() -> Iterator[tuple[str, LinearMethod]]:
         for index in range(own):
-            method = context.linear.rounded(_wide_shape(weight, context))
+            method = context.linear.rounded(_wide_shape(rows, columns, context))
             assert method is not None
             [slot] = method.slots().values()
             slot.target.copy_(weight[index])
             yield f"{context.prefix}.{index}", method
 
-    if context.linear.rounded(_wide_shape(weight, context)) is None:
+    if context.linear.rounded(_wide_shape(rows, columns, context)) is None:
         return DenseStack(weight, bias)
     return stack_of_methods(rounded(), len(weight), weight.shape[1], context, bias)
 
 
-def _wide_shape(weight: Tensor, context: LayerContext) -> LinearShape:
-    """An expert's matrix, of those here, as a linear layer."""
-    _, rows, columns = weight.shape
+def _wide_shape(rows: int, columns: int, context: LayerContext) -> LinearShape:
+    """An expert's matrix, as much of it as is here, as a linear layer."""
     return LinearShape((Part(context.prefix, whole(rows)),), whole(columns))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from sapwood_worker.model.layers.rank_sum import RankSum
 from sapwood_worker.model.layers.sparse.experts import Experts
 from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
 from sapwood_worker.model.layers.sparse.router import Router
+from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 CORRECTION = "gate.e_score_correction_bias"
@@ -76,17 +77,32 @@ class SparseConfig:
 
 
 def _experts(
-    hidden_size: int, config: SparseConfig, activation: Gate, context: LayerContext
+    hidden_size: int, config: SparseConfig, activation: Gate, shared: int, context: LayerContext
 ) -> Experts | JoinedExperts:
     sizes = hidden_size, config.intermediate_size, config.routing.experts, config.routing.chosen
     if config.joined is not None:
         return JoinedExperts(*sizes, activation=config.joined, context=context)
     stacked, names = config.stacked, config.projections
-    return Experts(*sizes, projections=names, activation=activation, stacked=stacked, context=context)
+    return Experts(*sizes, projections=names, activation=activation, stacked=stacked, shared=shared, context=context)
+
+
+def _shared_as(config: SparseConfig, shared: GatedMLP | None, context: LayerContext) -> int:
+    """As how many experts the shared one may be computed among the others; 0: it is computed by itself."""
+    parallel = context.parallel
+    alone = parallel.tp.size == parallel.ep.size == 1 and not parallel.redundant_experts
+    if shared is None or config.shared is None or config.shared.gated or config.scales_inputs or config.stacked:
+        return 0
+    if not context.ops.joins_shared or not alone or parallel.expert_exchange is not None:
+        return 0
+    if not all(isinstance(each.method, DenseMethod) for each in (shared.gate_up, shared.down)):
+        return 0
+    count, rest = divmod(config.shared.intermediate_size, config.intermediate_size)
+    return 0 if rest else count
 
 
 class SparseMLP(Layer):
-    """The sum of the experts that each token goes to, and of the shared one.
+    """The sum of the experts that each token goes to, and of the shared one: where the device has kernels for experts and its
+    numbers are those of some experts, it is computed as so many more that all tokens go to.
 
     Args:
         hidden_size: Width in and out.
@@ -100,16 +116,7 @@ class SparseMLP(Layer):
 
     def __init__(self, hidden_size: int, config: SparseConfig, *, activation: Gate, context: LayerContext) -> None:
         super().__init__()
-        self.router = Router(
-            hidden_size,
-            config.routing,
-            bias=config.router_bias,
-            correction=config.correction and context.inside(config.correction).prefix,
-            correction_dims=config.correction_dims,
-            context=context.inside(config.router),
-        )
         self._scales_inputs = config.scales_inputs
-        self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
         self._exchange = context.parallel.expert_exchange
         group = context.split_over
         self.ranks = None if group is None else RankSum(group)
@@ -122,9 +129,27 @@ class SparseMLP(Layer):
             if config.shared.gated:
                 empty = torch.empty(1, hidden_size, dtype=context.dtype, device=context.device)
                 self._gate[f"{inside.prefix}_gate.weight"] = WeightSlot(empty)
+        joined = _shared_as(config, self.shared, context)
+        self.experts = _experts(hidden_size, config, activation, joined, context.inside("experts"))
+        self._joined = self.experts.shared if isinstance(self.experts, Experts) else 0
+        self.router = Router(
+            hidden_size,
+            replace(config.routing, shared=self._joined),
+            bias=config.router_bias,
+            correction=config.correction and context.inside(config.correction).prefix,
+            correction_dims=config.correction_dims,
+            context=context.inside(config.router),
+        )
 
     def slots(self) -> WeightSlots:
         return self._gate
+
+    def finish(self) -> None:
+        if self._joined and self.shared is not None:
+            parts = self.shared.gate_up.method, self.shared.down.method
+            assert isinstance(self.experts, Experts) and all(isinstance(each, DenseMethod) for each in parts)
+            self.experts.join(*(each.weight for each in parts if isinstance(each, DenseMethod)))
+            self.shared = None
 
     def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""

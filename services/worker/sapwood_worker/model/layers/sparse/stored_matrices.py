@@ -26,9 +26,14 @@ class StoredMatrices:
         columns: Which inputs are multiplied here.
         context: Where and how they are built; its prefix is that of the experts.
 
+    Attributes:
+        room: Of others none.
+
     Raises:
         ConfigError: The checkpoint stores an expert in another format than the first.
     """
+
+    room = 0
 
     def __init__(
         self, parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext

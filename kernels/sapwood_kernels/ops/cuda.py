@@ -32,7 +32,7 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, 
 from sapwood_kernels.experts.tiles.plan import TileTable
 from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
-from sapwood_kernels.latent import triton_heads
+from sapwood_kernels.latent import triton_heads, triton_many_heads
 from sapwood_kernels.latent.triton_store import store_latent
 from sapwood_kernels.ops.contracts import (
     ExpertSum,
@@ -169,8 +169,15 @@ class CudaOps(DeviceOps):
         return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
 
     def latent_products(self, up: Tensor, nope: int) -> LatentProducts:
-        absorb, values = (partial(each, up=up, nope=nope) for each in (triton_heads.absorb, triton_heads.values))
-        return LatentProducts(absorb, values, triton_heads.MOST)
+        def absorb(query: Tensor) -> Tensor:
+            few = len(query) <= triton_heads.MOST
+            return (triton_heads.absorb if few else triton_many_heads.absorb)(query, up, nope)
+
+        def values(latent: Tensor) -> Tensor:
+            few = len(latent) <= triton_heads.MOST
+            return (triton_heads.values if few else triton_many_heads.values)(latent, up, nope)
+
+        return LatentProducts(absorb, values, triton_many_heads.MOST)
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
         if weight.shape[1] > _WIDEST_ROW and scales is None:

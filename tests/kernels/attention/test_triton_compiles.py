@@ -37,12 +37,12 @@ from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
 from sapwood_kernels.attention.latent import triton_stream as streaming_latent
-from sapwood_kernels.latent import triton_store as store
+from sapwood_kernels.latent import triton_many_heads as heads_of, triton_store as store
 
 capability = int(sys.argv[1])
 
 def check(kernel, kinds, warps, language=ASTSource, **constants):
-    names = {name for name, kind in kinds.items() if kind.startswith("*") or "stride" in name}
+    names = {name for name, kind in kinds.items() if name in kernel.arg_names and (kind.startswith("*") or "stride" in name)}
     source = language(
         kernel, signature={name: kinds.get(name, "constexpr") for name in kernel.arg_names}, constexprs=constants,
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names},
@@ -154,6 +154,10 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
         store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,
         SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8, PDL=capability >= 90,
     )
+heads = kinds("query:*bf16 summed:*bf16 up:*bf16 out:*bf16 T:i32 token_stride:i32 head_stride:i32")
+some = dict(HEADS=16, N=128, V=128, R=512, BLOCK_T=64, BLOCK_K=64, PDL=capability >= 90)
+check(heads_of._absorb_kernel, heads, 4, E=64, BLOCK_R=64, BLOCK_E=64, **some)
+check(heads_of._values_kernel, heads, 4, BLOCK_V=64, **some)
 if capability == 90:
     tile = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
     stream = kinds(

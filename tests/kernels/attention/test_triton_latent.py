@@ -90,7 +90,7 @@ def test_a_float8_cache_is_scaled():
     check([70, 5], float8=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 17])  # few, and more than have launches of their own
+@pytest.mark.parametrize("tokens", [1, 5, 17, 70, 513])  # few, more, and more than have launches of their own
 def test_few_tokens_queries_and_values_are_those_of_the_matrices(tokens):
     torch.manual_seed(tokens)
     ops, heads, flat, rotary, value, rank = cuda.CudaOps(torch.device(DEVICE)), 3, 24, 6, 20, 72

@@ -4,7 +4,7 @@ Each product is launched for as many copies of its weight as do not fit in the L
 result is right and three launches give the same. Prints one JSON object a line; a product's last has the tiles that were faster
 than cuBLAS, for ``triton_rows.TILES``. About two minutes on an H200, a quarter of them Triton's compiler in several processes.
 
-    python benchmarks/gpu/bench_few_rows.py [--model 8b|qwen3-30b-a3b|70b-of-4] [--processes 12]
+    python benchmarks/gpu/bench_few_rows.py [--model 8b|qwen3-30b-a3b|deepseek-v2-lite|70b-of-4] [--processes 12]
 """
 
 from __future__ import annotations
@@ -86,6 +86,11 @@ MODELS = {
         "qkv": Product(5120, 2048, NARROW),
         "o": Product(2048, 4096, NARROW, adds=True),
         "head": Product(151936, 2048, WIDE, dtype=torch.float32),
+    },
+    "deepseek-v2-lite": {
+        "down": Product(3648, 2048, NARROW),  # queries and latents
+        "o": Product(2048, 2048, NARROW, adds=True),
+        "head": Product(102400, 2048, WIDE, dtype=torch.float32),
     },
     "70b-of-4": {  # a rank's share; sums over ranks, not the product, add to the residual
         "gate_up": Product(14336, 8192, GATED, gated=True),

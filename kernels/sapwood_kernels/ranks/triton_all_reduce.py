@@ -288,7 +288,8 @@ class PeerSums:
             x, residual, weight, out, self._peers, self._squares, self._calls, self._done[2 + two_shot:], self._broken, len(x),
             self._rank, tries, eps, N=x.shape[1], PART=part, SPLIT=split, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area,
             PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,
-            num_warps=min(max(block * x.element_size() // 512, 1), 8), **dependent_launch.options(x),
+            num_warps=min(max(block * x.element_size() // 512, 1), 8),
+            **dependent_launch.options(x, dependent_launch.FEW_ROWS),
         )  # fmt: skip
         return out
 

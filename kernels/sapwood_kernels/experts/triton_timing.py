@@ -31,6 +31,7 @@ class ProductTimer:
         chosen: How many experts a token goes to.
         dtype: The dtype of activations.
         gate: The activation.
+        shared: To how many of them, the last ones, all tokens go.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class ProductTimer:
         chosen: int,
         dtype: torch.dtype,
         gate: Gate,
+        shared: int = 0,
     ) -> None:
         self._stacks = {"gate_up": gate_up, "down": down}
         self._widths = {"gate_up": down.outputs, "down": gate_up.outputs // 2}
-        self._chosen, self._dtype, self._gate = chosen, dtype, gate
+        self._chosen, self._dtype, self._gate, self._shared = chosen, dtype, gate, shared
 
     def __call__(self, pairs: int, height: int, part: Part, shape: TileShape) -> float:
         stack = self._stacks[part]
@@ -90,4 +92,5 @@ class ProductTimer:
 
     def _ids(self, pairs: int, experts: int, device: torch.device) -> Tensor:
         noise = torch.rand(pairs // self._chosen, experts, device=device)
+        noise[:, experts - self._shared :] += 1.0
         return noise.topk(self._chosen, -1).indices.int()

@@ -29,7 +29,7 @@ from sapwood_kernels.experts import triton_experts, triton_many_tokens, triton_r
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, in_few_bits
-from sapwood_kernels.experts.tiles.plan import TileTable
+from sapwood_kernels.experts.tiles.plan import FEW_TOKENS, TileTable
 from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
 from sapwood_kernels.latent import triton_heads, triton_many_heads
@@ -241,33 +241,37 @@ class CudaOps(DeviceOps):
         down: DenseStack | StoredStack,
         chosen: int,
         gate: Gate | ClampedGate,
+        shared: int,
     ) -> TileTable:
         """The tiles of a kind of layer, measured once."""
         experts, (seconds, folder) = gate_up.experts, self._tune
         stored = in_few_bits(gate_up, down)
         if not seconds:
-            return TileTable(experts, stored=stored)
+            return TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0)
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
         # A GGUF file may have matrices in few bits beside others that are widened, and not the same ones in each layer.
         kind = "+".join(dict.fromkeys(map(_kind, (gate_up, down))))
+        of = f"{chosen}of{experts}-{shared}" if shared else f"{chosen}of{experts}"
         parts = (  # the last one counts changes of the candidates: tiles measured among others do not hold
-            torch.cuda.get_device_name(self.device), f"{chosen}of{experts}", f"{gate_up.outputs}x{down.outputs}", kind,
-            f"triton{version('triton')}", "5",
+            torch.cuda.get_device_name(self.device), of, f"{gate_up.outputs}x{down.outputs}", kind,
+            f"triton{version('triton')}", "6",
         )  # fmt: skip
         name = re.sub(r"[^\w.-]+", "_", "-".join(map(str, parts)))
         if name not in self._tables:
             dtype = held.dtype if held.dtype.itemsize > 1 else torch.bfloat16
-            timer = ProductTimer(gate_up, down, chosen, dtype, gate)
+            timer = ProductTimer(gate_up, down, chosen, dtype, gate, shared)
             self._tables[name], self.tuning = tuned(
                 experts, chosen, timer, folder / f"{name}.json", seconds, stored=stored
             )
         return self._tables[name]
 
-    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int) -> ExpertSum:
+    def expert_sum(
+        self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int, shared: int = 0
+    ) -> ExpertSum:
         known = DenseStack | StoredStack
         if not isinstance(gate_up, known) or not isinstance(down, known):
-            return super().expert_sum(gate_up, down, gate, chosen)
-        tiles = self._tiles(gate_up, down, chosen, gate).plan
+            return super().expert_sum(gate_up, down, gate, chosen, shared)
+        tiles = self._tiles(gate_up, down, chosen, gate, shared).plan
         summed = partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
         if not self._hopper or not isinstance(gate_up, DenseStack) or not isinstance(down, DenseStack):
             return summed

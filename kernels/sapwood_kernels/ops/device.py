@@ -258,7 +258,9 @@ class DeviceOps:
             folder: Where what was found is kept for later.
         """
 
-    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int) -> ExpertSum:
+    def expert_sum(
+        self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate, chosen: int, shared: int = 0
+    ) -> ExpertSum:
         """A function that sums the outputs of each token's experts, weighted.
 
         Args:
@@ -266,6 +268,7 @@ class DeviceOps:
             down: That after it.
             gate: The activation.
             chosen: How many experts a token goes to.
+            shared: To how many of them, the last ones, all tokens go.
         """
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
 

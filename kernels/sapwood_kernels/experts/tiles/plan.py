@@ -58,15 +58,26 @@ def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileSh
     """
     if height == 1:
         return _ALONE[0], _ALONE[4 if stored else 1]
-    if height < 64:
-        return (_STORED, _STORED) if stored else (_LOW[0], _LOW[1])
+    if height < 64 and stored:
+        return _STORED, _STORED
+    if height < 128 and not stored:
+        return _LOW[0], _LOW[1]
     tall = _TALL[2 if height == 64 else 0 if stored else 1]
     return tall, tall
 
 
-def modelled_tiles(pairs: int, experts: int, *, stored: bool = False) -> TilePlan:
-    """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one."""
+def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: int = 0) -> TilePlan:
+    """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one.
+
+    Args:
+        pairs: Of tokens and experts.
+        experts: How many there are.
+        stored: As for :func:`tile_shapes`.
+        filled: Pairs of more than which a tile has 32 places at least: all tokens go to some of the experts; 0: to none.
+    """
     height = 1 if (4 if stored else 2) * pairs <= experts else tile_height(pairs, experts)
+    if filled and pairs > filled:
+        height = max(height, 32)
     return TilePlan(height, *tile_shapes(height, stored=stored))
 
 
@@ -83,7 +94,8 @@ def candidates(pairs: int, experts: int, chosen: int, *, stored: bool = False) -
     at = HEIGHTS.index(tile_height(pairs, experts))
     heights = HEIGHTS[max(at - 1, 0) : at + 2]
     alone = {1: _ALONE} if pairs <= FEW_TOKENS * chosen else {}
-    return alone | {height: _TALL if height >= 64 else low for height in heights}
+    half = _TALL if stored else (*_LOW[:1], *_TALL)  # of a height of 64; the second of the low ones is among the tall
+    return alone | {height: low if height < 64 else half if height == 64 else _TALL for height in heights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +106,13 @@ class TileTable:
         experts: How many there are.
         measured: By pairs of tokens and experts the fastest that was measured.
         stored: Whether any of its matrices are in few bits.
+        filled: As :func:`modelled_tiles` has it.
     """
 
     experts: int
     measured: Mapping[int, TilePlan] = field(default_factory=dict)
     stored: bool = False
+    filled: int = 0
 
     def plan(self, pairs: int) -> TilePlan:
         """The tiles of the nearest number that was measured, if that is at most twice as many or half; else the modelled ones."""
@@ -106,4 +120,4 @@ class TileTable:
             nearest = min(self.measured, key=lambda each: abs(math.log2(each / pairs)))
             if pairs <= 2 * nearest and nearest <= 2 * pairs:
                 return self.measured[nearest]
-        return modelled_tiles(pairs, self.experts, stored=self.stored)
+        return modelled_tiles(pairs, self.experts, stored=self.stored, filled=self.filled)

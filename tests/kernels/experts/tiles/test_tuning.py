@@ -116,6 +116,13 @@ def test_what_is_modelled_is_worth_measuring_and_serves_where_nothing_was(tmp_pa
         assert table.plan(6000) == modelled_tiles(6000, EXPERTS, stored=stored)
 
 
+def test_tiles_are_higher_where_all_tokens_go_to_some_experts():
+    table = TileTable(66, filled=16 * 8)
+    plans = [table.plan(tokens * 8) for tokens in (1, 16, 17, 64, 256)]
+    assert [each.height for each in plans] == [1, 16, 32, 32, 64]
+    assert plans[4][1:] == plans[3][1:] == modelled_tiles(128, 66)[1:]
+
+
 @pytest.mark.parametrize(
     ("pairs", "experts", "height"), [(8, 128, 16), (3072, 128, 32), (3073, 128, 64), (65536, 8, 128)]
 )

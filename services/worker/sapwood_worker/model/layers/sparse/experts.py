@@ -89,7 +89,7 @@ class Experts(Layer):
     def ready(self, wrap: Callable[[ExpertStack], ExpertStack] = lambda stack: stack) -> None:
         """Readies the sum, with something around the matrices before the activation, and around those after it."""
         stacks = wrap(self._gate_up.stack()), wrap(self._down.stack())
-        self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
+        self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context, self.shared)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum; of one rank

@@ -30,6 +30,7 @@ class PlacedSum:
         activation: The activation.
         chosen: How many experts a token goes to.
         context: Where and how it is built.
+        shared: To how many of them, the last ones, all tokens go.
 
     Raises:
         ConfigError: They are held in a way in which they cannot move, but are to.
@@ -43,6 +44,7 @@ class PlacedSum:
         activation: Gate | ClampedGate,
         chosen: int,
         context: LayerContext,
+        shared: int = 0,
     ) -> None:
         self._places = places
         self._tensors = (*gate_up.tensors, *down.tensors)
@@ -51,7 +53,7 @@ class PlacedSum:
                 f"--redundant-experts: {context.prefix}: on this device experts in few bits stay where they are; "
                 "--stored-weights widen widens float8 and GGUF's types"
             )
-        self._sum = context.ops.expert_sum(gate_up, down, activation, chosen)
+        self._sum = context.ops.expert_sum(gate_up, down, activation, chosen, shared)
         self._group = context.parallel.ep
         self._exact = places.movable and not context.ops.groups_experts and context.parallel.expert_exchange is None
 

@@ -57,10 +57,11 @@ class Sizes(NamedTuple):
     chosen: int
     hidden: int
     inner: int
+    shared: int = 0
 
 
 SHAPES = {
-    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768), "deepseek-v2-lite": Sizes(64, 6, 2048, 1408), "tiny": Sizes(16, 4, 256, 128),
+    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768), "deepseek-v2-lite": Sizes(64, 6, 2048, 1408, 2), "tiny": Sizes(16, 4, 256, 128, 1),
 }  # fmt: skip
 Try = tuple[int, int, Part, TileShape]
 
@@ -149,7 +150,7 @@ class Bench:
 
     def router(self, tokens: int) -> None:
         """Prints what choosing experts takes."""
-        experts, chosen, hidden, _ = self.sizes
+        experts, chosen, hidden, *_ = self.sizes
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         weights = torch.randn(LAYERS, experts, hidden, device=DEVICE) / hidden**0.5
         ops = CudaOps(DEVICE)
@@ -169,8 +170,8 @@ class Bench:
         self.report(f"slots {tokens}", us=timed(lambda at: mine()), torch_us=timed(lambda at: theirs()))
 
     def experts(self, tokens: int) -> None:
-        """Prints what a layer's experts take."""
-        experts, chosen, hidden, inner = self.sizes
+        """Prints what a layer's experts take, without shared ones."""
+        experts, chosen, hidden, inner, _ = self.sizes
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         plan = self.found(tokens)
         if plan.height > 1 and DEVICE.type == "cuda":
@@ -188,22 +189,23 @@ class Bench:
         self.report(f"experts {tokens}", us=taken * 1e6, floor_us=self.least(tokens) * 1e6, plan=plan)
 
     def mixture(self, tokens: int) -> None:
-        """Prints what norm, router and experts take together, of layers after each other, added to a residual."""
-        experts, chosen, hidden, inner = self.sizes
+        """Prints what norm, router and all experts take together, of layers after each other, added to a residual."""
+        experts, chosen, hidden, inner, shared = self.sizes
+        every = chosen + shared
         ops, scale = CudaOps(DEVICE), 1 / hidden**0.5
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         counts = torch.zeros(experts, dtype=torch.int64, device=DEVICE)
-        choose = ops.router(Routing(experts, chosen, renormalise=True), None, counts)
+        choose = ops.router(Routing(experts, chosen, renormalise=True, shared=shared), None, counts)
         layers = []
         for _ in range(MIXTURES):
             weight, norm = torch.randn(experts, hidden, device=DEVICE) * scale, torch.rand(hidden, device=DEVICE) + 0.5
             stacks = [
-                DenseStack(torch.randn(experts, *shape, device=DEVICE, dtype=torch.bfloat16) * scale)
+                DenseStack(torch.randn(experts + shared, *shape, device=DEVICE, dtype=torch.bfloat16) * scale)
                 for shape in ((2 * inner, hidden), (hidden, inner))
             ]
             layers.append((
                 partial(triton_norm.rms_norm, weight=norm, eps=1e-6), ops.router_logits(weight, None),
-                partial(ops.normed_logits(weight, None).product, x, norm, 1e-6), ops.expert_sum(*stacks, "silu", chosen),
+                partial(ops.normed_logits(weight, None).product, x, norm, 1e-6), ops.expert_sum(*stacks, "silu", every, shared),
             ))  # fmt: skip
 
         def run(at: int) -> None:
@@ -215,13 +217,13 @@ class Bench:
                 found = logits(normed)
             summed(normed, *choose(found), add_to=x)
 
-        self.report(f"mixture {tokens}", us=timed(run, 2 * MIXTURES), floor_us=self.least(tokens) * 1e6)
+        self.report(f"mixture {tokens}", us=timed(run, 2 * MIXTURES), floor_us=self.least(tokens, shared) * 1e6)
 
-    def least(self, tokens: int) -> float:
-        """Seconds in which the experts' matrices can be read, or multiplied."""
-        experts, chosen, hidden, inner = self.sizes
-        hit, numbers = experts * (1 - (1 - chosen / experts) ** tokens), 3 * hidden * inner
-        return max(hit * 2 * numbers / BYTES_A_SECOND, 2 * numbers * tokens * chosen / PRODUCTS_A_SECOND)
+    def least(self, tokens: int, shared: int = 0) -> float:
+        """Seconds in which the matrices of the experts, and of so many that all tokens go to, can be read, or multiplied."""
+        experts, chosen, hidden, inner, _ = self.sizes
+        hit, numbers = shared + experts * (1 - (1 - chosen / experts) ** tokens), 3 * hidden * inner
+        return max(hit * 2 * numbers / BYTES_A_SECOND, 2 * numbers * tokens * (chosen + shared) / PRODUCTS_A_SECOND)
 
     def compile(self, shapes: Mapping[int, Sequence[TileShape]], processes: int) -> None:
         """Compiles products in tiles of some shapes by height, side by side."""

@@ -45,7 +45,8 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(allowed)
 
 
-def padded(heads: Tensor) -> Tensor:
-    """Queries, keys or values [T, H, D] of a whole prompt, filled up with zeros, which no token before them sees."""
-    missing = rounded(len(heads)) - len(heads)
-    return F.pad(heads, (0, 0, 0, 0, 0, missing)) if missing else heads
+def padded(rows: Tensor) -> Tensor:
+    """Queries, keys or values [T, H, D] of a whole prompt, or what they are made of, filled up with zeros, which no token before
+    them sees."""
+    missing = rounded(len(rows)) - len(rows)
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows

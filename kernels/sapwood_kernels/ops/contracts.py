@@ -157,17 +157,19 @@ class RouteTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatentProducts:
-    """What takes the place of ``LatentHeads.absorb`` and ``LatentHeads.values``.
+    """What takes the place of ``LatentHeads.absorb``, ``LatentHeads.values`` and ``LatentHeads.expand``.
 
     Attributes:
         absorb: The first.
         values: The second.
-        most: Largest T with which they are called.
+        most: Largest T with which these two are called.
+        expand: The third.
     """
 
     absorb: Callable[[Tensor], Tensor]
     values: Callable[[Tensor], Tensor]
     most: int
+    expand: Callable[[Tensor, slice, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

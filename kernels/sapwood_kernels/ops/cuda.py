@@ -32,7 +32,7 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, 
 from sapwood_kernels.experts.tiles.plan import FEW_TOKENS, TileTable
 from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
-from sapwood_kernels.latent import triton_heads, triton_many_heads
+from sapwood_kernels.latent import triton_expand, triton_heads, triton_many_heads
 from sapwood_kernels.latent.triton_store import store_latent
 from sapwood_kernels.ops.contracts import (
     ExpertSum,
@@ -177,7 +177,7 @@ class CudaOps(DeviceOps):
             few = len(latent) <= triton_heads.MOST
             return (triton_heads.values if few else triton_many_heads.values)(latent, up, nope)
 
-        return LatentProducts(absorb, values, triton_many_heads.MOST)
+        return LatentProducts(absorb, values, triton_many_heads.MOST, partial(triton_expand.expand, up=up, nope=nope))
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
         if weight.shape[1] > _WIDEST_ROW and scales is None:

@@ -37,6 +37,7 @@ from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
 from sapwood_kernels.attention.latent import triton_stream as streaming_latent
+from sapwood_kernels.latent import triton_expand as expanding
 from sapwood_kernels.latent import triton_many_heads as heads_of, triton_store as store
 
 capability = int(sys.argv[1])
@@ -158,6 +159,11 @@ heads = kinds("query:*bf16 summed:*bf16 up:*bf16 out:*bf16 T:i32 token_stride:i3
 some = dict(HEADS=16, N=128, V=128, R=512, BLOCK_T=64, BLOCK_K=64, PDL=capability >= 90)
 check(heads_of._absorb_kernel, heads, 4, E=64, BLOCK_R=64, BLOCK_E=64, **some)
 check(heads_of._values_kernel, heads, 4, BLOCK_V=64, **some)
+for wide in (False, True):
+    check(
+        expanding._join_kernel, kinds("both:*bf16 ends:*bf16 keys:*bf16 values:*bf16 end_stride:i32"), 4, HEADS=16, N=128, V=128,
+        E=64, WIDE=wide, BLOCK_N=128, BLOCK_E=64, BLOCK_V=256, BLOCK=16,
+    )
 if capability == 90:
     tile = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
     stream = kinds(

@@ -102,3 +102,19 @@ def test_few_tokens_queries_and_values_are_those_of_the_matrices(tokens):
     )
     for found, wanted in ((ours.absorb(query), plain.absorb(query)), (ours.values(summed), plain.values(summed))):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [slice(0, 3), slice(1, 2)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_vectors_are_expanded_to_keys_and_values(heads, wide):
+    torch.manual_seed(0)
+    ops, flat, rotary, value, rank = cuda.CudaOps(torch.device(DEVICE)), 24, 6, 20, 72
+    up = (torch.randn(3, flat + value, rank) / rank**0.5).to(DEVICE)
+    stored = torch.randn(7, 2 * (rank + rotary), device=DEVICE)[:, : rank + rotary]  # rows that lie apart
+    ours, plain = (
+        LatentHeads(up, flat, each.latent_products(up, flat)) for each in (ops, DeviceOps(torch.device(DEVICE)))
+    )
+    for found, wanted in zip(
+        ours.expand(stored, heads, wide=wide), plain.expand(stored, heads, wide=wide), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

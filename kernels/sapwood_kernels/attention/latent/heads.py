@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.ops.contracts import LatentProducts
@@ -27,7 +28,7 @@ class LatentHeads:
     Attributes:
         up: [H, N + V, R]: what expands the latent part.
         nope: Numbers of a key that are not rotated: N.
-        few: What computes :meth:`absorb` and :meth:`values` of few tokens; None: nothing else does.
+        few: What computes :meth:`absorb` and :meth:`values` of few tokens, and :meth:`expand`; None: nothing else does.
     """
 
     up: Tensor
@@ -63,9 +64,13 @@ class LatentHeads:
             return self.few.values(latent)
         return torch.bmm(latent.transpose(0, 1), self.up[:, self.nope :].transpose(1, 2)).transpose(0, 1)
 
-    def expand(self, stored: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Cached vectors [M, R + E] as keys [M, h, N + E] and values [M, h, V] of some heads."""
+    def expand(self, stored: Tensor, heads: slice, *, wide: bool = False) -> tuple[Tensor, Tensor]:
+        """Cached vectors [M, R + E] as keys [M, h, N + E] and values [M, h, V] of some heads; ``wide``: values [M, h, N + E],
+        filled up with zeros."""
+        if self.few is not None:
+            return self.few.expand(stored, heads, wide)
         up = self.up[heads]
         both = (stored[:, : self.rank] @ up.flatten(0, 1).t()).view(len(stored), *up.shape[:2])
         rotary = stored[:, None, self.rank :].expand(-1, len(up), -1)
-        return torch.cat((both[..., : self.nope], rotary), -1), both[..., self.nope :]
+        key, value = torch.cat((both[..., : self.nope], rotary), -1), both[..., self.nope :]
+        return key, F.pad(value, (0, key.shape[2] - self.value_dim)) if wide else value

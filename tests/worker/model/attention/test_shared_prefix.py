@@ -233,7 +233,9 @@ def test_latent_keys_that_prompts_share_are_made_once(float8, tiny_model, make_r
     tiny, rng = tiny_model("deepseek-v3"), np.random.default_rng(3)
     expanded: list[int] = []
     expand = LatentHeads.expand
-    monkeypatch.setattr(LatentHeads, "expand", lambda own, x, *more: expanded.append(len(x)) or expand(own, x, *more))
+    monkeypatch.setattr(
+        LatentHeads, "expand", lambda own, x, *more, **how: expanded.append(len(x)) or expand(own, x, *more, **how)
+    )
     common, more = (rng.integers(3, 50, count).tolist() for count in (160, 40))
     prompts = [common + more, rng.integers(3, 50, 9).tolist(), common, common + more]
     table = np.zeros((4, 60), np.int32)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.attention.cudnn_lengths import padded, prefers_cudnn, rounded, without_cudnn
-from sapwood_kernels.attention.latent.heads import LatentHeads
+from sapwood_kernels.attention.latent.cudnn import takes_narrow
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, PromptOrder
 from sapwood_worker.model.pools.device_pool import DevicePool
@@ -56,13 +56,15 @@ class LatentPrefill:
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         assert layer.latent is not None
-        result = layer.empty_result(query) if out is None else out
         if not self._groups:  # all latent layers keep alike
             self._groups = self._find(layer.index)
+        alone = len(self._groups) == len(self._groups[0]) == 1
+        if out is None and not alone:
+            out = layer.empty_result(query)
         for group in self._groups:
             stored = [self._pool.gather(layer.index, each.rows, query.dtype)[0] for each in group]
-            _attend(layer.latent, layer.scale, query, group, stored, result)
-        return result
+            found = _attend(layer, query, group, stored, out)
+        return found
 
     def _find(self, layer: int) -> list[list[_Prompt]]:
         batch, size = self._batch, self._pool.page_size
@@ -80,43 +82,54 @@ class LatentPrefill:
 
 
 def _attend(
-    latent: LatentHeads, scale: float, query: Tensor, group: list[_Prompt], stored: list[Tensor], out: Tensor
-) -> None:
+    layer: AttentionLayer, query: Tensor, group: list[_Prompt], stored: list[Tensor], out: Tensor | None
+) -> Tensor:
     """Attends with the last tokens of each request of a group over the request's vectors.
 
     Args:
-        latent, scale: How heads are made of vectors, and the factor on scores.
+        layer: The layer's constants.
         query: [T, H, D]: of all requests of the step.
         group: The requests.
         stored: The vectors of each, but for those that it has in common with the request before it.
-        out: [T, H, V]: gets the group's rows.
+        out: [T, H, V]: gets the group's rows, and is returned; None: the group is one request with all of the rows.
     """
     from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, which other workers never need
 
+    assert layer.latent is not None
     heads, dim = query.shape[1:]
+    latent, value_dim = layer.latent, layer.latent.value_dim
     most = max(each.common + len(own) for each, own in zip(group, stored, strict=True))
     # By what a prompt is filled up to, as lengths that are to have the same plan must have as many heads at once.
-    count = max(1, _EXPANDED // (rounded(most) * (dim + latent.value_dim)))
+    count = max(1, _EXPANDED // (rounded(most) * (dim + value_dim)))
     for start in range(0, heads, count):
         some = slice(start, min(start + count, heads))
         made: tuple[Tensor, Tensor] | None = None
         for each, own in zip(group, stored, strict=True):
-            key, value = latent.expand(own, some)
+            asked = query[each.tokens, some]
+            tokens, length = len(asked), each.common + len(own)
+            alone = tokens == length and prefers_cudnn(asked.device)
+            planned = alone and tokens >= LEAST_PLANNED
             # Flash attention wants heads of one size.
-            value = F.pad(value, (0, dim - latent.value_dim))
+            kind = asked.device, asked.dtype, asked.shape[1], dim, value_dim, LEAST_PLANNED
+            narrow = planned and len(group) == 1 and takes_narrow(*kind)
+            vectors = padded(own) if narrow else own
+            key, value = latent.expand(vectors, some, wide=not narrow)
             if len(group) > 1:
                 made = made or (key.new_empty(most, *key.shape[1:]), key.new_empty(most, *key.shape[1:]))
-                length = each.common + len(own)
                 for whole, part in zip(made, (key, value), strict=True):
                     whole[each.common : length] = part
                 key, value = made[0][:length], made[1][:length]
-            asked = query[each.tokens, some]
-            tokens = len(asked)
-            alone = tokens == len(key) and prefers_cudnn(asked.device)
-            if alone and tokens >= LEAST_PLANNED:
-                asked, key, value = padded(asked), padded(key), padded(value)
+            if planned:
+                asked = padded(asked)
+                key, value = (key, value) if narrow else (padded(key), padded(value))
             mask = causal_lower_right(len(asked), len(key))
             q, k, v = (part.transpose(0, 1)[None] for part in (asked, key, value))
-            with without_cudnn() if alone and tokens < LEAST_PLANNED else nullcontext():
-                result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-            out[each.tokens, some] = result[0].transpose(0, 1)[:tokens, :, : latent.value_dim]
+            with without_cudnn() if alone and not planned else nullcontext():
+                result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
+            found = result[0].transpose(0, 1)[:tokens, :, :value_dim]
+            if out is None and count >= heads:
+                return found.contiguous()
+            out = layer.empty_result(query) if out is None else out
+            out[each.tokens, some] = found
+    assert out is not None
+    return out

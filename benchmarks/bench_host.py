@@ -51,7 +51,7 @@ def pretend_a_gpu() -> None:
 
     class Event:
         record = synchronize = wait = staticmethod(lambda *args: None)
-        elapsed_time = staticmethod(lambda *args: 0.3)
+        elapsed_time, query = staticmethod(lambda *args: 0.3), staticmethod(lambda: True)
 
     cuda.CUDAGraph, cuda.Stream = Graph, lambda *args: mock.MagicMock()
     cuda.Event = lambda enable_timing=False: Event()

@@ -152,9 +152,9 @@ class Bench:
         """Prints what choosing experts takes."""
         experts, chosen, hidden, *_ = self.sizes
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
-        weights = torch.randn(LAYERS, experts, hidden, device=DEVICE) / hidden**0.5
+        weights = (torch.randn(LAYERS, experts, hidden, device=DEVICE) / hidden**0.5).bfloat16().float()
         ops = CudaOps(DEVICE)
-        ours = [ops.router_logits(each, None) for each in weights]
+        ours = [ops.router_logits(each, None, x.dtype) for each in weights]
         right = x.double() @ weights[0].double().t()
         found = ours[0](x), F.linear(x.float(), weights[0])
         wrong = [float((each.view(tokens, -1, experts).double().sum(1) - right).abs().max()) for each in found]
@@ -199,12 +199,13 @@ class Bench:
         layers = []
         for _ in range(MIXTURES):
             weight, norm = torch.randn(experts, hidden, device=DEVICE) * scale, torch.rand(hidden, device=DEVICE) + 0.5
+            weight = weight.bfloat16().float()  # as checkpoints have it
             stacks = [
                 DenseStack(torch.randn(experts + shared, *shape, device=DEVICE, dtype=torch.bfloat16) * scale)
                 for shape in ((2 * inner, hidden), (hidden, inner))
             ]
             layers.append((
-                partial(triton_norm.rms_norm, weight=norm, eps=1e-6), ops.router_logits(weight, None),
+                partial(triton_norm.rms_norm, weight=norm, eps=1e-6), ops.router_logits(weight, None, x.dtype),
                 partial(ops.normed_logits(weight, None).product, x, norm, 1e-6), ops.expert_sum(*stacks, "silu", every, shared),
             ))  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 import torch
@@ -15,8 +16,9 @@ from sapwood_kernels.ops.cuda import CudaOps
 def route_uniformly(most_tokens: int, rank: int = 0, skew: float = 0.0) -> None:
     """From now on models on a GPU choose experts by random numbers, the same in each step, in place of their router's logits.
 
-    Logits are computed all the same. Ranks that make the same models choose the same. A row of a step chooses the same experts in
-    every step, so that the load of decodes is as even as one step's is: of B rows by chance, of one row not at all.
+    Logits are computed all the same, by weights of 16 bits, as most checkpoints have them. Ranks that make the same models choose
+    the same. A row of a step chooses the same experts in every step, so that the load of decodes is as even as one step's is: of
+    B rows by chance, of one row not at all.
 
     Args:
         most_tokens: Of a step, of all ranks.
@@ -39,4 +41,11 @@ def route_uniformly(most_tokens: int, rank: int = 0, skew: float = 0.0) -> None:
             noise = likely - noise.log().neg().log()  # Gumbel's: without replacement, by their weights
         return lambda logits: choose(noise[before * len(logits) : (before + 1) * len(logits)])
 
-    CudaOps.router = uniform  # type: ignore[method-assign]
+    def of_checkpoint(
+        ops: CudaOps, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        # Checkpoints have routers in 16 bits; made-up numbers of 32 would be multiplied otherwise.
+        return logits(ops, weight.copy_(weight.to(dtype)), bias, dtype)
+
+    logits = CudaOps.router_logits
+    CudaOps.router, CudaOps.router_logits = uniform, of_checkpoint  # type: ignore[method-assign]

@@ -285,8 +285,9 @@ class CudaOps(DeviceOps):
 
         return either
 
-    def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return partial(triton_routing.logits, weight=weight, bias=bias)
+    def router_logits(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        narrow = triton_routing.narrowed(weight, dtype) if weight.is_cuda and torch.version.cuda is not None else None
+        return partial(triton_routing.logits, weight=weight, bias=bias, narrow=narrow)
 
     def normed_logits(self, weight: Tensor, bias: Tensor | None) -> NormedLogits:
         product = partial(triton_routing.normed_logits, weight=weight, bias=bias)

@@ -278,12 +278,13 @@ class DeviceOps:
 
         return summed
 
-    def router_logits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def router_logits(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """A router's product in float32, ``x.float() @ weight.T + bias``: [T, K] -> [T, E], or parts of it, [T, S, E].
 
         Args:
             weight: float32 [E, K].
             bias: float32 [E], or None.
+            dtype: That of x.
         """
         return lambda x: F.linear(x.float(), weight, bias)
 

@@ -33,6 +33,25 @@ def test_logits_are_those_of_float32_for_any_number_of_rows(rows: int, dtype: to
         assert (found.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
+def test_a_weight_is_narrowed_only_if_it_stays_the_same() -> None:
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    assert triton_routing.narrowed(weight, torch.bfloat16) is None
+    found = triton_routing.narrowed(weight.bfloat16().float(), torch.bfloat16)
+    assert found is not None and torch.equal(found, weight.bfloat16())
+    assert triton_routing.narrowed(weight, torch.float32) is None, "that is the weight itself"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_many_rows_by_a_weight_of_16_bits_have_the_logits_of_float32() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(700, 2048, generator=draw).bfloat16().to(DEVICE)
+    weight = torch.randn(64, 2048, generator=draw).bfloat16().to(DEVICE)
+    bias = torch.randn(64, generator=draw).to(DEVICE)
+    found = triton_routing.logits(x, weight.float(), bias, weight)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert found.dtype == torch.float32 and (found.double() - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
 def test_a_rows_logits_do_not_change_with_the_few_beside_it() -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(16, 96, generator=draw).to(DEVICE), torch.randn(12, 96, generator=draw).to(DEVICE)

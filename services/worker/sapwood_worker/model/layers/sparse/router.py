@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,8 @@ class Router(Layer):
         counted = self.counts if context.parallel.expert_exchange is None else torch.zeros_like(self.counts)
         joined = context.parallel.rows is not None and context.parallel.expert_exchange is None
         ranks = context.parallel.tp.size if joined else 1
-        self._logits = context.ops.router_logits(self._weight, self._bias)
+        self._context = context
+        self._logits: Callable[[Tensor], Tensor]
         self._normed = context.ops.normed_logits(self._weight, self._bias)
         self._route = context.ops.router(routing, self._correction, counted, ranks)
 
@@ -63,6 +66,9 @@ class Router(Layer):
         if self._correction is not None:
             named[self._corrected] = self._correction if self._dims == 1 else self._correction[None]
         return {name: WeightSlot(each) for name, each in named.items() if each is not None}
+
+    def finish(self) -> None:
+        self._logits = self._context.ops.router_logits(self._weight, self._bias, self._context.dtype)
 
     def forward(self, hidden: Tensor, norm: AnyNorm | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden_size] -> the same, normed by ``norm`` if it is given; each token's experts, integers [T, k], and their

@@ -16,6 +16,7 @@ from sapwood_kernels.native.library import load_library
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, step_for
+from sapwood_worker.model.attention import latent_prefill
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionNeeds
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.runner.builder import build_runner
@@ -218,8 +219,14 @@ def test_triton_computes_latent_attention_as_torch_does(tiny_model, make_runner,
     assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
-def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(tiny_model, make_runner, make_driver):
+@pytest.mark.parametrize(("gathered", "expanded"), [(1 << 14, 1 << 27), (70, 2000)])
+def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(
+    gathered, expanded, tiny_model, make_runner, make_driver, monkeypatch
+):
+    """Keys of all of them are made at once, for all heads; or of two at most, for some heads at a time."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(latent_prefill, "_GATHERED", gathered)
+    monkeypatch.setattr(latent_prefill, "_EXPANDED", expanded)
     tiny = tiny_model("deepseek-v2")
     driver = make_driver(
         make_runner(tiny.path, attention_backend="prefill=triton,decode=torch", device=DEVICE, dtype="float32")
@@ -228,7 +235,9 @@ def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(tiny_mod
     wanted = tiny.logits(tokens)
     driver.add(2, tokens)
     driver.add(3, tokens[:40])
-    # A prompt whole, then a chunk over a cached prefix beside another prompt.
-    parts = driver.runner.logits(driver.output({2: 30})), driver.runner.logits(driver.output({2: 30, 3: 40}))
-    got = torch.cat((parts[0], parts[1][:30], parts[1][30:])).cpu()
-    torch.testing.assert_close(got, torch.cat((wanted, wanted[:40])), rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    driver.add(4, tokens[:9])
+    # A prompt whole, then a chunk over a cached prefix beside other prompts.
+    steps = {2: 30}, {2: 30, 3: 40, 4: 9}
+    got = torch.cat([driver.runner.logits(driver.output(each)) for each in steps]).cpu()
+    expected = torch.cat((wanted, wanted[:40], wanted[:9]))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * float(wanted.abs().max()))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,6 +21,8 @@ LEAST_PLANNED = 1024
 heads of 192 took an H200 24 us by it and 45 by flash attention at 1024 tokens, 15 and 22 at 512, 71 and 147 at 2048."""
 _EXPANDED = 1 << 27
 """Numbers of keys and values that are expanded at once."""
+_GATHERED = 16384
+"""Keys of short requests, below ``LEAST_PLANNED`` of each, that are made at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +31,33 @@ class _Prompt:
 
     Attributes:
         tokens: The step's rows of its tokens.
-        rows: int64 [M - common] on the device: the pool's rows of the keys after those in common.
+        keys: M.
         common: How many first keys it has in common with the one before.
     """
 
     tokens: slice
-    rows: Tensor
+    keys: int
     common: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests whose keys are made together.
+
+    Attributes:
+        prompts: Each has keys in common with the one before; or none has, and all are short.
+        rows: int64 [M - common] on the device, of each: the pool's rows of the keys after those in common; of several short ones
+            one tensor, one after the other.
+    """
+
+    prompts: list[_Prompt]
+    rows: list[Tensor]
+
+
 class LatentPrefill:
-    """Implements ``StepAttention``, one request after the other: a prompt's work outweighs its launches. Keys and values that
-    neighbours of ``batch.prompts`` have in common are made once and stay in place for the next.
+    """Implements ``StepAttention``, one request after the other: a prompt's work outweighs its launches. Keys and values of short
+    requests are made together. Those that neighbours of ``batch.prompts`` have in common are made once and stay in place for the
+    next.
 
     Args:
         pool: The vectors.
@@ -49,7 +67,7 @@ class LatentPrefill:
     def __init__(self, pool: DevicePool, ops: DeviceOps) -> None:
         self._pool, self._ops = pool, ops
         self._batch: AttentionBatch
-        self._groups: list[list[_Prompt]] = []
+        self._groups: list[_Group] = []
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch, self._groups = batch, []
@@ -58,27 +76,47 @@ class LatentPrefill:
         assert layer.latent is not None
         if not self._groups:  # all latent layers keep alike
             self._groups = self._find(layer.index)
-        alone = len(self._groups) == len(self._groups[0]) == 1
+        alone = len(self._groups) == len(self._groups[0].prompts) == 1
         if out is None and not alone:
             out = layer.empty_result(query)
         for group in self._groups:
-            stored = [self._pool.gather(layer.index, each.rows, query.dtype)[0] for each in group]
-            found = _attend(layer, query, group, stored, out)
+            stored = [self._pool.gather(layer.index, rows, query.dtype)[0] for rows in group.rows]
+            attend = _attend if len(stored) == len(group.prompts) else _attend_short
+            found = attend(layer, query, group.prompts, stored, out)
         return found
 
-    def _find(self, layer: int) -> list[list[_Prompt]]:
+    def _find(self, layer: int) -> list[_Group]:
         batch, size = self._batch, self._pool.page_size
         starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
         order = batch.prompts or PromptOrder(list(range(len(lengths))), [0] * len(lengths))
         groups: list[list[_Prompt]] = []
+        rows: list[list[npt.NDArray[np.int64]]] = []
         for index, common in zip(order.order, order.common, strict=True):
             at = np.arange(common, lengths[index])
             slots = batch.page_table[index, at // size].astype(np.int64) * size + at % size
-            rows = self._ops.to_device(np.ascontiguousarray(self._pool.rows(layer, slots[None]).ravel()))
             if not common:
                 groups.append([])
-            groups[-1].append(_Prompt(slice(starts[index], starts[index + 1]), rows, common))
-        return groups
+                rows.append([])
+            groups[-1].append(_Prompt(slice(starts[index], starts[index + 1]), lengths[index], common))
+            rows[-1].append(self._pool.rows(layer, slots[None]).ravel())
+        found: list[_Group] = []
+        short: list[tuple[_Prompt, npt.NDArray[np.int64]]] = []
+
+        def close() -> None:
+            if short:
+                together = self._ops.to_device(np.concatenate([own for _, own in short]))
+                found.append(_Group([each for each, _ in short], [together]))
+                short.clear()
+
+        for group, own in zip(groups, rows, strict=True):
+            if len(group) > 1 or group[0].keys >= LEAST_PLANNED:
+                found.append(_Group(group, [self._ops.to_device(np.ascontiguousarray(each)) for each in own]))
+                continue
+            if sum(each.keys for each, _ in short) + group[0].keys > _GATHERED:
+                close()
+            short.append((group[0], own[0]))
+        close()
+        return found
 
 
 def _attend(
@@ -93,12 +131,10 @@ def _attend(
         stored: The vectors of each, but for those that it has in common with the request before it.
         out: [T, H, V]: gets the group's rows, and is returned; None: the group is one request with all of the rows.
     """
-    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, which other workers never need
-
     assert layer.latent is not None
     heads, dim = query.shape[1:]
     latent, value_dim = layer.latent, layer.latent.value_dim
-    most = max(each.common + len(own) for each, own in zip(group, stored, strict=True))
+    most = max(each.keys for each in group)
     # By what a prompt is filled up to, as lengths that are to have the same plan must have as many heads at once.
     count = max(1, _EXPANDED // (rounded(most) * (dim + value_dim)))
     for start in range(0, heads, count):
@@ -106,9 +142,8 @@ def _attend(
         made: tuple[Tensor, Tensor] | None = None
         for each, own in zip(group, stored, strict=True):
             asked = query[each.tokens, some]
-            tokens, length = len(asked), each.common + len(own)
-            alone = tokens == length and prefers_cudnn(asked.device)
-            planned = alone and tokens >= LEAST_PLANNED
+            tokens, length = len(asked), each.keys
+            planned = tokens == length >= LEAST_PLANNED and prefers_cudnn(asked.device)
             # Flash attention wants heads of one size.
             kind = asked.device, asked.dtype, asked.shape[1], dim, value_dim, LEAST_PLANNED
             narrow = planned and len(group) == 1 and takes_narrow(*kind)
@@ -122,14 +157,42 @@ def _attend(
             if planned:
                 asked = padded(asked)
                 key, value = (key, value) if narrow else (padded(key), padded(value))
-            mask = causal_lower_right(len(asked), len(key))
-            q, k, v = (part.transpose(0, 1)[None] for part in (asked, key, value))
-            with without_cudnn() if alone and not planned else nullcontext():
-                result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
-            found = result[0].transpose(0, 1)[:tokens, :, :value_dim]
+            found = _attended(asked, key, value, layer.scale, planned=planned)[:tokens, :, :value_dim]
             if out is None and count >= heads:
                 return found.contiguous()
             out = layer.empty_result(query) if out is None else out
             out[each.tokens, some] = found
     assert out is not None
     return out
+
+
+def _attend_short(
+    layer: AttentionLayer, query: Tensor, group: list[_Prompt], stored: list[Tensor], out: Tensor | None
+) -> Tensor:
+    """:func:`_attend` of short requests that have nothing in common, whose vectors lie one after the other in one tensor."""
+    assert layer.latent is not None and out is not None
+    (vectors,), (heads, dim), value_dim = stored, query.shape[1:], layer.latent.value_dim
+    count = max(1, _EXPANDED // (len(vectors) * 2 * dim))
+    for start in range(0, heads, count):
+        some = slice(start, min(start + count, heads))
+        keys, values = layer.latent.expand(vectors, some, wide=True)
+        end = 0
+        for each in group:
+            own = slice(end, end + each.keys)
+            end = own.stop
+            found = _attended(query[each.tokens, some], keys[own], values[own], layer.scale, planned=False)
+            out[each.tokens, some] = found[..., :value_dim]
+    return out
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, scale: float, *, planned: bool) -> Tensor:
+    """Attention of the last queries of a request over its keys: [T, H, D], [M, H, D] and [M, H, V] -> [T, H, V].
+
+    ``planned``: by cuDNN, if torch prefers it, which it does for as many queries as keys.
+    """
+    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, which other workers never need
+
+    mask = causal_lower_right(len(query), len(key))
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+    with nullcontext() if planned or len(query) < len(key) else without_cudnn():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)

@@ -7,7 +7,8 @@ Sums of a group are scaled in float32, and less its zero times the sum of its in
 
 Codes go from memory to the registers of tensor cores as they lie there. Each program makes the digits for itself, in shared
 memory. It asks for its first codes before it waits for the kernel ahead of it, which need not have ended (programmatic dependent
-launch): so the memory does not idle between the products of a step.
+launch): so the memory does not idle between the products of a step. Codes, which are read once a step, are the first to leave the
+L2 cache.
 
 Bound: one read of codes, zeros and scales. O(N K).
 """
@@ -96,8 +97,8 @@ def _digits_of(words):
 @gluon.jit
 def _held(codes, scales, zeros, code_at, value_at, pair, SHARES: gl.constexpr, HAS_ZEROS: gl.constexpr):
     """The codes, scales and zeros of two groups."""
-    first = gl.load(codes + (code_at + pair * (SHARES * 128)))
-    second = gl.load(codes + (code_at + (pair * (SHARES * 128) + 64)))
+    first = gl.load(codes + (code_at + pair * (SHARES * 128)), eviction_policy="evict_first")
+    second = gl.load(codes + (code_at + (pair * (SHARES * 128) + 64)), eviction_policy="evict_first")
     scale = gl.load(scales + (value_at + pair * (SHARES * 2)))
     zero = scale
     if HAS_ZEROS:

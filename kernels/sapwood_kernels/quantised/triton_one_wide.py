@@ -31,7 +31,9 @@ _together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 @gluon.jit
 def _pair_codes(codes, code_at, pair, SHARES: gl.constexpr):
     """The codes of two groups, four in 16 bits."""
-    return gl.load(codes + (code_at + pair * (SHARES * 64))), gl.load(codes + (code_at + (pair * (SHARES * 64) + 32)))
+    first = gl.load(codes + (code_at + pair * (SHARES * 64)), eviction_policy="evict_first")
+    second = gl.load(codes + (code_at + (pair * (SHARES * 64) + 32)), eviction_policy="evict_first")
+    return first, second
 
 
 @gluon.jit

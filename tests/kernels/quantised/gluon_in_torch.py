@@ -37,7 +37,9 @@ class _Pointer:
         return _Pointer(self.base, self.at + offset)
 
 
-def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
+def _load(
+    pointer: _Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "", eviction_policy: str = ""
+) -> Tensor:
     if pointer.base.dtype == torch.uint16:  # torch cannot choose among these
         return _load(_Pointer(pointer.base.view(torch.int16), pointer.at), mask, other).view(torch.uint16)
     at = torch.as_tensor(pointer.at).as_subclass(torch.Tensor)

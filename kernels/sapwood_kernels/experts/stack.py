@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, dequantise, same_numbers
+from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, Rounding, dequantise, same_numbers
 
 
 class ExpertStack(Protocol):
@@ -107,7 +107,7 @@ class StoredStack:
         mins: [E, N, G], of any floating type: what each number has less once it is scaled; None: nothing.
         table: float32 [16]: the values of 4-bit codes, of all experts; None: they are integers, or E2M1.
         factors: float32 [E, N, 1], of rows; None: 1.
-        rounds: Whether inputs may be rounded to the codes' 8 bits, by a scale for each row; rows of codes have one scale then.
+        rounds: By what scales inputs may be rounded to the codes' 8 bits; None: they may not.
         orders: int32 [E, K]: which input an expert's number j of a row is multiplied with; None: the j-th.
     """
 
@@ -121,7 +121,7 @@ class StoredStack:
     table: Tensor | None = None
     factors: Tensor | None = None
     orders: Tensor | None = None
-    rounds: bool = False
+    rounds: Rounding | None = None
 
     @property
     def experts(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch, triton_float8
-from sapwood_kernels.experts import triton_few_tokens
+from sapwood_kernels.experts import triton_few_tokens, triton_float8_blocks
 from sapwood_kernels.experts.stack import DenseStack, StoredStack, in_few_bits
 from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable
 from sapwood_kernels.experts.tiles.triton_align import Tiles, align
@@ -141,9 +141,12 @@ def product(
 ) -> Tensor:
     """``x[pair // share] @ weight.T + bias`` by each pair's expert, gated if there is a gate: [*, K] -> [pairs, N] or
     [pairs, N / 2], in x's dtype; undefined without an expert."""
+    if triton_float8_blocks.serves(stack):
+        rounded = triton_float8.quantise(x, grouped=True)
+        return triton_float8_blocks.product(rounded, stack, tiles, pairs, share, shape, x.dtype, gate)
     tensors, constants = arguments(stack, shape.depth)
     dtype, x_scales = x.dtype, None
-    if isinstance(stack, StoredStack) and stack.rounds and tiles.height >= _ROUNDED:
+    if isinstance(stack, StoredStack) and stack.rounds == "row" and tiles.height >= _ROUNDED:
         x, x_scales = triton_int8.quantise_rows(x) if stack.integers else triton_float8.quantise(x, grouped=False)
     kind, alpha, limit = (-1, 0.0, 0.0) if gate is None else kind_of(gate)
     out = torch.empty(pairs, stack.outputs if gate is None else stack.outputs // 2, dtype=dtype, device=x.device)

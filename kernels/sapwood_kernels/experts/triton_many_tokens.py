@@ -73,14 +73,14 @@ def _active(gate, up, alpha, limit, GATE: gl.constexpr):
 @gluon.jit
 def _fill(
     x, weight, places, experts, taken, held, ready, free, COUNT, WORK, BLOCKS, N, EXPERTS, SHARE: gl.constexpr,
-    K: gl.constexpr, GATE: gl.constexpr, GATHERS: gl.constexpr, STAGES: gl.constexpr,
+    K: gl.constexpr, GATE: gl.constexpr, GATHERS: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring: four warps' part of a program."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Fills the ring, DEPTH columns a step, which have 128 bytes: four warps' part of a program."""
+    layout: gl.constexpr = gl.BlockedLayout([1, DEPTH // 8], [4, 8], [4, 1], [1, 0])
     order: gl.constexpr = weight.layout
-    rows = _seen(taken, [STAGES, 128, 64], order)
-    halves = _seen(held, [2 * STAGES, 128, 64], order)
-    steps: gl.constexpr = (K + 63) // 64
+    rows = _seen(taken, [STAGES, 128, DEPTH], order)
+    halves = _seen(held, [2 * STAGES, 128, DEPTH], order)
+    steps: gl.constexpr = (K + DEPTH - 1) // DEPTH
     turn = 0
     for work in range(gl.program_id(0), WORK, gl.num_programs(0)):
         tile = work // BLOCKS
@@ -95,20 +95,20 @@ def _fill(
             if GATHERS:
                 pair = gl.load(places + tile * 128 + gl.arange(0, 128, gl.SliceLayout(1, layout)))
                 token = gl.minimum(pair, COUNT - 1) // SHARE
-                each = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+                each = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(0, layout)), 0)
                 at = x + (gl.expand_dims(token, 1).to(gl.int64) * K + each)
             for step in range(steps):
                 stage = turn % STAGES
                 mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
                 mbarrier.expect(ready.index(stage), 256 * 128 if GATHERS else 384 * 128)
-                _fetch(weight, [first, step * 64], ready.index(stage), halves.index(2 * stage))
-                _fetch(weight, [second, step * 64], ready.index(stage), halves.index(2 * stage + 1))
+                _fetch(weight, [first, step * DEPTH], ready.index(stage), halves.index(2 * stage))
+                _fetch(weight, [second, step * DEPTH], ready.index(stage), halves.index(2 * stage + 1))
                 if GATHERS:
                     _copy(rows.index(stage), at)
                     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-                    at += 64
+                    at += DEPTH
                 else:
-                    _fetch(x, [tile * 128, step * 64], ready.index(stage), rows.index(stage))
+                    _fetch(x, [tile * 128, step * DEPTH], ready.index(stage), rows.index(stage))
                 turn += 1
 
 
@@ -196,7 +196,7 @@ def _grouped_kernel(
             (_multiply, (out, places, experts, taken, held, given, ready, free, alpha, limit, COUNT, WORK, BLOCKS,
                          EXPERTS, K, GATE, GATHERS, STAGES, gl.constexpr(1))),
             (_fill, (x, weight, places, experts, taken, held, ready, free, COUNT, WORK, BLOCKS, N, EXPERTS, SHARE, K, GATE,
-                     GATHERS, STAGES)),
+                     GATHERS, STAGES, gl.constexpr(64))),
         ],
         [4, 4],
         [216, 72],

@@ -25,7 +25,7 @@ from sapwood_kernels import (
     triton_norm,
     triton_rows,
 )
-from sapwood_kernels.experts import triton_experts, triton_many_tokens, triton_routing
+from sapwood_kernels.experts import triton_experts, triton_many_float8, triton_many_tokens, triton_routing
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, in_few_bits
@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 _WIDEST_ROW = 16384
 _ROUNDING = 0.02
 """Most that three products together may differ from another kernel's, relative to their size; bfloat16 rounds by 0.002."""
+_MANY_TOKENS = ((triton_many_tokens, DenseStack), (triton_many_float8, StoredStack))
+"""Kernels of a Hopper for experts of many tokens, and what they may take."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""
 
@@ -273,14 +275,15 @@ class CudaOps(DeviceOps):
             return super().expert_sum(gate_up, down, gate, chosen, shared)
         tiles = self._tiles(gate_up, down, chosen, gate, shared).plan
         summed = partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
-        if not self._hopper or not isinstance(gate_up, DenseStack) or not isinstance(down, DenseStack):
+        for kernel, kind in _MANY_TOKENS:
+            if self._hopper and isinstance(gate_up, kind) and isinstance(down, kind) and kernel.serves(gate_up, down):
+                break
+        else:
             return summed
-        if not triton_many_tokens.serves(gate_up, down):
-            return summed
-        many = partial(triton_many_tokens.expert_sum, gate_up=gate_up, down=down, gate=gate, processors=self.processors)
+        many = partial(kernel.expert_sum, gate_up=gate_up, down=down, gate=gate, processors=self.processors)
 
         def either(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
-            takes = triton_many_tokens.takes(ids.numel(), gate_up.experts)
+            takes = kernel.takes(ids.numel(), gate_up.experts)
             return (many if takes else summed)(x, ids, weights, add_to=add_to)
 
         return either
@@ -340,4 +343,6 @@ def _kind(stack: DenseStack | StoredStack) -> str:
     """What numbers experts' matrices are, for a file's name."""
     if isinstance(stack, StoredStack) and stack.integers:
         return f"int{stack.integers}"
-    return str(stack.weight.dtype if isinstance(stack, DenseStack) else stack.codes.dtype)
+    if isinstance(stack, DenseStack):
+        return str(stack.weight.dtype)
+    return f"{stack.codes.dtype}{'-blocks' * (stack.rounds == 'block')}"

@@ -11,6 +11,9 @@ from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 4-bit floats by their codes."""
+Rounding = Literal["row", "block"]
+"""By row: inputs have a scale for each row of them, and codes one a row. By block: inputs one for each 128 of a row, and codes
+one for each 128 x 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class GroupedWeight:
         factors: float32 [N, 1]; None: 1.
         mins: [N, G], of any floating type; None: 0.
         order: int64 [K]: which input number j is multiplied with; None: the j-th.
-        rounds: Whether a product may round inputs to 8 bits by a scale for each row of them; codes have 8, and one scale a row.
+        rounds: By what scales a product of experts may round inputs to the codes' 8 bits; None: it may not.
     """
 
     codes: Tensor
@@ -42,7 +45,7 @@ class GroupedWeight:
     factors: Tensor | None = None
     mins: Tensor | None = None
     order: Tensor | None = None
-    rounds: bool = False
+    rounds: Rounding | None = None
 
     @property
     def rows(self) -> int:

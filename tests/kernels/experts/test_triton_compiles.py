@@ -24,7 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sapwood_kernels import triton_digest
-from sapwood_kernels.experts import triton_experts, triton_few_tokens, triton_routing
+from sapwood_kernels.experts import triton_experts, triton_few_tokens, triton_float8_blocks, triton_routing
+from sapwood_kernels.experts import triton_many_float8 as many_float8
 from sapwood_kernels.experts import triton_many_tokens as many
 from sapwood_kernels.experts.tiles import plan, triton_align
 
@@ -100,6 +101,23 @@ for gate in (-1, 0, 1, 2):
     constants = dict(SHARE=8, K=2048, GATE=gate, GATHERS=gate >= 0, STAGES=many._STAGES)
     taken = dict(x="*bf16" if gate >= 0 else bulk[128])
     print("many", gate, *compiled(many._grouped_kernel, kinds | taken, constants, GluonASTSource, num_warps=4))
+kinds = dict(x="*fp8e4nv", x_scales="*fp32", weight="*fp8e4nv", scales="*fp32", out="*bf16", places="*i32", experts="*i32")
+kinds |= dict.fromkeys(("COUNT", "N", "EXPERTS", "STRIDE"), "i32")
+for height, gate in ((16, 0), (32, -1), (64, 0), (128, 0)):
+    shape = plan.tile_shapes(height, stored=True)[0]
+    constants = dict(SHARE=8, K=7168, GATE=gate, BLOCK=128, BLOCK_M=height, BLOCK_N=shape.width, PDL=height == 16)
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    print("blocks", height, *compiled(triton_float8_blocks._blocks_kernel, kinds, constants, **options))
+bulk8 = {
+    rows: f"tensordesc<fp8e4nv[{rows},128],{gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)!r}>"
+    for rows in (64, 128)
+}
+kinds = dict(x_scales="*fp32", weight=bulk8[128], scales="*fp32", out_scales="*fp32", places="*i32", experts="*i32")
+kinds |= dict.fromkeys(("COUNT", "WORK", "BLOCKS", "N", "EXPERTS", "STRIDE", "OUT_STRIDE"), "i32")
+for gate in (-1, 0, 1):
+    constants = dict(SHARE=8, K=2048, GATE=gate, GATHERS=gate >= 0, STAGES=many_float8._STAGES)
+    taken = dict(x="*fp8e4nv" if gate >= 0 else bulk8[128], out=bulk8[64] if gate >= 0 else bulk[64])
+    print("many8", gate, *compiled(many_float8._grouped_float8_kernel, kinds | taken, constants, GluonASTSource, num_warps=4))
 kinds = dict(
     logits="*fp32", correction="*fp32", live="*i32", ids="*i32", weights="*fp32", counts="*i64", of_rank="i32"
 )  # fmt: skip
@@ -138,13 +156,15 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
         "begin",
         "place",
         "many",
+        "blocks",
+        "many8",
         "route",
         "router",
         "turns",
         "digest",
     }
     assert all(shared <= SHARED_KIB * 1024 for shared, _ in found.values())
-    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many")) == 12
-    assert all(wgmma for (name, _), (_, wgmma) in found.items() if name == "many")
+    assert sum(height in (1, 2) for name, height in found if name not in ("sum", "many", "many8")) == 12
+    assert all(wgmma for (name, _), (_, wgmma) in found.items() if name in ("many", "blocks", "many8"))
     tall = [wgmma for (_, height), (_, wgmma) in found.items() if height == 128]
-    assert len(tall) == len(formats) + 2 and all(tall), "tall tiles use the tensor cores of Hopper"
+    assert len(tall) == len(formats) + 3 and all(tall), "tall tiles use the tensor cores of Hopper"

@@ -174,7 +174,7 @@ def test_rows_with_one_scale_are_scaled_once(kind, tokens):
 @pytest.mark.parametrize("height", [64, 128])
 def test_many_tokens_are_rounded_where_they_may_be(kind, height):
     x, ids, weights, *_ = made(40, 3, torch.float32, width=160)
-    stacks = [replace(one_scale(kind, *sizes), rounds=True) for sizes in ((192, 160), (160, 96))]
+    stacks = [replace(one_scale(kind, *sizes), rounds="row") for sizes in ((192, 160), (160, 96))]
     rounding = reference.quantise_rows if kind == "float8" else int8.quantise_rows
 
     def of_rounded(stack, expert):

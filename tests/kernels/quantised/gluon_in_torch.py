@@ -40,8 +40,9 @@ class _Pointer:
 def _load(
     pointer: _Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "", eviction_policy: str = ""
 ) -> Tensor:
-    if pointer.base.dtype == torch.uint16:  # torch cannot choose among these
-        return _load(_Pointer(pointer.base.view(torch.int16), pointer.at), mask, other).view(torch.uint16)
+    plain = {torch.uint16: torch.int16, torch.float8_e4m3fn: torch.uint8}.get(pointer.base.dtype)
+    if plain is not None:  # torch cannot choose among these
+        return _load(_Pointer(pointer.base.view(plain), pointer.at), mask, other).view(pointer.base.dtype)
     at = torch.as_tensor(pointer.at).as_subclass(torch.Tensor)
     inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.as_subclass(torch.Tensor).expand_as(at)
     assert ((at >= 0) & (at < pointer.base.numel()))[inside].all(), "reads beyond a tensor"
@@ -51,6 +52,8 @@ def _load(
 
 class _Shared:
     """Shared memory; what nobody wrote is not a number."""
+
+    layout: Any = None
 
     def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
         self.values = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
@@ -210,9 +213,10 @@ def _waited(outstanding: int, deps: list[Tensor]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def _multiplied_by_a_group(a: Any, b: _Shared, total: Tensor, is_async: bool) -> Tensor:
+def _multiplied_by_a_group(a: Any, b: _Shared, total: Tensor, is_async: bool, use_acc: bool = True) -> Tensor:
     left = a.values if isinstance(a, _Shared) else a
-    return total + left.float() @ b.values.float()
+    product = left.float() @ b.values.float()
+    return total + product if use_acc else _value(product)
 
 
 _ADDS = threading.Lock()
@@ -243,7 +247,8 @@ def _minimum(one: Any, other: Any) -> Any:
 _GL = SimpleNamespace(
     allocate_shared_memory=lambda dtype, shape, layout: _Shared(dtype, shape), int16=torch.int16,
     int8=torch.int8, uint8=torch.uint8, uint16=torch.uint16, int32=torch.int32, int64=torch.int64,
-    float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+    float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, abs=torch.abs,
+    max=lambda tensor, axis: tensor.amax(axis),
     atomic_add=_add, atomic_or=_or,
     arange=lambda start, end, layout: _value(torch.arange(start, end)),
     broadcast=lambda one, other: tuple(torch.broadcast_tensors(one, other)),

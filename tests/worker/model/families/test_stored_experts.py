@@ -255,8 +255,9 @@ def test_layers_by_a_gpu_s_kernels_equal_transformers_and_hold_what_is_stored(st
     assert stacks
     for stack in stacks:
         held = (stack.codes, stack.scales, *(each for each in (stack.zeros,) if each is not None))
-        # A matrix is one block here.
-        assert stack.rounds == (name in ("W8A8", "float8 dynamic", "modelopt float8", "float8 blocks"))
+        # A matrix is one block here, and its rows have one scale.
+        rounds = name in ("W8A8", "float8 dynamic", "modelopt float8", "float8 blocks")
+        assert stack.rounds == ("row" if rounds else None)
         assert 8 * sum(each.nbytes for each in held) == BITS[name] * stack.experts * stack.outputs * 128
     assert_near(logits_of(loaded, TOKENS[:3]), theirs[:3])
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sapwood_kernels import reference
 from sapwood_kernels.ops.contracts import GROUP, Float8, Gate, Norm, OneRow
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.quantised.grouped import GroupedWeight, Rounding
 from sapwood_worker.model.quantization.compressed import NAMES as COMPRESSED_NAMES
 from sapwood_worker.model.quantization.compressed import scheme_of
 from sapwood_worker.model.quantization.dense import ONE_ROW
@@ -163,9 +163,10 @@ class QuantisedFloat8(Float8Method):
             return None
         weight, scales = self._rounded()
         (rows, columns), group = weight.shape, GROUP if self._scaling == "block" else weight.shape[1]
+        rounds: Rounding = "block" if self._scaling == "block" else "row"
         if self._scaling != "row":
             scales = scales.repeat_interleave(rows // len(scales), 0)
-        return GroupedWeight(weight, scales, group, columns, bits=8, rounds=self._scaling != "block")
+        return GroupedWeight(weight, scales, group, columns, bits=8, rounds=rounds)
 
     def _rounded(self) -> Float8:
         quantise = {
@@ -319,7 +320,10 @@ def _grouped(part: Part, codes: WeightSlot, scale: str, stored: Stored) -> Group
         else:
             rows = torch.arange(part.rows.start, part.rows.start + part.rows.size, device=device)
             values = values[rows // block]
-        rounds = block == 1 and group == columns.total and _rounds_activations(stored, part.name)
+        rounds: Rounding | None = None
+        if _rounds_activations(stored, part.name):
+            whole_blocks = block == group == GROUP and part.rows.start % GROUP == part.rows.size % GROUP == 0
+            rounds = "row" if block == 1 and group == columns.total else "block" if whole_blocks else None
         return GroupedWeight(codes.target, values, min(group, columns.size), columns.size, bits=8, rounds=rounds)
 
     return GroupedPart(slots, weight)

@@ -62,7 +62,7 @@ class Int8Method(LinearMethod):
         if self.bias is not None:
             return None
         weight, scales = self._filled()
-        return GroupedWeight(weight, scales, weight.shape[1], weight.shape[1], bits=8, rounds=True)
+        return GroupedWeight(weight, scales, weight.shape[1], weight.shape[1], bits=8, rounds="row")
 
     def fuses(self, rows: int) -> Fuses:
         if rows == 1 and self._one_row is not None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight, Rounding, dequantise, same_numbers
+from sapwood_kernels.quantised.grouped import BLOCK, E2M1, GroupedWeight, Rounding, dequantise, same_numbers
 
 
 class ExpertStack(Protocol):
@@ -98,8 +98,8 @@ class StoredStack:
     Attributes:
         codes: float8_e4m3fn or int8 [E, N, K]; or 4-bit floats (E2M1), uint8 [E, N, K / 2] with the first of two in the low half;
             or integers of 4 bits, or places in a table, held alike; or integers of 8, uint8 [E, N, K].
-        scales: [E, N, G], one for each ``group`` numbers of a row: of any floating type, or uint8 exponents of 2 with a bias of
-            127.
+        scales: [E, N / tall, G], one for each ``group`` numbers of ``tall`` rows: of any floating type, or uint8 exponents of 2
+            with a bias of 127.
         group: Numbers that share a scale; the last group of a row may have fewer.
         bias: [E, N], or None.
         zeros: uint8 [E, N, G], what each integer has less; None: nothing.
@@ -108,6 +108,7 @@ class StoredStack:
         table: float32 [16]: the values of 4-bit codes, of all experts; None: they are integers, or E2M1.
         factors: float32 [E, N, 1], of rows; None: 1.
         rounds: By what scales inputs may be rounded to the codes' 8 bits; None: they may not.
+        tall: Rows that share their scales, where there are neither zeros nor minima.
         orders: int32 [E, K]: which input an expert's number j of a row is multiplied with; None: the j-th.
     """
 
@@ -122,6 +123,7 @@ class StoredStack:
     factors: Tensor | None = None
     orders: Tensor | None = None
     rounds: Rounding | None = None
+    tall: int = 1
 
     @property
     def experts(self) -> int:
@@ -149,6 +151,8 @@ class StoredStack:
     def weight(self, expert: int) -> GroupedWeight:
         """An expert's; a view of the codes."""
         scales, table = self.scales[expert], self.table
+        if self.tall > 1:
+            scales = scales.repeat_interleave(self.tall, 0)
         if scales.dtype == torch.uint8:
             scales = (scales.short() << 7).view(torch.bfloat16)  # the exponent alone
         if table is None and self.bits == 4 and not self.integers:
@@ -166,7 +170,7 @@ class StoredStack:
 
 
 def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = None) -> StoredStack:
-    """Weights of one layout in one stack; each may be freed once it is there.
+    """Weights of one layout in one stack; each may be freed once it is there. Those in blocks have a row of scales for each.
 
     Args:
         weights: Each expert's, at least one's.
@@ -185,6 +189,8 @@ def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = 
             raise ValueError(f"groups of {weight.group} among {weight.columns} inputs")
         first = weight if first is None else first
         held = {name: each for name in _HELD if (each := getattr(weight, name)) is not None}
+        tall = BLOCK if weight.rounds == "block" else 1
+        held["scales"] = weight.scales[::tall]
         if not made:
             made = {name: each.new_empty(slots, *each.shape) for name, each in held.items()}
             if "order" in made:
@@ -205,7 +211,7 @@ def stacked(weights: Iterable[GroupedWeight], slots: int, bias: Tensor | None = 
         table = None
     return StoredStack(
         made["codes"], made["scales"], first.group, bias, made.get("zeros"), integers, made.get("mins"), table,
-        made.get("factors"), made.get("order"), first.rounds,
+        made.get("factors"), made.get("order"), first.rounds, tall,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ _ROUNDED = 64
 @triton.jit(do_not_specialize=["COUNT"])
 def _product_kernel(
     x, x_scales, weight, scales, zeros, mins, table, factors, orders, bias, out, places, experts, alpha, limit, COUNT, N, EXPERTS,
-    SHARE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, BITS: tl.constexpr,
+    INTEGERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -71,8 +71,8 @@ def _product_kernel(
             taken = tl.load(row[:, None] + place[None, :], mask=valid[:, None] & deep[None, :], other=0.0)
             if GROUP > 0 and x_scales is None:
                 part = widened(
-                    weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N,
-                    BLOCK_K,
+                    weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, TALL, BITS, INTEGERS,
+                    BLOCK_N, BLOCK_K,
                 ).to(taken.dtype)  # fmt: skip
             else:
                 part = tl.load(

@@ -34,12 +34,13 @@ _UNDER_WAY = 192
 @triton.jit
 def _rows(
     weight, scales, zeros, mins, table, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, but for its rows' factors."""
     if GROUP > 0:
         part = widened(
-            weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+            weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, TALL, BITS, INTEGERS, BLOCK_N,
+            BLOCK_K
         )  # fmt: skip
     else:
         at = start + tl.arange(0, BLOCK_K)
@@ -56,7 +57,8 @@ def _rows(
 @triton.jit
 def _of_experts(
     weight, scales, zeros, mins, table, expert, columns, there, start, N, K: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The same rows of several experts: [BLOCK_CHOSEN, BLOCK_N, BLOCK_K]; of those that are not ``there`` any finite numbers."""
     inside = there[:, None] & (columns < N)[None, :]
@@ -67,7 +69,7 @@ def _of_experts(
         places = tl.reshape(tl.broadcast_to(columns[None, :], shape), (rows,))
         part = tl.reshape(
             widened(
-                weight, scales, zeros, mins, table, experts, places, tl.reshape(inside, (rows,)), start, N, K, GROUP, BITS,
+                weight, scales, zeros, mins, table, experts, places, tl.reshape(inside, (rows,)), start, N, K, GROUP, TALL, BITS,
                 INTEGERS, rows, BLOCK_K,
             ),
             (BLOCK_CHOSEN, BLOCK_N, BLOCK_K),
@@ -85,8 +87,8 @@ def _of_experts(
 @triton.jit
 def _first_kernel(
     x, weight, scales, zeros, mins, table, factors, orders, bias, out, ids, alpha, limit, N, EXPERTS, SHARE: tl.constexpr,
-    K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # in this order, for the next kernel reads what those before this one wrote
         gdc_wait()
@@ -103,10 +105,12 @@ def _first_kernel(
         total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             part = _rows(
-                weight, scales, zeros, mins, table, expert, first, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+                weight, scales, zeros, mins, table, expert, first, inside, start, N, K, GROUP, TALL, BITS, INTEGERS, BLOCK_N,
+                BLOCK_K
             )  # fmt: skip
             part_up = _rows(
-                weight, scales, zeros, mins, table, expert, second, inside, start, N, K, GROUP, BITS, INTEGERS, BLOCK_N, BLOCK_K
+                weight, scales, zeros, mins, table, expert, second, inside, start, N, K, GROUP, TALL, BITS, INTEGERS, BLOCK_N,
+                BLOCK_K
             )  # fmt: skip
             at = start + tl.arange(0, BLOCK_K)
             place = at
@@ -129,7 +133,7 @@ def _first_kernel(
 @triton.jit
 def _second_kernel(
     inner, weight, scales, zeros, mins, table, factors, orders, bias, out, ids, weights, N, EXPERTS, CHOSEN: tl.constexpr,
-    K: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
+    K: tl.constexpr, ADDS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -144,7 +148,8 @@ def _second_kernel(
     # What an expert that is not here would have made was never written, and is not read.
     there = expert < EXPERTS
     part = _of_experts(
-        weight, scales, zeros, mins, table, expert, columns, there, 0, N, K, GROUP, BITS, INTEGERS, BLOCK_CHOSEN, BLOCK_N, BLOCK_K
+        weight, scales, zeros, mins, table, expert, columns, there, 0, N, K, GROUP, TALL, BITS, INTEGERS, BLOCK_CHOSEN, BLOCK_N,
+        BLOCK_K
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -153,7 +158,7 @@ def _second_kernel(
         here = part
         if start + BLOCK_K < K:
             part = _of_experts(
-                weight, scales, zeros, mins, table, expert, columns, there, start + BLOCK_K, N, K, GROUP, BITS, INTEGERS,
+                weight, scales, zeros, mins, table, expert, columns, there, start + BLOCK_K, N, K, GROUP, TALL, BITS, INTEGERS,
                 BLOCK_CHOSEN, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         at = start + tl.arange(0, BLOCK_K)

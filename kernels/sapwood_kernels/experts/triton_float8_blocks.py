@@ -22,9 +22,8 @@ from sapwood_kernels.experts.stack import DenseStack, StoredStack
 from sapwood_kernels.experts.tiles.plan import TileShape
 from sapwood_kernels.experts.tiles.triton_align import Tiles
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
+from sapwood_kernels.quantised.grouped import BLOCK
 
-BLOCK = 128
-"""Sides of a block, and inputs that share a scale."""
 Float8 = tuple[Tensor, Tensor]
 """Rows of float8_e4m3fn, [T, K], and their scales, float32 [T, K / 128], of which those of a group lie side by side."""
 
@@ -56,7 +55,7 @@ def _blocks_kernel(
         # Offsets of 64 bits: all experts of a layer may have more than 2^31 numbers.
         matrix = weight + (expert.to(tl.int64) * N + columns.to(tl.int64))[:, None] * K + at[None, :]
         row = x + (pair // SHARE).to(tl.int64)[:, None] * K + at[None, :]
-        of_block = scales + (expert.to(tl.int64) * N + first // BLOCK * BLOCK) * groups
+        of_block = scales + (expert.to(tl.int64) * (N // BLOCK) + first // BLOCK) * groups
         of_row = x_scales
         own = tl.full((BLOCK_M,), 1.0, tl.float32)
         if x_scales is not None:
@@ -72,7 +71,7 @@ def _blocks_kernel(
             )
             scale = tl.zeros((BLOCK_N,), tl.float32) + tl.load(of_block + group)
             if GATE >= 0:
-                scale = tl.where(nth % 16 < 8, scale, tl.load(of_block + N // 2 * groups + group))
+                scale = tl.where(nth % 16 < 8, scale, tl.load(of_block + N // 2 // BLOCK * groups + group))
             mine = own
             if x_scales is not None:
                 own = tl.load(of_row + (group + 1) * STRIDE, mask=valid & (group + 1 < groups), other=0.0)

@@ -29,9 +29,10 @@ from sapwood_kernels.experts import triton_float8_blocks
 from sapwood_kernels.experts.stack import StoredStack
 from sapwood_kernels.experts.tiles.triton_align import LEAST, Tiles, align
 from sapwood_kernels.experts.triton_experts import weighted_sum
-from sapwood_kernels.experts.triton_float8_blocks import BLOCK, Float8
+from sapwood_kernels.experts.triton_float8_blocks import Float8
 from sapwood_kernels.experts.triton_gate import Gate, kind_of
 from sapwood_kernels.experts.triton_many_tokens import HEIGHT, _active, _fill, _put, _seen
+from sapwood_kernels.quantised.grouped import BLOCK
 
 _STAGES = 4
 _LEAST_OF_EXPERT = 96
@@ -71,8 +72,8 @@ def _multiply(
                 if GATE >= 0:
                     first = expert * N + block * 128
                     second = first + N // 2
-                one = scales + first.to(gl.int64) * steps
-                other = scales + second.to(gl.int64) * steps
+                one = scales + first // 128 * steps
+                other = scales + second // 128 * steps
                 low = gl.zeros([64, 128], gl.float32, wide)
                 high = gl.zeros([64, 128], gl.float32, wide)
                 for step in range(steps):

@@ -21,7 +21,7 @@ def _wide(scales):
 @triton.jit
 def widened(
     codes, scales, zeros, mins, table, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, but for its rows' factors: float32, or codes
     that are the numbers. Beyond column K they are any."""
@@ -53,7 +53,7 @@ def widened(
         size: tl.constexpr = GROUP if several else BLOCK_K
         group = start // GROUP + tl.arange(0, BLOCK_K // size)
         there = inside[:, None] & (group < groups)[None, :]
-        place = row[:, None] * groups + group[None, :]
+        place = (row // TALL)[:, None] * groups + group[None, :]
         apart = tl.reshape(values, (BLOCK_N, BLOCK_K // size, size))
         if zeros is not None:
             apart -= tl.load(zeros + place, mask=there, other=0).to(tl.float32)[:, :, None]
@@ -74,15 +74,15 @@ def arguments(stack: DenseStack | StoredStack, depth: int) -> tuple[tuple[Tensor
 
     Returns:
         Weight or codes, scales, zeros, mins, table, rows' factors, orders and bias, and what kernels are compiled for: GROUP (0:
-        nothing is widened), BITS and INTEGERS.
+        nothing is widened), TALL, BITS and INTEGERS.
     """
     if isinstance(stack, DenseStack):
-        return (stack.weight, *[None] * 6, stack.bias), {"GROUP": 0, "BITS": 0, "INTEGERS": False}
+        return (stack.weight, *[None] * 6, stack.bias), {"GROUP": 0, "TALL": 1, "BITS": 0, "INTEGERS": False}
     scales: Tensor | None = stack.scales
     factors, group = stack.factors, stack.group
     if stack.scales.shape[2] == 1:
         group = max(triton.next_power_of_2(stack.columns), depth)
-        if factors is None and stack.mins is None and stack.scales.dtype != torch.uint8:
+        if factors is None and stack.mins is None and stack.tall == 1 and stack.scales.dtype != torch.uint8:
             scales, factors = None, stack.scales  # sums are scaled, not each number
     tensors = stack.codes, scales, stack.zeros, stack.mins, stack.table, factors, stack.orders, stack.bias
-    return tensors, {"GROUP": group, "BITS": stack.bits, "INTEGERS": stack.integers is not None}
+    return tensors, {"GROUP": group, "TALL": stack.tall, "BITS": stack.bits, "INTEGERS": stack.integers is not None}

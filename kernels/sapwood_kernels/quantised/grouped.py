@@ -11,6 +11,8 @@ from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 4-bit floats by their codes."""
+BLOCK = 128
+"""Sides of a block of numbers that share a scale, and inputs that share one."""
 Rounding = Literal["row", "block"]
 """By row: inputs have a scale for each row of them, and codes one a row. By block: inputs one for each 128 of a row, and codes
 one for each 128 x 128."""

@@ -45,13 +45,12 @@ def _where_there_is_no_gpu(monkeypatch):
 
 def stack(outputs, columns, generator, *, rounds="block"):
     codes = torch.empty(EXPERTS, outputs, columns, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(EXPERTS, outputs, columns // blocks.BLOCK)
+    scales = torch.empty(EXPERTS, outputs // blocks.BLOCK, columns // blocks.BLOCK)
     for each in range(EXPERTS):
         weight = torch.randn(outputs, columns, generator=generator) / columns**0.5
         weight *= torch.rand(outputs // blocks.BLOCK, 1, generator=generator).repeat_interleave(blocks.BLOCK, 0) + 0.5
-        codes[each], of_blocks = reference.quantise_blocks(weight)
-        scales[each] = of_blocks.repeat_interleave(blocks.BLOCK, 0)
-    return StoredStack(codes.to(DEVICE), scales.to(DEVICE), blocks.BLOCK, rounds=rounds)
+        codes[each], scales[each] = reference.quantise_blocks(weight)
+    return StoredStack(codes.to(DEVICE), scales.to(DEVICE), blocks.BLOCK, rounds=rounds, tall=blocks.BLOCK)
 
 
 def made(tokens, inner, dtype=torch.bfloat16, chosen=2):
@@ -71,8 +70,8 @@ def of_rounded(each, *, sixteen_bits=False):
     def product_of(expert):
         def product(x):
             codes, scales = reference.quantise_rows(x.bfloat16() if sixteen_bits else x, blocks.BLOCK)
-            wide = each.codes[expert].double() * each.scales[expert].double().repeat_interleave(blocks.BLOCK, 1)
-            return (reference.dequantise_blocks(codes, scales).double() @ wide.T).float()
+            wide = reference.dequantise_blocks(each.codes[expert], each.scales[expert])
+            return (reference.dequantise_blocks(codes, scales).double() @ wide.double().T).float()
 
         return product
 

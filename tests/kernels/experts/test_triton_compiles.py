@@ -56,13 +56,14 @@ formats = {
 }
 for name, (stored, group, bits) in formats.items():
     held = {part: None for part in parts if part not in stored}  # what the format has not
+    tall = 128 if name == "fp8" else 1
     kinds = common | stored | dict(places="*i32", experts="*i32", COUNT="i32", N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
     often = name in ("bf16", "fp8", "mxfp4", "int4", "int8")  # of others a few
     for height in (16, 64, 128) if name == "bf16" else (16, 128) if often else (128,):
         shape = plan.tile_shapes(height, stored=name != "bf16")[0]
         constants = held | dict(
-            x_scales=None, SHARE=8, K=2048, GATE=0 if bits < 8 else -1, GROUP=group, BITS=bits, INTEGERS=name[:3] == "int",
-            BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth, PDL=height == 16,
+            x_scales=None, SHARE=8, K=2048, GATE=0 if bits < 8 else -1, GROUP=group, TALL=tall, BITS=bits,
+            INTEGERS=name[:3] == "int", BLOCK_M=height, BLOCK_N=shape.width, BLOCK_K=shape.depth, PDL=height == 16,
         )
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         print(name, height, *compiled(triton_experts._product_kernel, kinds, constants, **options))
@@ -74,7 +75,7 @@ for name, (stored, group, bits) in formats.items():
         continue
     kinds = common | stored | dict(inner="*bf16", ids="*i32", weights="*fp32")
     kinds |= dict(N="i32", EXPERTS="i32", alpha="fp32", limit="fp32")
-    constants = held | dict(GROUP=group, BITS=bits, INTEGERS=name[:3] == "int", K=2048, PDL=True)
+    constants = held | dict(GROUP=group, TALL=tall, BITS=bits, INTEGERS=name[:3] == "int", K=2048, PDL=True)
     first, second = (dict(BLOCK_N=shape.width, BLOCK_K=shape.depth) for shape in plan.tile_shapes(1, stored=name != "bf16"))
     one = constants | dict(SHARE=8, GATE=0) | first
     print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds, one, num_warps=4))

@@ -56,11 +56,8 @@ def _blocks_kernel(
         matrix = weight + (expert.to(tl.int64) * N + columns.to(tl.int64))[:, None] * K + at[None, :]
         row = x + (pair // SHARE).to(tl.int64)[:, None] * K + at[None, :]
         of_block = scales + (expert.to(tl.int64) * (N // BLOCK) + first // BLOCK) * groups
-        of_row = x_scales
-        own = tl.full((BLOCK_M,), 1.0, tl.float32)
-        if x_scales is not None:
-            of_row += pair // SHARE
-            own = tl.load(of_row, mask=valid, other=0.0)
+        of_row = x_scales + pair // SHARE
+        own = tl.load(of_row, mask=valid, other=0.0)
         # Few tokens are the right side: the matrix, as the left one, fills a tensor core.
         few: tl.constexpr = BLOCK_M < 128
         total = tl.zeros((BLOCK_N, BLOCK_M) if few else (BLOCK_M, BLOCK_N), tl.float32)
@@ -72,15 +69,13 @@ def _blocks_kernel(
             scale = tl.zeros((BLOCK_N,), tl.float32) + tl.load(of_block + group)
             if GATE >= 0:
                 scale = tl.where(nth % 16 < 8, scale, tl.load(of_block + N // 2 // BLOCK * groups + group))
-            mine = own
-            if x_scales is not None:
-                own = tl.load(of_row + (group + 1) * STRIDE, mask=valid & (group + 1 < groups), other=0.0)
-            part = part.to(taken.dtype)
+            mine = own  # the next ones are under way meanwhile
+            own = tl.load(of_row + (group + 1) * STRIDE, mask=valid & (group + 1 < groups), other=0.0)
             if few:
-                product = tl.dot(part, tl.trans(taken), input_precision="ieee", out_dtype=tl.float32)
+                product = tl.dot(part, tl.trans(taken), out_dtype=tl.float32)
                 total += product * (scale[:, None] * mine[None, :])
             else:
-                product = tl.dot(taken, tl.trans(part), input_precision="ieee", out_dtype=tl.float32)
+                product = tl.dot(taken, tl.trans(part), out_dtype=tl.float32)
                 total += product * (mine[:, None] * scale[None, :])
         if not few:
             total = tl.trans(total)
@@ -104,7 +99,7 @@ def serves(stack: DenseStack | StoredStack) -> TypeGuard[StoredStack]:
 
 
 def product(
-    x: Tensor | Float8,
+    x: Float8,
     stack: StoredStack,
     tiles: Tiles,
     pairs: int,
@@ -116,7 +111,7 @@ def product(
     """``x[pair // share] @ weight.T`` by each pair's expert, gated if there is a gate, as ``triton_experts.product``.
 
     Args:
-        x: Rows as they are, or rounded as ``triton_float8.quantise`` does it by groups.
+        x: Rows, rounded as ``triton_float8.quantise`` does it by groups.
         stack: The matrices, such as are served (:func:`serves`).
         tiles: The pairs in tiles.
         pairs: How many there are.
@@ -125,13 +120,13 @@ def product(
         dtype: The result's.
         gate: The activation.
     """
-    codes, x_scales = (x, None) if isinstance(x, Tensor) else x
+    codes, x_scales = x
     kind = -1 if gate is None else kind_of(gate)[0]
     width = min(shape.width, BLOCK if gate is None else 2 * BLOCK)  # of a tile's matrix, or either half, one block
     out = torch.empty(pairs, stack.outputs if gate is None else stack.outputs // 2, dtype=dtype, device=codes.device)
     _blocks_kernel[(len(tiles.experts) * triton.cdiv(stack.outputs, width),)](
         codes, x_scales, stack.codes, stack.scales, out, tiles.places, tiles.experts, pairs, stack.outputs, stack.experts,
-        0 if x_scales is None else x_scales.stride(1), SHARE=share, K=codes.shape[1], GATE=kind, BLOCK=BLOCK,
+        x_scales.stride(1), SHARE=share, K=codes.shape[1], GATE=kind, BLOCK=BLOCK,
         BLOCK_M=tiles.height, BLOCK_N=width, num_warps=shape.warps, num_stages=shape.stages,
         **dependent_launch.options(tiles.ids),
     )  # fmt: skip

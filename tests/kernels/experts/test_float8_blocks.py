@@ -101,14 +101,12 @@ def test_the_sum_is_that_of_rounded_inputs(tokens, height, width, gate):
     assert (ours - theirs).norm() < 0.2 * (theirs - unrounded).norm()
 
 
-@pytest.mark.parametrize("rounded", [True, False])
 @pytest.mark.parametrize(("height", "width"), [(16, 128), (128, 64)])
-def test_a_product_is_within_float32s_rounding(rounded, height, width):
-    x, ids, _, gate_up, _ = made(20, 128, torch.float32)
-    tiles = triton_align.align(ids, EXPERTS, height)
-    taken = quantise(x, grouped=True) if rounded else x
-    ours = blocks.product(taken, gate_up, tiles, ids.numel(), 2, TileShape(width, 128, 4, 3), torch.float32)
-    wanted = of_rounded(gate_up) if rounded else gate_up
+def test_a_product_is_within_float32s_rounding(height, width):
+    x, ids, _, gate_up, _ = made(9, 128, torch.float32)
+    tiles, shape = triton_align.align(ids, EXPERTS, height), TileShape(width, 128, 4, 3)
+    ours = blocks.product(quantise(x, grouped=True), gate_up, tiles, ids.numel(), 2, shape, torch.float32)
+    wanted = of_rounded(gate_up)
     for pair, expert in enumerate(ids.flatten().tolist()):
         if expert < EXPERTS:
             theirs = wanted.product(expert, x[pair // 2][None])[0]

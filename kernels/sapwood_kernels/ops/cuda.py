@@ -109,6 +109,7 @@ class CudaOps(DeviceOps):
         self._hopper = False
         self._aside: torch.cuda.Stream | None = None
         self._tried: dict[tuple[object, ...], bool] = {}
+        self._told: set[str] = set()
         if torch.cuda.is_available():  # else Triton's interpreter stands in
             properties = torch.cuda.get_device_properties(device)
             self.processors = properties.multi_processor_count
@@ -273,6 +274,10 @@ class CudaOps(DeviceOps):
         known = DenseStack | StoredStack
         if not isinstance(gate_up, known) or not isinstance(down, known):
             return super().expert_sum(gate_up, down, gate, chosen, shared)
+        if isinstance(gate_up, StoredStack) and gate_up.rounds and gate_up.rounds not in self._told:
+            self._told.add(gate_up.rounds)
+            each = "row" if gate_up.rounds == "row" else "128 of a row"
+            logger.info("experts: inputs are rounded to 8 bits where that pays, by a scale for each %s", each)
         tiles = self._tiles(gate_up, down, chosen, gate, shared).plan
         summed = partial(triton_experts.expert_sum, gate_up=gate_up, down=down, gate=gate, tiles=tiles)
         for kernel, kind in _MANY_TOKENS:

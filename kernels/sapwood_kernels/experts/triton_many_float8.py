@@ -99,8 +99,7 @@ def _multiply(
                     high += part * gl.expand_dims(by_high, 1)
                     turn += 1
                 if GATE >= 0:
-                    # Rounded to 16 bits first, as where the two products do not know of each other.
-                    active = _active(low, high, 0.0, 0.0, GATE).to(gl.bfloat16).to(gl.float32)
+                    active = _active(low, high, 0.0, 0.0, GATE)
                     scale = gl.maximum(gl.max(gl.abs(active), axis=1) / 448.0, 1e-12)
                     gl.store(out_scales + block * OUT_STRIDE + place, scale)
                     active = gl.minimum(gl.maximum(active / gl.expand_dims(scale, 1), -448.0), 448.0)
@@ -183,9 +182,9 @@ def first(x: Float8, stack: StoredStack, tiles: Tiles, processors: int, gate: Ga
     return out, scales.t()
 
 
-def second(x: Float8, stack: StoredStack, tiles: Tiles, processors: int) -> Tensor:
-    """``x @ weight.T`` of what :func:`first` made: bfloat16 [places, N]."""
-    out = torch.empty(len(tiles.places), stack.outputs, dtype=torch.bfloat16, device=stack.codes.device)
+def second(x: Float8, stack: StoredStack, tiles: Tiles, processors: int, dtype: torch.dtype) -> Tensor:
+    """``x @ weight.T`` of what :func:`first` made, [places, N] of a dtype of 16 bits."""
+    out = torch.empty(len(tiles.places), stack.outputs, dtype=dtype, device=stack.codes.device)
     _run(x, stack, tiles, processors, out, None, -1)
     return out
 
@@ -196,7 +195,8 @@ def _run(
     (codes, x_scales), gathers = x, out_scales is not None
     experts, outputs, width = stack.codes.shape
     order = gl.NVMMASharedLayout.get_default_for([HEIGHT, BLOCK], gl.float8e4nv)
-    result = gl.NVMMASharedLayout.get_default_for([64, BLOCK], gl.bfloat16 if out_scales is None else gl.float8e4nv)
+    kind = gl.float8e4nv if gathers else gl.float16 if out.dtype == torch.float16 else gl.bfloat16
+    result = gl.NVMMASharedLayout.get_default_for([64, BLOCK], kind)
     blocks = triton.cdiv(outputs, 256)
     work = len(tiles.experts) * blocks
     _grouped_float8_kernel[(min(processors, work),)](
@@ -222,5 +222,5 @@ def expert_sum(
     and of what the first product makes rounded to float8 by groups of 128."""
     tiles = align(ids, gate_up.experts, HEIGHT)
     inner = first(triton_float8.quantise(x, grouped=True), gate_up, tiles, processors, gate)
-    parts = second(inner, down, tiles, processors)
+    parts = second(inner, down, tiles, processors, x.dtype)
     return weighted_sum(parts, ids, weights, gate_up.experts, add_to, tiles.where)

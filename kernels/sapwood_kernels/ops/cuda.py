@@ -288,7 +288,7 @@ class CudaOps(DeviceOps):
         many = partial(kernel.expert_sum, gate_up=gate_up, down=down, gate=gate, processors=self.processors)
 
         def either(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
-            takes = kernel.takes(ids.numel(), gate_up.experts)
+            takes = x.dtype.itemsize == 2 and kernel.takes(ids.numel(), gate_up.experts)
             return (many if takes else summed)(x, ids, weights, add_to=add_to)
 
         return either

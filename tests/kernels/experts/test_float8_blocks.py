@@ -64,12 +64,12 @@ def made(tokens, inner, dtype=torch.bfloat16, chosen=2):
     return x.to(dtype).to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), *stacks
 
 
-def of_rounded(each, *, sixteen_bits=False):
+def of_rounded(each):
     """The products of a stack's experts with inputs rounded by groups, in float64."""
 
     def product_of(expert):
         def product(x):
-            codes, scales = reference.quantise_rows(x.bfloat16() if sixteen_bits else x, blocks.BLOCK)
+            codes, scales = reference.quantise_rows(x, blocks.BLOCK)
             wide = reference.dequantise_blocks(each.codes[expert], each.scales[expert])
             return (reference.dequantise_blocks(codes, scales).double() @ wide.double().T).float()
 
@@ -121,17 +121,21 @@ def test_inputs_that_may_not_be_rounded_are_not():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inner", "processors", "gate"),
-    [(66, 256, 1, "silu"), (140, 128, 3, "gelu_tanh"), (70, 128, 100, "silu")],
+    ("tokens", "inner", "processors", "gate", "dtype"),
+    [
+        (66, 256, 1, "silu", torch.bfloat16),
+        (140, 128, 3, "gelu_tanh", torch.bfloat16),
+        (70, 128, 100, "silu", torch.float16),
+    ],
 )
-def test_many_tokens_by_programs_that_stay(tokens, inner, processors, gate):
+def test_many_tokens_by_programs_that_stay(tokens, inner, processors, gate, dtype):
     """Tiles are not all full, nor is the second 256 of the 384 columns."""
-    parts = made(tokens, inner)
+    parts = made(tokens, inner, dtype)
     ours = many.expert_sum(*parts, gate, processors)
     up, down = parts[3:]
     wide = parts[0].float(), *parts[1:3]
-    theirs = expert_sum(*wide, of_rounded(up), of_rounded(down, sixteen_bits=True), GATES[gate])
-    near(ours, theirs.bfloat16(), 0.01)
+    theirs = expert_sum(*wide, of_rounded(up), of_rounded(down), GATES[gate])
+    near(ours, theirs.to(dtype), 0.01)
     unrounded = expert_sum(*wide, up, down, GATES[gate])
     assert (ours - theirs).norm() < 0.4 * (theirs - unrounded).norm()
 
@@ -155,10 +159,10 @@ def test_a_hopper_takes_that_kernel_for_many_tokens_that_may_be_rounded(monkeypa
     for hopper, of, taken in ((True, stacks, True), (True, plain, False), (False, stacks, False)):
         monkeypatch.setattr(ops, "_hopper", hopper)
         summed = ops.expert_sum(*of, "silu", 2)
-        for tokens in (least - 1, least):
+        for tokens, of_dtype in ((least - 1, x), (least, x), (least, x.float())):
             calls.clear()
-            summed(x, torch.zeros(tokens, 2, dtype=torch.int32, device=DEVICE), weights)
-            assert bool(calls) == (taken and tokens == least)
+            summed(of_dtype, torch.zeros(tokens, 2, dtype=torch.int32, device=DEVICE), weights)
+            assert bool(calls) == (taken and tokens == least and of_dtype is x)
 
 
 def test_it_is_said_once_that_inputs_are_rounded(caplog):

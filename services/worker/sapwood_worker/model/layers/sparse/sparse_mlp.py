@@ -160,11 +160,6 @@ class SparseMLP(Layer):
         result: Tensor
         # What is not normed may be the residual itself, which the shared expert is yet to read.
         adds = norm is not None and self._exchange is None and self.ranks is None
-        if adds and residual is not None and self.shared is not None and not self._gate:
-            # Its weights are under way while the router chooses; those of the others are not known before.
-            self.shared(x, None, residual)
-            result = self.experts(taken, ids, weights, residual)
-            return result
         if self._exchange is None:
             result = self.experts(taken, ids, weights, residual if adds else None)
         else:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from triton.testing import get_dram_gbps
 
 from sapwood_kernels import (
     triton_activation,
@@ -66,6 +67,9 @@ _ROUNDING = 0.02
 """Most that three products together may differ from another kernel's, relative to their size; bfloat16 rounds by 0.002."""
 _MANY_TOKENS = ((triton_many_tokens, DenseStack), (triton_many_float8, StoredStack))
 """Kernels of a Hopper for experts of many tokens, and what they may take."""
+_FAST = 4000
+"""GB a second of memory above which pairs of a token and an expert are sorted from a quarter as many as there are experts on, not
+half: an expert that some of 8 tokens share took an H100 (3352) less where it was read for each of them, an H200 (4917) more."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""
 
@@ -107,6 +111,7 @@ class CudaOps(DeviceOps):
         self._tables: dict[str, TileTable] = {}
         self._live: dict[int, Tensor] = {}
         self._hopper = False
+        self._alone = 2
         self._aside: torch.cuda.Stream | None = None
         self._tried: dict[tuple[object, ...], bool] = {}
         self._told: set[str] = set()
@@ -114,6 +119,8 @@ class CudaOps(DeviceOps):
             properties = torch.cuda.get_device_properties(device)
             self.processors = properties.multi_processor_count
             self._hopper = torch.version.hip is None and properties.major == 9
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._alone = 4 if self._hopper and get_dram_gbps(index) > _FAST else 2
 
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         # A copy from memory that is not pinned would wait for all that is queued on the device.
@@ -250,7 +257,7 @@ class CudaOps(DeviceOps):
         experts, (seconds, folder) = gate_up.experts, self._tune
         stored = in_few_bits(gate_up, down)
         if not seconds:
-            return TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0)
+            return TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0, alone=self._alone)
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
         # A GGUF file may have matrices in few bits beside others that are widened, and not the same ones in each layer.
         kind = "+".join(dict.fromkeys(map(_kind, (gate_up, down))))

@@ -42,7 +42,7 @@ def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput
         token_ids=message.token_ids[:],
         finish=_FROM_PROTO.get(message.finish_reason),
         logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
-        prompt_logprobs=_logprobs_of(message.prompt_logprobs) if message.prompt_logprobs else (),
+        prompt_logprobs=message.prompt_logprobs,
     )
     if message.HasField("usage"):
         usage = message.usage

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sapwood_router.request.context import FinishReason
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.logprobs import Likelihoods, TokenLogprobs
 from sapwood_router.transport.held_tickets import HeldTicket
 
 
@@ -28,7 +28,7 @@ class WorkerOutput(msgspec.Struct):
     finish: FinishReason | None = None
     cached_tokens: int | None = None
     logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[Likelihoods] = ()
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     announced: HeldTicket | None = None

@@ -14,7 +14,7 @@ import msgspec
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import SapwoodError
 from sapwood_router.request.caller import NOBODY, Caller
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.logprobs import Likelihoods, TokenLogprobs
 from sapwood_router.request.output import Output, OutputOptions
 from sapwood_router.request.session import SessionTurn
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
@@ -216,7 +216,7 @@ class RequestContext(msgspec.Struct):
     reason: str = "-"
     output_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[Likelihoods] = ()
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
     accepted_prediction_tokens: int = 0

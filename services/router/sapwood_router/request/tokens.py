@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from sapwood_common.pacing.steps import Steps
 
+ItemT = TypeVar("ItemT")
 TokenIds: TypeAlias = "list[int] | array[int]"
 MANY = 65_536
 _GATHERED_AT_ONCE = 16_384
 
 
-def pieces(token_ids: Sequence[int], size: int = MANY) -> Iterator[Sequence[int]]:
-    """The tokens, ``size`` at a time."""
-    for at in range(0, len(token_ids), size):
-        yield token_ids[at : at + size]
+def pieces(items: Sequence[ItemT], size: int = MANY) -> Iterator[Sequence[ItemT]]:
+    """Tokens, or what is known of each, ``size`` at a time."""
+    for at in range(0, len(items), size):
+        yield items[at : at + size]
 
 
 def gather(token_ids: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_common.pacing.steps import Steps, in_turns
 from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
 from sapwood_router.request.structure import CompiledGrammar
-from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather, gather_many
+from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather, gather_many, pieces
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
@@ -288,12 +288,24 @@ class TokenizerClient:
 
         return await self._compiling.get((request_id, deadline, request.SerializeToString(deterministic=True)), ask)
 
-    async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
-        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`."""
+    async def token_bytes(
+        self, token_ids: Iterable[int], request_id: str, deadline: float, stint: Stint | None = None
+    ) -> TokenTable:
+        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`.
+
+        Args:
+            token_ids: The tokens.
+            request_id: For the service's log.
+            deadline: On the event loop's clock.
+            stint: Whose turns the pieces have where there are very many; None: there are not.
+        """
         table = self._token_bytes
-        unknown = sorted({token for token in token_ids if token not in table})
-        for start in range(0, len(unknown), _TOKENS_A_REQUEST):
-            part = unknown[start : start + _TOKENS_A_REQUEST]
+        unknown: set[int] = set()
+        for part in pieces([*token_ids], _TOKENS_A_REQUEST):
+            if stint is not None and len(part) == _TOKENS_A_REQUEST:
+                await stint.pause()
+            unknown.update(token for token in part if token not in table)
+        for part in pieces([*unknown], _TOKENS_A_REQUEST):
             request = tokenizer_pb2.GetTokenBytesRequest(token_ids=part)
             answer = await self._call(lambda replica: replica.stub.GetTokenBytes, request, request_id, deadline)
             table.update(zip(part, answer.tokens, strict=True))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
@@ -27,13 +25,9 @@ from sapwood_router.request.context import (
     Usage,
 )
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
-from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
 from sapwood_router.request.tokens import MANY, gather, gather_many
 from sapwood_router.routing.load import Load
-
-if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 _TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -130,14 +124,6 @@ def _turn_of(message: common_pb2.ChatMessage) -> Turn:
         tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
         reasoning=message.reasoning if message.HasField("reasoning") else None,
     )
-
-
-def add_logprobs(
-    target: RepeatedCompositeFieldContainer[worker_pb2.TokenLogprobs], logprobs: Iterable[TokenLogprobs]
-) -> None:
-    """Puts them into a message."""
-    for item in logprobs:
-        target.add(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)
 
 
 _POOLING_NAMES = {
@@ -237,7 +223,8 @@ def to_response(delta: Delta, index: int = 0) -> router_pb2.RouterGenerateRespon
     response = router_pb2.RouterGenerateResponse(
         text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning, index=index
     )
-    add_logprobs(response.logprobs, delta.logprobs)
+    for item in delta.logprobs:
+        response.logprobs.add(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)
     for call in output.tool_calls:
         response.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
     if delta.finish is not None:

@@ -18,7 +18,6 @@ from sapwood_common.pacing.steps import all_at_once, in_turns
 from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.edges.grpc.convert import (
-    add_logprobs,
     classify_request_of,
     embed_request_of,
     grammar_of,
@@ -85,7 +84,8 @@ class _CallClient:
     def write(self, index: int, delta: Delta) -> bool:
         response = to_response(delta, index)
         if self._untold is not None and index == 0:
-            add_logprobs(response.prompt_logprobs, self._untold.prompt_logprobs)
+            # They are the worker's messages still, of which there may be very many.
+            response.prompt_logprobs.extend(cast(Any, self._untold.prompt_logprobs))
             self._untold = None
         self._call.write_now(response)
         return True

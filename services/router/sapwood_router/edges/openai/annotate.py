@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from sapwood_router.edges.openai.logprobs import PromptLogprobs, TokenName, chat_object, chat_tokens, prompt_object
+from sapwood_common.pacing.heavy_work import Stint
+from sapwood_router.edges.http.json_list import JsonList
+from sapwood_router.edges.openai.logprobs import prompt_entries
 from sapwood_router.request.context import ChatPrompt, Delta, RequestContext, TextPrompt
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.logprobs import Likelihoods
 from sapwood_router.request.output import Output
-from sapwood_router.request.tokens import TokenTable
+from sapwood_router.request.tokens import TokenTable, pieces
 from sapwood_router.tokenizer.tokenizers import Tokenizer
+
+_AT_ONCE = 32
+"""Tokens that are told of in one piece: about a millisecond with the most alternatives."""
 
 
 class LogprobsWriter(Protocol):
-    """Writes one choice's ``logprobs``, piece after piece."""
+    """Writes one choice's ``logprobs``."""
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable) -> object:
-        """The next piece, for JSON; changes the writer only by where the next one begins."""
+    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> None:
+        """Takes the next tokens."""
         ...
 
-
-class ChatWriter:
-    """Implements :class:`LogprobsWriter` for chats: each piece stands for itself.
-
-    Args:
-        name: How tokens are shown.
-    """
-
-    def __init__(self, name: TokenName) -> None:
-        self._name = name
-
-    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable) -> object:
-        return chat_object(chat_tokens(ids, [found for found in logprobs if found is not None], table, self._name))
+    def take(self) -> Any:
+        """What was added since the last call, in JSON: a :class:`msgspec.Raw`."""
+        ...
 
 
 class Annotator:
@@ -45,6 +40,7 @@ class Annotator:
         contexts: One for each choice.
         tokenizer: Knows tokens' texts.
         make_writer: Makes a choice's writer; None where no probabilities were asked for.
+        stint: Whose turns the pieces have, where there are many tokens to tell of.
         echo: Whether each choice begins with its prompt.
         prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
         tells_prompt: Whether the prompts' own probabilities are told beside the answers.
@@ -58,6 +54,7 @@ class Annotator:
         contexts: Sequence[RequestContext],
         tokenizer: Tokenizer,
         make_writer: Callable[[], LogprobsWriter] | None,
+        stint: Stint,
         *,
         echo: bool = False,
         prompt_only: bool = False,
@@ -66,13 +63,16 @@ class Annotator:
         self._contexts = contexts
         self._tokenizer = tokenizer
         self._writers = None if make_writer is None else [make_writer() for _ in contexts]
+        self._stint = stint
+        self._told = 0
+        """Tokens told of since there was a turn."""
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
         self._tells_prompt = tells_prompt
         self.silent = self._writers is None and not prompt_only
 
-    async def annotate(self, index: int, delta: Delta) -> object | None:
-        """The ``logprobs`` of a choice's next delta, None if there are none. The delta's text and usage may be changed.
+    async def annotate(self, index: int, delta: Delta) -> Any:
+        """The ``logprobs`` of a choice's next delta, in JSON; None if there are none. The delta's text and usage may be changed.
 
         Raises:
             SapwoodError: The tokenizer does not say what the tokens are.
@@ -92,10 +92,14 @@ class Annotator:
                 logprobs = [None, *context.prompt_logprobs, *logprobs]
         if self._writers is None or not ids:
             return None
-        return self._writers[index].add(ids, logprobs, await self._table(context, ids, logprobs))
+        table, writer = await self._table(context, ids, logprobs), self._writers[index]
+        for some, found in zip(pieces(ids, _AT_ONCE), pieces(logprobs, _AT_ONCE), strict=False):
+            await self._pause(len(some))
+            writer.add(some, found, table)
+        return writer.take()
 
-    async def prompt_logprobs(self, index: int) -> PromptLogprobs | msgspec.UnsetType:
-        """Those of a choice's prompt, if they are told, once the choice has begun.
+    async def prompt_logprobs(self, index: int) -> Any:
+        """Those of a choice's prompt once it has begun, in JSON; UNSET if they are not told.
 
         Raises:
             SapwoodError: As :meth:`annotate`.
@@ -103,20 +107,35 @@ class Annotator:
         if not self._tells_prompt:
             return msgspec.UNSET
         context = self._contexts[index]
-        table = await self._table(context, context.token_ids, context.prompt_logprobs)
-        return prompt_object(context.token_ids, context.prompt_logprobs, table)
+        ids, logprobs = context.token_ids, context.prompt_logprobs
+        table, entries = await self._table(context, ids, logprobs), JsonList()
+        entries.add([None])  # nothing comes before the first
+        for some, found in zip(pieces(ids[1:], _AT_ONCE), pieces(logprobs, _AT_ONCE), strict=True):
+            await self._pause(len(some))
+            entries.add(prompt_entries(some, found, table))
+        return entries.take()
+
+    async def _pause(self, tokens: int) -> None:
+        """Lets others go on if, with so many tokens, more than a few will have been told of since it last did."""
+        self._told += tokens
+        if self._told > _AT_ONCE:
+            self._told = 0
+            await self._stint.pause()
 
     async def _table(
-        self, context: RequestContext, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+        self, context: RequestContext, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]
     ) -> TokenTable:
         """What these tokens stand for."""
         needed = set(ids)
-        for found in logprobs:
-            if found is not None:
-                needed.update(found.top_ids)
-        return await self._tokenizer.client.token_bytes(needed, context.request_id, context.deadline)
+        for some in pieces(logprobs, _AT_ONCE):
+            await self._pause(len(some))
+            for found in some:
+                if found is not None:
+                    needed.update(found.top_ids)
+        client = self._tokenizer.client
+        return await client.token_bytes(needed, context.request_id, context.deadline, self._stint)
 
-    def _tokens(self, delta: Delta) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _tokens(self, delta: Delta) -> tuple[list[int], list[Likelihoods | None]]:
         """The delta's tokens that stand for text, with their log probabilities."""
         return delta.token_ids[: delta.text_tokens], [*delta.logprobs[: delta.text_tokens]]
 

@@ -143,12 +143,12 @@ class _EventClient:
             return
         index, delta = self._pending
         note = await self._annotator.annotate(index, delta)
-        logprobs = NULL if note is None else msgspec.json.encode(note)
+        logprobs = NULL if note is None else note
         if self._chunks is None:
             self._chunks = self._make_chunks()
             self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._contexts[0]))
         prompt = msgspec.UNSET if index in self._opened else await self._annotator.prompt_logprobs(index)
-        told = b"" if prompt is msgspec.UNSET else msgspec.json.encode(prompt)
+        told = b"" if prompt is msgspec.UNSET else prompt
         events = self._events(self._chunks, index, delta, logprobs, told)
         last = len(self._usages) == len(self._runs)
         if last:

@@ -15,8 +15,9 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
+from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
+from sapwood_router.edges.openai.logprobs import ChatWriter
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL
 from sapwood_router.edges.openai.parameters import (
     BESIDE,
@@ -83,7 +84,8 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
     writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
     tells_prompt = contexts[0].sampling.prompt_logprobs is not None
-    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer, tells_prompt=tells_prompt)
+    stint = pipeline.heavy.stint(caller.tenant)
+    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer, stint, tells_prompt=tells_prompt)
     shows_ids = request.return_token_ids is True
 
     async def make_body(answers: list[Answer]) -> ChatResponse:

@@ -1,6 +1,7 @@
 """``logprobs`` of OpenAI's API: a list of tokens in chats, parallel lists in completions.
 
 A token's text is what its bytes say; bytes that are no whole character show as U+FFFD, and chats have them beside the text.
+All is written in pieces: a long prompt with many alternatives takes seconds and megabytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.edges.http.json_list import JsonList
+from sapwood_router.request.logprobs import Likelihoods
 from sapwood_router.request.tokens import TokenTable
 
 
@@ -44,6 +46,13 @@ PromptLogprobs = list[dict[str, PromptToken] | None]
 """``prompt_logprobs``: of each token of a prompt, by ids; named as in vLLM."""
 
 
+class ChatLogprobs(msgspec.Struct):
+    """``logprobs`` of a choice of a chat."""
+
+    content: list[ChatToken]
+    refusal: None = None
+
+
 class CompletionLogprobs(msgspec.Struct):
     """``logprobs`` of a completion; ``text_offset`` counts characters from the beginning of its text."""
 
@@ -67,20 +76,34 @@ def number_of(token: int, table: TokenTable) -> str:
     return f"token_id:{token}"
 
 
-def chat_tokens(
-    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], table: TokenTable, name: TokenName
-) -> list[ChatToken]:
-    """The tokens of a piece of an answer."""
-    return [_chat_token(token, found, table, name) for token, found in zip(ids, logprobs, strict=False)]
+class ChatWriter:
+    """Writes the tokens of one choice of a chat.
 
+    Args:
+        name: How tokens are shown.
+    """
 
-def chat_object(tokens: list[ChatToken]) -> dict[str, Any]:
-    """``logprobs`` of a choice."""
-    return {"content": tokens, "refusal": None}
+    def __init__(self, name: TokenName) -> None:
+        self._name = name
+        self._tokens = JsonList()
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> None:
+        """Takes the next tokens."""
+        self._tokens.add(
+            [
+                _chat_token(token, found, table, self._name)
+                for token, found in zip(ids, logprobs, strict=False)
+                if found is not None
+            ]
+        )
+
+    def take(self) -> Any:
+        """What is new: :class:`ChatLogprobs` in JSON."""
+        return msgspec.Raw(msgspec.json.encode(ChatLogprobs(self._tokens.take())))
 
 
 class CompletionWriter:
-    """Makes the lists of one choice, piece after piece.
+    """Writes the lists of one choice.
 
     Args:
         shows_special: Whether the text has the special tokens, too.
@@ -92,11 +115,10 @@ class CompletionWriter:
         self._shows_special = shows_special
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._lists = {name: JsonList() for name in CompletionLogprobs.__struct_fields__}
 
-    def add(
-        self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable
-    ) -> CompletionLogprobs:
-        """The lists of the next tokens; None for a token that has no probability: the first of a prompt."""
+    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> None:
+        """Takes the next tokens; None for a token that has no probability: the first of a prompt."""
         made = CompletionLogprobs([], [], [], [])
         for token, found in zip(ids, logprobs, strict=False):
             written = table[token]
@@ -106,16 +128,21 @@ class CompletionWriter:
             made.text_offset.append(self._offset)
             if self._shows_special or token not in table.special:
                 self._offset += len(self._decoder.decode(written))
-        return made
+        for name, items in self._lists.items():
+            items.add(getattr(made, name))
+
+    def take(self) -> Any:
+        """What is new: :class:`CompletionLogprobs` in JSON."""
+        return msgspec.Raw(msgspec.json.encode({name: items.take() for name, items in self._lists.items()}))
 
 
-def prompt_object(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], table: TokenTable) -> PromptLogprobs:
-    """``prompt_logprobs`` as vLLM has it: nothing for the first token, for each other itself and the likeliest in its place.
+def prompt_entries(ids: Sequence[int], logprobs: Sequence[Likelihoods], table: TokenTable) -> PromptLogprobs:
+    """A piece of ``prompt_logprobs`` as vLLM has it: for each token itself and the likeliest in its place.
 
     ``rank`` is null for a token that is not among those.
     """
-    made: PromptLogprobs = [None]
-    for token, found in zip(ids[1:], logprobs, strict=True):
+    made: PromptLogprobs = []
+    for token, found in zip(ids, logprobs, strict=True):
         told = zip([token, *found.top_ids], [found.logprob, *found.top_logprobs], strict=True)
         ranks = {other: rank for rank, other in enumerate(found.top_ids, 1)}
         made.append(
@@ -124,7 +151,7 @@ def prompt_object(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], table: 
     return made
 
 
-def _chat_token(token: int, found: TokenLogprobs, table: TokenTable, name: TokenName) -> ChatToken:
+def _chat_token(token: int, found: Likelihoods, table: TokenTable, name: TokenName) -> ChatToken:
     alternatives = [
         TokenAlternative(name(other, table), logprob, list(table[other]))
         for other, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
@@ -132,7 +159,7 @@ def _chat_token(token: int, found: TokenLogprobs, table: TokenTable, name: Token
     return ChatToken(name(token, table), found.logprob, list(table[token]), alternatives)
 
 
-def _alternatives(token: int, found: TokenLogprobs, table: TokenTable, name: TokenName) -> dict[str, float]:
+def _alternatives(token: int, found: Likelihoods, table: TokenTable, name: TokenName) -> dict[str, float]:
     """The likeliest, and always the token itself."""
     made: dict[str, float] = {}
     for other, logprob in zip(found.top_ids, found.top_logprobs, strict=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sapwood_router.edges.openai.logprobs import CompletionLogprobs, PromptLogprobs
+from sapwood_router.edges.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -199,7 +199,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     finish_reason: str
-    logprobs: dict[str, Any] | None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

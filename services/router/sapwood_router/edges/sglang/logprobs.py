@@ -6,23 +6,22 @@ The log probabilities are the model's own, before temperature and penalties, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.heavy_work import Stint
+from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.request.context import RequestContext
-from sapwood_router.request.logprobs import TokenLogprobs
-from sapwood_router.request.tokens import TokenTable
+from sapwood_router.request.logprobs import Likelihoods
+from sapwood_router.request.tokens import TokenTable, pieces
 from sapwood_router.tokenizer.client import TokenizerClient
 
-ItemT = TypeVar("ItemT")
 Likelihood = tuple[float | None, int, str | None]
 """A token's log probability, its id and, if texts were asked for, its text. The first told of a prompt has no log probability,
 as with SGLang, whose clients leave it out."""
-_AT_ONCE = 64
+_AT_ONCE = 32
 """Tokens that are told of in one piece: about a millisecond with the most alternatives."""
 
 
@@ -113,32 +112,30 @@ async def tell(
     if wish.texts:
         needed = {*prompt, *token_ids}
         for found in (of_prompt, of_answer):
-            for piece in _pieces(found):
+            for piece in pieces(found, _AT_ONCE):
                 await stint.pause()
                 for each in piece:
                     needed.update(each.top_ids)
-        table = await tokenizer.token_bytes(needed, context.request_id, context.deadline)
-    told.input_token_logprobs = [_likelihood(None, token, table) for token in prompt[:1]]
-    told.output_token_logprobs = []
-    if wish.top:
-        told.input_top_logprobs = [None] if prompt else []
-        told.output_top_logprobs = []
+        table = await tokenizer.token_bytes(needed, context.request_id, context.deadline, stint)
+    lists = [JsonList() for _ in range(4)]
+    if prompt:
+        lists[0].add([_likelihood(None, prompt[0], table)])
+        lists[1].add([None])
     for ids, found, chosen, alternatives in (
-        (prompt[1:], of_prompt, told.input_token_logprobs, told.input_top_logprobs),
-        (token_ids, of_answer, told.output_token_logprobs, told.output_top_logprobs),
+        (prompt[1:], of_prompt, lists[0], lists[1]),
+        (token_ids, of_answer, lists[2], lists[3]),
     ):
-        for its, piece in zip(_pieces(ids), _pieces(found), strict=True):
+        for its, piece in zip(pieces(ids, _AT_ONCE), pieces(found, _AT_ONCE), strict=True):
             await stint.pause()
-            chosen += [_likelihood(each.logprob, token, table) for token, each in zip(its, piece, strict=True)]
-            if alternatives is not msgspec.UNSET:
-                alternatives += _alternatives(piece, table)
+            chosen.add([_likelihood(each.logprob, token, table) for token, each in zip(its, piece, strict=True)])
+            if wish.top:
+                alternatives.add(_alternatives(piece, table))
+    told.input_token_logprobs, told.output_token_logprobs = lists[0].take(), lists[2].take()
+    if wish.top:
+        told.input_top_logprobs, told.output_top_logprobs = lists[1].take(), lists[3].take()
 
 
-def _pieces(items: Sequence[ItemT]) -> Iterable[Sequence[ItemT]]:
-    return (items[at : at + _AT_ONCE] for at in range(0, len(items), _AT_ONCE))
-
-
-def _alternatives(found: Iterable[TokenLogprobs], table: TokenTable | None) -> list[list[Likelihood]]:
+def _alternatives(found: Iterable[Likelihoods], table: TokenTable | None) -> list[list[Likelihood]]:
     return [[_likelihood(*pair, table) for pair in zip(each.top_logprobs, each.top_ids, strict=True)] for each in found]
 
 

@@ -136,11 +136,12 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """The end of a generation."""
+    """The end of a generation; the stop string or the token of ``stop_token_ids`` that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage
     stop_match: str | None = None
+    stop_token: int | None = None
 
 
 class Delta(msgspec.Struct):

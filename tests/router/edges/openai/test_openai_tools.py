@@ -145,6 +145,24 @@ async def test_reasoning_is_told_from_the_answer(cluster, opened) -> None:
     assert cluster.tokenizer.options[-1].HasField("reasoning_open") == (opened is not None)
 
 
+@pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}, {"logprobs": True}])
+async def test_reasoning_is_left_out_if_the_client_wants_none(cluster, extra) -> None:
+    cluster.answer_with("<think>hm</think>Yes.", delay=0.001)
+    body = {"messages": HI, "include_reasoning": False, **extra}
+    answer = (await cluster.http.post(CHAT, json=body)).json()
+    assert answer["choices"][0]["message"] == {"content": "Yes.", "role": "assistant", "refusal": None}
+    assert answer["usage"]["completion_tokens"] == len(encode("<think>hm</think>Yes."))
+    events = (await cluster.http.post(CHAT, json={**body, "stream": True})).text
+    assert "reasoning" not in events
+    chunks = [json.loads(line[6:]) for line in events.split("\n\n") if line.startswith("data: {")]
+    (first, *others), last = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]], chunks[-1]["choices"][0]
+    assert first == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in others) == "Yes."
+    assert last["finish_reason"] == "stop"
+    told = (await cluster.http.post(CHAT, json={**body, "include_reasoning": True})).json()
+    assert told["choices"][0]["message"]["reasoning_content"] == "hm"
+
+
 async def test_completions_are_not_parsed(cluster) -> None:
     text = "<think>a</think><call f>{}</call>"
     assert (await cluster.openai.completions.create(model="fake", prompt=text, max_tokens=99)).choices[0].text == text

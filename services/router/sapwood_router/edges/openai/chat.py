@@ -40,6 +40,7 @@ from sapwood_router.edges.openai.types import (
     ChatResponse,
     Message,
     ToolCallObject,
+    stop_reason,
 )
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
@@ -86,14 +87,14 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     tells_prompt = contexts[0].sampling.prompt_logprobs is not None
     stint = pipeline.heavy.stint(caller.tenant)
     annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer, stint, tells_prompt=tells_prompt)
-    shows_ids = request.return_token_ids is True
+    shows_ids, hides_reasoning = request.return_token_ids is True, request.include_reasoning is False
 
     async def make_body(answers: list[Answer]) -> ChatResponse:
         return ChatResponse(
             id=answer_id,
             created=created,
             model=contexts[0].model or "",
-            choices=[_choice(answer, shows_ids) for answer in answers],
+            choices=[_choice(answer, shows_ids, hides_reasoning) for answer in answers],
             usage=usage_object([answer.finish.usage for answer in answers], len(contexts)),
             prompt_token_ids=list(contexts[0].token_ids) if shows_ids else msgspec.UNSET,
             prompt_logprobs=await annotator.prompt_logprobs(0),
@@ -101,16 +102,18 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
 
     def make_chunks() -> ChatChunks:
         fixed = (answer_id, created, contexts[0].model or "", wish)
-        return ChatTokenChunks(*fixed, list(contexts[0].token_ids)) if shows_ids else ChatChunks(*fixed)
+        if not shows_ids:
+            return ChatChunks(*fixed, hides_reasoning=hides_reasoning)
+        return ChatTokenChunks(*fixed, list(contexts[0].token_ids), hides_reasoning=hides_reasoning)
 
     chunks = make_chunks if stream else None
     await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, len(contexts))
 
 
-def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
+def _choice(answer: Answer, shows_ids: bool, hides_reasoning: bool) -> ChatChoice:
     output = answer.output
     message = AnswerMessage(output.text)
-    if output.reasoning:
+    if output.reasoning and not hides_reasoning:
         message.reasoning_content = output.reasoning
     if output.tool_calls:
         message.content = output.text or None
@@ -119,7 +122,7 @@ def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
         ]
     reason = finish_reason(answer.finish, bool(output.tool_calls))
     ids = answer.token_ids if shows_ids else msgspec.UNSET
-    return ChatChoice(answer.index, message, reason, answer.logprobs, ids)
+    return ChatChoice(answer.index, message, reason, answer.logprobs, ids, stop_reason(answer.finish))
 
 
 def contexts_of(

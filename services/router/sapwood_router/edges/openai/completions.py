@@ -34,6 +34,7 @@ from sapwood_router.edges.openai.types import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
+    stop_reason,
 )
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.caller import Caller
@@ -87,6 +88,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
             prompt_token_ids=list(contexts[answer.index].token_ids) if shows_prompt else msgspec.UNSET,
             prompt_logprobs=await annotator.prompt_logprobs(answer.index),
+            stop_reason=stop_reason(answer.finish),
         )
 
     async def make_body(answers: list[Answer]) -> CompletionResponse:

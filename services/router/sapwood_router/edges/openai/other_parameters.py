@@ -82,7 +82,6 @@ CHAT_NEUTRAL: Neutral = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "return_prompt_text": (False,),
-    "include_reasoning": (True,),
     # SGLang
     "separate_reasoning": (True,),
     # TGI

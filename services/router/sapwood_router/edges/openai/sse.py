@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sapwood_router.edges.openai.parameters import StreamWish
-from sapwood_router.edges.openai.types import UsageObject
+from sapwood_router.edges.openai.types import UsageObject, stop_reason
 from sapwood_router.request.context import Delta
 from sapwood_router.request.output import Output, ToolCallDelta
 
@@ -61,7 +61,7 @@ class CompletionChunks:
 
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output of a choice and why it ended."""
-        return self._chunk(index, self._written(index, delta), _encode(reason), logprobs)
+        return self._chunk(index, self._written(index, delta), _ending(delta, reason), logprobs)
 
     def closing(self, usage: UsageObject) -> bytes:
         """The end of the stream, with the usage if it was asked for."""
@@ -97,6 +97,12 @@ class CompletionChunks:
         )
 
 
+def _ending(delta: Delta, reason: str) -> bytes:
+    """Why a choice ended, and the field that follows: at what."""
+    stop = None if delta.finish is None else stop_reason(delta.finish)
+    return b'%b,"stop_reason":%b' % (_encode(reason), _encode(stop))
+
+
 class TokenChunks(CompletionChunks):
     """The events of a streamed completion with its tokens.
 
@@ -129,12 +135,23 @@ class TokenChunks(CompletionChunks):
 
 
 class ChatChunks(CompletionChunks):
-    """The events of a streamed chat completion."""
+    """The events of a streamed chat completion.
+
+    Args:
+        answer_id, created, model, wish: As for CompletionChunks.
+        hides_reasoning: Whether reasoning is left out.
+    """
 
     _OBJECT = "chat.completion.chunk"
     _BEFORE_TEXT = b',"delta":{"content":'
     _AFTER_TEXT = b'},"logprobs":'
     _begun = False
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, wish: StreamWish, *, hides_reasoning: bool = False
+    ) -> None:
+        super().__init__(answer_id, created, model, wish)
+        self._hides_reasoning = hides_reasoning
 
     def opening(self, index: int, prompt_logprobs: bytes = b"") -> bytes:
         """The first chunk says who speaks; the very first has what is told of the prompt."""
@@ -151,6 +168,8 @@ class ChatChunks(CompletionChunks):
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
         """A chunk for each kind of what is new: reasoning, text, then calls; the first has the ``logprobs``."""
         output = delta.output
+        if self._hides_reasoning:
+            output.reasoning = ""
         if not output.reasoning and not output.tool_calls:
             return super().output(index, delta, logprobs)
         events = b""
@@ -164,7 +183,7 @@ class ChatChunks(CompletionChunks):
 
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output, then a chunk with an empty delta and the reason, as OpenAI sends them."""
-        return self.output(index, delta, logprobs) + self._delta(index, b"{}", _encode(reason))
+        return self.output(index, delta, logprobs) + self._delta(index, b"{}", _ending(delta, reason))
 
     def _call(self, index: int, call: ToolCallDelta) -> bytes:
         """One call a chunk; its id and name come alone, as OpenAI sends them."""
@@ -202,12 +221,21 @@ class ChatTokenChunks(ChatChunks):
     """The events of a streamed chat completion with its tokens.
 
     Args:
-        answer_id, created, model, wish: As for CompletionChunks.
+        answer_id, created, model, wish, hides_reasoning: As for ChatChunks.
         prompt: The prompt's tokens, for the first chunk.
     """
 
-    def __init__(self, answer_id: str, created: int, model: str, wish: StreamWish, prompt: Sequence[int]) -> None:
-        super().__init__(answer_id, created, model, wish)
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        wish: StreamWish,
+        prompt: Sequence[int],
+        *,
+        hides_reasoning: bool = False,
+    ) -> None:
+        super().__init__(answer_id, created, model, wish, hides_reasoning=hides_reasoning)
         self._prompt = prompt
 
     def _prompt_ids(self) -> bytes:

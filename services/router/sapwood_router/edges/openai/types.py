@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sapwood_router.edges.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from sapwood_router.request.context import Finish
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -135,6 +136,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -160,8 +162,13 @@ class UsageObject(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
+def stop_reason(finish: Finish) -> str | int | None:
+    """What a generation ended at, of what the client named for it, as vLLM tells it; None: an end of the model's own."""
+    return finish.stop_match if finish.stop_match is not None else finish.stop_token
+
+
 class CompletionChoice(msgspec.Struct):
-    """A choice of a completion; the last three, if asked for, are named as in vLLM."""
+    """A choice of a completion; the last four, all but the last if asked for, are named as in vLLM."""
 
     index: int
     text: str
@@ -170,6 +177,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | int | None = None
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -194,13 +202,14 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """A choice of a chat completion."""
+    """A choice of a chat completion; the last two, the first of them if asked for, are named as in vLLM."""
 
     index: int
     message: AnswerMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: str | int | None = None
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):

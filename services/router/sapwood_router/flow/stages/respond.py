@@ -23,10 +23,13 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
         chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
     if not chunk.ended:
         return _delta(context, chunk, sent_tokens, chunk.tokens)
+    stop_token = None
     if chunk.stop_match is not None:
         reason, tokens = FinishReason.STOP, chunk.tokens
     elif context.worker_finish is not None:
         reason, tokens = context.worker_finish, len(context.output_ids)
+        if reason is FinishReason.STOP and tokens and context.output_ids[-1] in context.sampling.stop_token_ids:
+            stop_token = context.output_ids[-1]
     else:
         raise InternalError("the tokenizer ended a stream that was not over")
     context.usage = Usage(
@@ -37,7 +40,7 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
         context.rejected_prediction_tokens,
     )
     delta = _delta(context, chunk, sent_tokens, tokens)
-    delta.finish = Finish(reason, context.usage, chunk.stop_match)
+    delta.finish = Finish(reason, context.usage, chunk.stop_match, stop_token)
     return delta
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +16,9 @@ from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import Delta, Finish, RequestContext
 from sapwood_router.request.output import Output
 from sapwood_router.request.output_stream import Relay
+
+Reader = Callable[[Delta], Awaitable[None]]
+"""Takes a delta before it is told of."""
 
 
 class Events(Protocol):
@@ -39,8 +42,9 @@ async def send_whole(
     context: RequestContext,
     pipeline: Pipeline,
     make_body: Callable[[Output, Finish], msgspec.Struct | dict[str, Any]],
+    read: Reader | None = None,
 ) -> None:
-    """Runs the request and sends its answer as one body.
+    """Runs the request and sends its answer as one body; ``read`` sees its output first.
 
     Raises:
         SapwoodError: It failed.
@@ -48,24 +52,33 @@ async def send_whole(
     async with Running(exchange, pipeline, [context]) as runs:
         (whole,) = await collect(runs)
         assert whole.finish is not None, "a run ends with a finish or an error"
+        if read is not None:
+            await read(whole)
         body = msgspec.json.encode(make_body(whole.output, whole.finish))
         await exchange.send_body(200, body, told_headers([context]))
 
 
-async def send_events(exchange: Exchange, context: RequestContext, pipeline: Pipeline, events: Events) -> None:
+async def send_events(
+    exchange: Exchange, context: RequestContext, pipeline: Pipeline, events: Events, read: Reader | None = None
+) -> None:
     """Runs the request and sends events as output comes. The response starts with the first, so an error before it has a status.
+    ``read`` sees each delta before the events do.
 
     Raises:
         SapwoodError: It failed.
     """
     async with Running(exchange, pipeline, [context]) as runs:
-        await Delivery(_EventClient(exchange, context, events)).carry(runs)
+        await Delivery(_EventClient(exchange, context, events, read)).carry(runs)
 
 
 class _EventClient:
-    """Sends the first events and the last in the request's task, those between in the callback that brings their output."""
+    """Sends the first events and the last in the request's task, those between in the callback that brings their output.
 
-    def __init__(self, exchange: Exchange, context: RequestContext, events: Events) -> None:
+    Where something is to read all output first, everything is sent in the task.
+    """
+
+    def __init__(self, exchange: Exchange, context: RequestContext, events: Events, read: Reader | None) -> None:
+        self._read = read
         self._exchange = exchange
         self._context = context
         self._events = events
@@ -83,6 +96,8 @@ class _EventClient:
             await self._exchange.drained()
             return
         written = b""
+        if self._read is not None:
+            await self._read(delta)
         if not self._begun:
             self._begun, written = True, self._events.begin()
             self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._context))
@@ -95,7 +110,7 @@ class _EventClient:
         self._pending = None
 
     def write(self, index: int, delta: Delta) -> bool:
-        if not self._begun or delta.finish is not None:
+        if not self._begun or delta.finish is not None or self._read is not None:
             self._pending = delta
             return False
         if written := self._events.more(delta):

@@ -10,7 +10,7 @@ import pytest
 from sapwood_testing.router.fake_tokenizer import encode
 
 LAST = encode("hello")[-1]
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi", "max_tokens": 20},
 }

@@ -249,7 +249,6 @@ WRONG = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"stream_options": {}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort"),

@@ -11,14 +11,12 @@ from msgspec.structs import replace
 from sapwood_common.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.logprobs import prompt_entries
+from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.request.logprobs import Likelihoods
 from sapwood_router.request.output import Output
-from sapwood_router.request.tokens import TokenTable, pieces
+from sapwood_router.request.tokens import TokenTable
 from sapwood_router.tokenizer.tokenizers import Tokenizer
-
-_AT_ONCE = 32
-"""Tokens that are told of in one piece: about a millisecond with the most alternatives."""
 
 
 class LogprobsWriter(Protocol):
@@ -63,9 +61,7 @@ class Annotator:
         self._contexts = contexts
         self._tokenizer = tokenizer
         self._writers = None if make_writer is None else [make_writer() for _ in contexts]
-        self._stint = stint
-        self._told = 0
-        """Tokens told of since there was a turn."""
+        self._telling = Telling(tokenizer.client, stint)
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
         self._tells_prompt = tells_prompt
@@ -92,9 +88,8 @@ class Annotator:
                 logprobs = [None, *context.prompt_logprobs, *logprobs]
         if self._writers is None or not ids:
             return None
-        table, writer = await self._table(context, ids, logprobs), self._writers[index]
-        for some, found in zip(pieces(ids, _AT_ONCE), pieces(logprobs, _AT_ONCE), strict=False):
-            await self._pause(len(some))
+        table, writer = await self._telling.table(context, ids, logprobs), self._writers[index]
+        async for some, found in self._telling.pieces(ids, logprobs):
             writer.add(some, found, table)
         return writer.take()
 
@@ -107,33 +102,11 @@ class Annotator:
         if not self._tells_prompt:
             return msgspec.UNSET
         context = self._contexts[index]
-        ids, logprobs = context.token_ids, context.prompt_logprobs
-        table, entries = await self._table(context, ids, logprobs), JsonList()
-        entries.add([None])  # nothing comes before the first
-        for some, found in zip(pieces(ids[1:], _AT_ONCE), pieces(logprobs, _AT_ONCE), strict=True):
-            await self._pause(len(some))
+        ids, logprobs = context.token_ids, [None, *context.prompt_logprobs]
+        table, entries = await self._telling.table(context, ids, logprobs), JsonList()
+        async for some, found in self._telling.pieces(ids, logprobs):
             entries.add(prompt_entries(some, found, table))
         return entries.take()
-
-    async def _pause(self, tokens: int) -> None:
-        """Lets others go on if, with so many tokens, more than a few will have been told of since it last did."""
-        self._told += tokens
-        if self._told > _AT_ONCE:
-            self._told = 0
-            await self._stint.pause()
-
-    async def _table(
-        self, context: RequestContext, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]
-    ) -> TokenTable:
-        """What these tokens stand for."""
-        needed = set(ids)
-        for some in pieces(logprobs, _AT_ONCE):
-            await self._pause(len(some))
-            for found in some:
-                if found is not None:
-                    needed.update(found.top_ids)
-        client = self._tokenizer.client
-        return await client.token_bytes(needed, context.request_id, context.deadline, self._stint)
 
     def _tokens(self, delta: Delta) -> tuple[list[int], list[Likelihoods | None]]:
         """The delta's tokens that stand for text, with their log probabilities."""

@@ -91,7 +91,7 @@ class ChatWriter:
         """Takes the next tokens."""
         self._tokens.add(
             [
-                _chat_token(token, found, table, self._name)
+                chat_token(token, found, table, self._name)
                 for token, found in zip(ids, logprobs, strict=False)
                 if found is not None
             ]
@@ -136,13 +136,16 @@ class CompletionWriter:
         return msgspec.Raw(msgspec.json.encode({name: items.take() for name, items in self._lists.items()}))
 
 
-def prompt_entries(ids: Sequence[int], logprobs: Sequence[Likelihoods], table: TokenTable) -> PromptLogprobs:
-    """A piece of ``prompt_logprobs`` as vLLM has it: for each token itself and the likeliest in its place.
+def prompt_entries(ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> PromptLogprobs:
+    """A piece of ``prompt_logprobs`` as vLLM has it: nothing for the first token, for others themselves and the likeliest there.
 
     ``rank`` is null for a token that is not among those.
     """
     made: PromptLogprobs = []
     for token, found in zip(ids, logprobs, strict=True):
+        if found is None:
+            made.append(None)
+            continue
         told = zip([token, *found.top_ids], [found.logprob, *found.top_logprobs], strict=True)
         ranks = {other: rank for rank, other in enumerate(found.top_ids, 1)}
         made.append(
@@ -151,7 +154,8 @@ def prompt_entries(ids: Sequence[int], logprobs: Sequence[Likelihoods], table: T
     return made
 
 
-def _chat_token(token: int, found: Likelihoods, table: TokenTable, name: TokenName) -> ChatToken:
+def chat_token(token: int, found: Likelihoods, table: TokenTable, name: TokenName) -> ChatToken:
+    """A token of an answer."""
     alternatives = [
         TokenAlternative(name(other, table), logprob, list(table[other]))
         for other, logprob in zip(found.top_ids, found.top_logprobs, strict=True)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
 from sapwood_router.edges.responses.items import Conversation, ItemMaker, response_of, turn_of
+from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
 from sapwood_router.edges.responses.tools import tools_of
 from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat
 from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.edges.telling import Telling
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames, Finish, FinishReason, RequestContext, Turn
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
@@ -35,7 +40,6 @@ NEUTRAL: Neutral = {
     "conversation": (),
     "moderation": (),
     "prompt": (),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Parameters that are taken only with the values that ask for nothing."""
@@ -93,6 +97,11 @@ class ResponsesApi:
         context = _context(request, given, conversation, exchange.request_id, deadline, pipeline.seeds)
         context.deadline = deadline if stream else exchange.sooner(deadline)
         context.caller = exchange.caller(request, given)
+        logprobs = None
+        if context.sampling.logprobs is not None:
+            tokenizer, stint = pipeline.tokenizers.of(request.model).client, pipeline.heavy.stint(tenant)
+            logprobs = TextLogprobs(context, Telling(tokenizer, stint))
+        read = None if logprobs is None else logprobs.read
         answer = _Answer(request, context, keeps=request.store is not False and self._store.keeps)
 
         def keep(output: Output, response: dict[str, Any]) -> None:
@@ -110,11 +119,12 @@ class ResponsesApi:
         if not stream:
 
             def whole(output: Output, finish: Finish) -> dict[str, Any]:
-                response = answer.ended(finish, answer.items_of(output, finish))
+                told = () if logprobs is None else logprobs.take()
+                response = answer.ended(finish, answer.items_of(output, finish, told))
                 keep(output, response)
                 return response
 
-            await send_whole(exchange, context, pipeline, whole)
+            await send_whole(exchange, context, pipeline, whole, read)
             return
 
         def ended(finish: Finish, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,9 +132,9 @@ class ResponsesApi:
             keep(_output_of(items), response)
             return response
 
-        events = ResponseEvents(answer.items, answer.begun, ended, answer.failed)
+        events = ResponseEvents(answer.items, answer.begun, ended, answer.failed, logprobs)
         exchange.dialect = StreamDialect(events)
-        await send_events(exchange, context, pipeline, events)
+        await send_events(exchange, context, pipeline, events, read)
 
     def _find(self, tenant: str, read: dict[str, list[Item]], item_id: str, field: str) -> Item:
         """An item of an answer that is kept; ``read`` are the items of answers that the same request has named before."""
@@ -192,13 +202,13 @@ class _Answer:
         code = "rate_limit_exceeded" if http_status(error) == 429 else "server_error"
         return self._make("failed", [], error={"code": code, "message": error.message})
 
-    def items_of(self, output: Output, finish: Finish) -> list[dict[str, Any]]:
-        """The items of an answer in one piece."""
+    def items_of(self, output: Output, finish: Finish, logprobs: Sequence[ChatToken]) -> list[dict[str, Any]]:
+        """The items of an answer in one piece; ``logprobs`` are those of its text."""
         made: list[dict[str, Any]] = []
         if output.reasoning:
             made.append(self.items.reasoning(len(made), output.reasoning, "completed"))
         if output.text or not (made or output.tool_calls):
-            made.append(self.items.message(len(made), output.text, "completed"))
+            made.append(self.items.message(len(made), output.text, "completed", logprobs))
         for call in output.tool_calls:
             made.append(self.items.call(len(made), call.id, call.name, call.arguments, "completed"))
         if finish.reason is FinishReason.LENGTH:
@@ -228,6 +238,7 @@ class _Answer:
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
             "tools": request.tools or [],
+            "top_logprobs": sampling.logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -259,8 +270,6 @@ def _wants_stream(request: ResponsesRequest) -> bool:
         if not request.stream:
             raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
         convert(request.stream_options, _NoOptions, STREAM_NEUTRAL, prefix="stream_options.")
-    if request.include and _LOGPROBS in request.include:
-        raise InvalidArgumentError(f"{_LOGPROBS} is not supported", field="include")
     return request.stream is True
 
 
@@ -287,7 +296,9 @@ def _context(
         request_id=request_id,
         worker_request_id=unique_id(request_id),
         prompt=ChatPrompt(tuple(conversation.turns), tools, _template_variables(request)),
-        sampling=sampling_of(given, fields, seeds, max_tokens=request.max_output_tokens),
+        sampling=sampling_of(
+            given, fields, seeds, max_tokens=request.max_output_tokens, logprobs=_logprobs_of(request)
+        ),
         output=OutputOptions(),
         fields=fields,
         deadline=deadline,
@@ -298,6 +309,18 @@ def _context(
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
+
+
+def _logprobs_of(request: ResponsesRequest) -> int | None:
+    """How many alternatives are told beside each token of the text; None: no token is told."""
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise InvalidArgumentError(f"top_logprobs must be in 0..{MOST_LOGPROBS}, got {top}", field="top_logprobs")
+    if request.include and _LOGPROBS in request.include:
+        return top or 0
+    if top:
+        raise InvalidArgumentError(f"top_logprobs is only allowed with include: [{_LOGPROBS!r}]", field="top_logprobs")
+    return None
 
 
 def _grammar(form: TextFormat) -> AnswerGrammar | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.edges.http.errors import OpenAIDialect
 from sapwood_router.edges.http.sse import event
+from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.responses.items import ItemMaker, reasoning_part, text_part
+from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.request.context import Delta, Finish
 from sapwood_router.request.output import ToolCallDelta
 
 _KINDS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_PARTS = {"message": text_part, "reasoning": reasoning_part}
+_PARTS: dict[str, Callable[..., dict[str, Any]]] = {"message": text_part, "reasoning": reasoning_part}
 
 
 class _OpenItem:
@@ -24,6 +26,7 @@ class _OpenItem:
         self.item_id = item_id
         self.call = call
         self.pieces: list[str] = []
+        self.logprobs: list[ChatToken] = []
 
 
 class ResponseEvents:
@@ -34,6 +37,7 @@ class ResponseEvents:
         begun: Makes the response as it is before its first item.
         ended: Makes it as it is at its end, of its items.
         failed: Makes it as it is where it fails.
+        logprobs: Has read each delta before it comes here; None: none are told.
     """
 
     def __init__(
@@ -42,7 +46,9 @@ class ResponseEvents:
         begun: Callable[[], dict[str, Any]],
         ended: Callable[[Finish, list[dict[str, Any]]], dict[str, Any]],
         failed: Callable[[SapwoodError], dict[str, Any]],
+        logprobs: TextLogprobs | None = None,
     ) -> None:
+        self._logprobs = logprobs
         self._items = items
         self._begun = begun
         self._ended = ended
@@ -91,7 +97,10 @@ class ResponseEvents:
             written = self._finish("completed") + self._begin(kind, None)
         assert self._open is not None
         self._open.pieces.append(text)
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        more: dict[str, Any] = {}
+        if kind == "message":
+            more["logprobs"] = [] if self._logprobs is None else self._logprobs.take()
+            self._open.logprobs += more["logprobs"]
         return written + self._event(f"{_KINDS[kind]}.delta", **self._at_part(), delta=text, **more)
 
     def _arguments(self, call: ToolCallDelta) -> bytes:
@@ -102,7 +111,7 @@ class ResponseEvents:
         return self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
 
     def _begin(self, kind: str, call: ToolCallDelta | None) -> bytes:
-        item = self._item(kind, call, None, "in_progress")
+        item = self._item(kind, call, None, "in_progress", ())
         self._open = _OpenItem(kind, item["id"], call)
         written = self._event("response.output_item.added", output_index=len(self._done), item=item)
         if kind in _PARTS:
@@ -116,25 +125,29 @@ class ResponseEvents:
             return b""
         text = "".join(done.pieces)
         if done.kind in _PARTS:
-            more: dict[str, Any] = {"logprobs": []} if done.kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": done.logprobs} if done.kind == "message" else {}
             written = self._event(f"{_KINDS[done.kind]}.done", **self._at_part(), text=text, **more)
-            written += self._event("response.content_part.done", **self._at_part(), part=_PARTS[done.kind](text))
+            part = _PARTS[done.kind](text, **more)
+            written += self._event("response.content_part.done", **self._at_part(), part=part)
         else:
             assert done.call is not None
             name = done.call.name
             written = self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=text)
-        item = self._item(done.kind, done.call, text, status)
+        item = self._item(done.kind, done.call, text, status, done.logprobs)
         written += self._event("response.output_item.done", output_index=len(self._done), item=item)
         self._done.append(item)
         self._open = None
         return written
 
-    def _item(self, kind: str, call: ToolCallDelta | None, text: str | None, status: str) -> dict[str, Any]:
+    def _item(
+        self, kind: str, call: ToolCallDelta | None, text: str | None, status: str, logprobs: Sequence[ChatToken]
+    ) -> dict[str, Any]:
         index = len(self._done)
         if call is not None:
             return self._items.call(index, call.id, call.name, text or "", status)
-        make = self._items.message if kind == "message" else self._items.reasoning
-        return make(index, text, status)
+        if kind == "message":
+            return self._items.message(index, text, status, logprobs)
+        return self._items.reasoning(index, text, status)
 
     def _at(self) -> dict[str, Any]:
         assert self._open is not None

@@ -10,6 +10,7 @@ import msgspec
 from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
+from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.responses.types import Item, Part
 from sapwood_router.request.context import ToolCall, Turn
 from sapwood_router.request.output import Output
@@ -160,9 +161,9 @@ class ItemMaker:
         content = [] if text is None else [reasoning_part(text)]
         return {"id": self._id("rs", index), "type": "reasoning", "summary": [], "content": content, "status": status}
 
-    def message(self, index: int, text: str | None, status: str) -> dict[str, Any]:
+    def message(self, index: int, text: str | None, status: str, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
         """The item with this index; of a text that is None there is no part yet."""
-        content = [] if text is None else [text_part(text)]
+        content = [] if text is None else [text_part(text, logprobs)]
         made = {"id": self._id("msg", index), "type": "message", "role": "assistant"}
         return {**made, "content": content, "status": status}
 
@@ -184,9 +185,9 @@ def response_of(item_id: str) -> tuple[str, int]:
         return "", 0
 
 
-def text_part(text: str) -> dict[str, Any]:
-    """A part of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
+    """A part of a message, with its tokens if they are told."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def reasoning_part(text: str) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     stream: bool | None = None

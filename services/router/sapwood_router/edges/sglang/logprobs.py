@@ -5,7 +5,7 @@ The log probabilities are the model's own, before temperature and penalties, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,16 +13,15 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.logprobs import Likelihoods
-from sapwood_router.request.tokens import TokenTable, pieces
+from sapwood_router.request.tokens import TokenTable
 from sapwood_router.tokenizer.client import TokenizerClient
 
 Likelihood = tuple[float | None, int, str | None]
 """A token's log probability, its id and, if texts were asked for, its text. The first told of a prompt has no log probability,
 as with SGLang, whose clients leave it out."""
-_AT_ONCE = 32
-"""Tokens that are told of in one piece: about a millisecond with the most alternatives."""
 
 
 class LogprobsRequest(AnyRequest, kw_only=True):
@@ -106,37 +105,29 @@ async def tell(
         SapwoodError: The tokenizer does not say what the tokens are.
     """
     prompt = context.token_ids[wish.start :] if wish.start >= 0 else []
-    of_prompt = context.prompt_logprobs[wish.start :] if prompt else ()
+    of_prompt: list[Likelihoods | None] = [None, *context.prompt_logprobs[wish.start :]] if prompt else []
     of_answer = context.logprobs[: len(token_ids)]
     table: TokenTable | None = None
+    telling = Telling(tokenizer, stint)
     if wish.texts:
-        needed = {*prompt, *token_ids}
-        for found in (of_prompt, of_answer):
-            for piece in pieces(found, _AT_ONCE):
-                await stint.pause()
-                for each in piece:
-                    needed.update(each.top_ids)
-        table = await tokenizer.token_bytes(needed, context.request_id, context.deadline, stint)
+        table = await telling.table(context, [*prompt, *token_ids], [*of_prompt, *of_answer])
     lists = [JsonList() for _ in range(4)]
-    if prompt:
-        lists[0].add([_likelihood(None, prompt[0], table)])
-        lists[1].add([None])
     for ids, found, chosen, alternatives in (
-        (prompt[1:], of_prompt, lists[0], lists[1]),
+        (prompt, of_prompt, lists[0], lists[1]),
         (token_ids, of_answer, lists[2], lists[3]),
     ):
-        for its, piece in zip(pieces(ids, _AT_ONCE), pieces(found, _AT_ONCE), strict=True):
-            await stint.pause()
-            chosen.add([_likelihood(each.logprob, token, table) for token, each in zip(its, piece, strict=True)])
+        async for its, piece in telling.pieces(ids, found):
+            pairs = zip(its, piece, strict=True)
+            chosen.add([_likelihood(None if each is None else each.logprob, token, table) for token, each in pairs])
             if wish.top:
-                alternatives.add(_alternatives(piece, table))
+                alternatives.add([None if each is None else _alternatives(each, table) for each in piece])
     told.input_token_logprobs, told.output_token_logprobs = lists[0].take(), lists[2].take()
     if wish.top:
         told.input_top_logprobs, told.output_top_logprobs = lists[1].take(), lists[3].take()
 
 
-def _alternatives(found: Iterable[Likelihoods], table: TokenTable | None) -> list[list[Likelihood]]:
-    return [[_likelihood(*pair, table) for pair in zip(each.top_logprobs, each.top_ids, strict=True)] for each in found]
+def _alternatives(found: Likelihoods, table: TokenTable | None) -> list[Likelihood]:
+    return [_likelihood(*pair, table) for pair in zip(found.top_logprobs, found.top_ids, strict=True)]
 
 
 def _likelihood(logprob: float | None, token: int, table: TokenTable | None) -> Likelihood:

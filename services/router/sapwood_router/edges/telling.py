@@ -1,0 +1,56 @@
+"""The pace at which many tokens are told of: a long prompt with many alternatives takes seconds, and others go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from sapwood_common.pacing.heavy_work import Stint
+from sapwood_router.request.context import RequestContext
+from sapwood_router.request.logprobs import Likelihoods
+from sapwood_router.request.tokens import TokenTable, pieces
+from sapwood_router.tokenizer.client import TokenizerClient
+
+_AT_ONCE = 32
+"""Tokens that are told of in one piece: about a millisecond with the most alternatives."""
+
+
+class Telling:
+    """What one answer tells of tokens.
+
+    Args:
+        tokenizer: Knows their texts.
+        stint: Whose turns the pieces have; a few tokens, as a stream has them, need none.
+    """
+
+    def __init__(self, tokenizer: TokenizerClient, stint: Stint) -> None:
+        self._tokenizer = tokenizer
+        self._stint = stint
+        self._told = 0
+        """Tokens since the last turn."""
+
+    async def pieces(
+        self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]
+    ) -> AsyncIterator[tuple[Sequence[int], Sequence[Likelihoods | None]]]:
+        """Tokens and what is known of each, a few at a time."""
+        for some, found in zip(pieces(ids, _AT_ONCE), pieces(logprobs, _AT_ONCE), strict=False):
+            if self._told + len(some) > _AT_ONCE:
+                self._told = 0
+                await self._stint.pause()
+            self._told += len(some)
+            yield some, found
+
+    async def table(
+        self, context: RequestContext, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]
+    ) -> TokenTable:
+        """What the tokens of a request and their alternatives stand for.
+
+        Raises:
+            SapwoodError: The tokenizer does not say.
+        """
+        needed: set[int] = set()
+        async for some, found in self.pieces(ids, logprobs):
+            needed.update(some)
+            for each in found:
+                if each is not None:
+                    needed.update(each.top_ids)
+        return await self._tokenizer.token_bytes(needed, context.request_id, context.deadline, self._stint)

@@ -257,7 +257,10 @@ DOWN = r"model\.layers\.0\.mlp\.down_proj"
         ("awq", {}, {"group_size": 64}, r"q_proj\.qzeros .*should be \[2, 32\]"),
         ("W4A16", {"weight_scale": None}, {}, rf"{DOWN}\.weight_scale \(missing, compressed-tensors\)"),
         ("W4A16", {"weight_packed": torch.ones(128, 24).int()}, {}, rf"{DOWN}\.weight_packed .*4 and 8 bits"),
-        ("W4A16", {}, {"quant_method": "quark"}, r"\(I32 \[\d+, \d+\], quark\): weights of this kind cannot be read"),
+        ("W4A16", {}, {"quant_method": "fp8"}, r"\(I32 \[\d+, \d+\], fp8\): weights of this kind cannot be read"),
+        ("float8 blocks", {}, {"weight_block_size": [64, 64]}, "blocks of 64 x 64 need"),
+        ("float8 blocks", {}, {"weight_block_size": [128]}, r"weight_block_size of config.json is \[128\]; it can be"),
+        ("float8 blocks", {}, {"activation_scheme": "group"}, "activation_scheme of config.json is 'group'; it can be 'dyn"),
         ("W8A8", {"weight_scale": None}, {}, rf"{DOWN}\.weight_scale \(missing"),
         ("float8 weights by row", {"weight_scale": torch.ones(7, 1)}, {}, rf"{DOWN}\.weight_scale .*need \[1, 2\] scales"),
         ("NVFP4", {"weight_global_scale": None}, {}, rf"{DOWN}\.weight_scale_2 \(missing"),
@@ -272,6 +275,19 @@ def test_what_is_broken_or_unknown_is_named(name: str, changes, settings, messag
     with pytest.raises(ConfigError, match=message) as raised:
         load(path)
     assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["torchao", "hqq", "quark", "foo"])
+@pytest.mark.parametrize("name", ["W4A16", "float8 blocks"])
+def test_a_way_of_quantising_that_nothing_reads_is_named_whatever_the_tensors_look_like(name: str, method: str, stored):
+    path, _ = stored(FORMATS[name][0], {"quant_method": method, "weight_block_size": [128, 128]})
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    known = "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, gptqmodel, modelopt, mxfp4, sparseml"
+    assert str(raised.value) == (
+        f"{path}: quantization_config.quant_method of config.json is {method!r}; "
+        f"weights quantised in these ways can be read: {known}"
+    )
 
 
 def test_modelopt_s_own_file_names_the_scheme_where_the_configuration_does_not(stored):

@@ -63,4 +63,4 @@ def _in_order(words: Tensor) -> Tensor:
     return unpacked(words, 4, 1).view(len(words), -1, _EACH)[..., list(_PLACES)].flatten(1)
 
 
-AWQ = LinearFormat(keep=_keep)
+AWQ = LinearFormat(keep=_keep, quant_methods=("awq",))

@@ -113,4 +113,4 @@ def _settings(stored: Stored, name: str, content: Tensor) -> dict[str, Any]:
     return wanted
 
 
-BITSANDBYTES = LinearFormat(keep=_keep)
+BITSANDBYTES = LinearFormat(keep=_keep, quant_methods=("bitsandbytes",))

@@ -166,4 +166,4 @@ def _bits(stored: Stored, name: str, columns: int) -> Literal[4, 8]:
     raise stored.refusal(name, f"of {columns} inputs integers of 4 and 8 bits can be read")
 
 
-COMPRESSED = LinearFormat(keep=_keep)
+COMPRESSED = LinearFormat(keep=_keep, quant_methods=NAMES)

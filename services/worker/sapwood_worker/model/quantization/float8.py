@@ -44,6 +44,8 @@ _WIDEST_ROW = 4096
 """The most inputs of a weight in blocks for which a single row has a kernel of its own. For DeepSeek-V3's wider weights that
 kernel took several times as long on an H200 as the device's float8 units take for 64 rows."""
 _STORED = "F8_E4M3"
+_ACTIVATION_SCHEMES = ("dynamic", "static")
+"""Of checkpoints; both are read, and here each token has a scale of its own."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a stored weight's scales: the common one, and DeepSeek's for those of blocks."""
 
@@ -240,7 +242,10 @@ def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored
            for part, each in zip(shape.parts, sizes, strict=True)):  # fmt: skip
         return StoredFloat8(shape, list(zip(scales, sizes, strict=True)), "row", dtype, ops)
     columns = shape.columns.total // GROUP
-    in_blocks = all(each == (part.rows.total // GROUP, columns) for part, each in zip(shape.parts, sizes, strict=True))
+    in_blocks = all(
+        each == (part.rows.total // GROUP, columns) and _block(stored, part.name) == (GROUP, GROUP)
+        for part, each in zip(shape.parts, sizes, strict=True)
+    )
     if in_blocks and _in_whole_blocks(shape):
         return StoredFloat8(shape, list(zip(scales, sizes, strict=True)), "block", dtype, ops)
     return _weight_only(shape, dtype, ops, stored, scales)
@@ -360,6 +365,24 @@ def _in_blocks(span: Span) -> Span:
     return Span(span.start // GROUP, span.size // GROUP, span.total // GROUP)
 
 
-FP8 = LinearFormat(quantise=partial(_quantised, scaling="row"), keep=_kept, keep_expert=_kept_expert, widens=True)
+def _check(stored: Stored) -> None:
+    settings = stored.quantization
+    scheme, block = settings.get("activation_scheme"), settings.get("weight_block_size")
+    if scheme is not None and scheme not in _ACTIVATION_SCHEMES:
+        known = " or ".join(map(repr, _ACTIVATION_SCHEMES))
+        raise stored.unknown("activation_scheme", scheme, f"it can be {known}, or left out")
+    sizes = block if isinstance(block, list) else []
+    if block is not None and not (len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+        raise stored.unknown("weight_block_size", block, "it can be the rows and the columns of a block, [128, 128]")
+
+
+FP8 = LinearFormat(
+    quantise=partial(_quantised, scaling="row"),
+    keep=_kept,
+    keep_expert=_kept_expert,
+    widens=True,
+    quant_methods=("fp8", "fbgemm_fp8", "modelopt", *COMPRESSED_NAMES),
+    check=_check,
+)
 FP8_BLOCK = LinearFormat(quantise=partial(_quantised, scaling="block"))
 FP8_TENSOR = LinearFormat(quantise=partial(_quantised, scaling="tensor"))

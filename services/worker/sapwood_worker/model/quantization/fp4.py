@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import E2M1, GroupedWeight
+from sapwood_worker.model.quantization.compressed import NAMES as COMPRESSED_NAMES
 from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart
 from sapwood_worker.model.quantization.linear_method import LinearFormat, LinearMethod, LinearShape, Part, Stored
 from sapwood_worker.model.quantization.packing import divided, stored_slot
@@ -78,4 +79,4 @@ def _part(part: Part, codes: str, columns: Span, stored: Stored, device: torch.d
     return GroupedPart(slots, weight)
 
 
-FP4 = LinearFormat(keep=_keep)
+FP4 = LinearFormat(keep=_keep, quant_methods=("mxfp4", "modelopt", *COMPRESSED_NAMES))

@@ -17,13 +17,14 @@ from sapwood_worker.model.quantization.linear_method import LinearFormat, Linear
 from sapwood_worker.model.quantization.packing import column_order, divided, stored_slot, unpacked
 from sapwood_worker.model.weight_slot import Span
 
+_NAMES = ("gptq", "gptqmodel")
 _WORD = 32
 _ONES = {4: 0x11111111, 8: 0x01010101}
 """Words of ones."""
 
 
 def _keep(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
-    if stored.quant_method not in ("gptq", "gptqmodel"):
+    if stored.quant_method not in _NAMES:
         return None
     if not all(f"{part.name}.qweight" in stored.tensors for part in shape.parts):
         return None
@@ -98,4 +99,4 @@ def _group(stored: Stored, name: str, columns: int) -> int:
     return group
 
 
-GPTQ = LinearFormat(keep=_keep)
+GPTQ = LinearFormat(keep=_keep, quant_methods=_NAMES)

@@ -156,6 +156,10 @@ class Stored:
         """What ``config.json`` calls the way in which weights are quantised; empty: it names none."""
         return str(self.quantization.get("quant_method", ""))
 
+    def unknown(self, setting: str, found: object, known: str) -> ConfigError:
+        """The error that ``quantization_config`` says something that cannot be done; ``known`` says what can."""
+        return ConfigError(f"{self.where}: quantization_config.{setting} of config.json is {found!r}; {known}")
+
     def refusal(self, tensor: str, why: str) -> ConfigError:
         """The error that a tensor cannot be read; names it, its type and the scheme."""
         found = self.tensors.get(tensor)
@@ -174,6 +178,8 @@ class LinearFormat:
         keep_table: The same for a table with a row for each token. None: tables are read in the model's dtype.
         widens: Whether checkpoints can also be read in the model's dtype where they store this format.
         keep_expert: What ``keep`` is for an expert's projections. None: ``keep`` itself, or of a format that widens nothing.
+        quant_methods: What ``config.json`` may call the way in which weights that it keeps are quantised.
+        check: Raises ConfigError for what the configuration says of one of these beside its name and cannot be done.
     """
 
     quantise: Callable[[LinearShape, torch.dtype, DeviceOps], LinearMethod | None] | None = None
@@ -181,3 +187,5 @@ class LinearFormat:
     keep_table: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], TableMethod | None] | None = None
     widens: bool = False
     keep_expert: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None] | None = None
+    quant_methods: tuple[str, ...] = ()
+    check: Callable[[Stored], None] | None = None

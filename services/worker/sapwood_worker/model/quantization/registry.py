@@ -69,7 +69,8 @@ class LinearMethods:
         used: The formats that layers have; ``none``: the model's dtype.
 
     Raises:
-        ConfigError: There is no such format, or weights cannot be quantised to it.
+        ConfigError: There is no such format, or weights cannot be quantised to it; or the checkpoint is quantised in a way that
+            nothing here reads.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class LinearMethods:
         if wanted is None and quantization != "none":
             raise ConfigError(f"--quantization: weights are read in {quantization!r}, not quantised to it")
         self._name, self._quantise = quantization, wanted
+        if stored is not None:
+            _check_scheme(stored, formats.values())
         formats = {name: each for name, each in formats.items() if not (widen and each.widens)}
         self._keep = [(name, each.keep) for name, each in formats.items() if each.keep is not None]
         experts = ((name, each.keep_expert or (None if each.widens else each.keep)) for name, each in formats.items())
@@ -215,6 +218,20 @@ class LinearMethods:
         if self._stored is not None:
             for part in shape.parts:
                 _check_wide(part.name, self._stored)
+
+
+def _check_scheme(stored: Stored, formats: Iterable[LinearFormat]) -> None:
+    """Raises ConfigError if no format is for the way in which the configuration says that weights are quantised."""
+    formats, method = list(formats), stored.quant_method
+    if not method:  # then the tensors alone tell
+        return
+    reading = [each for each in formats if method in each.quant_methods]
+    if not reading:
+        known = ", ".join(sorted({name for each in formats for name in each.quant_methods}))
+        raise stored.unknown("quant_method", method, f"weights quantised in these ways can be read: {known}")
+    for each in reading:
+        if each.check is not None:
+            each.check(stored)
 
 
 def _check_wide(module: str, stored: Stored) -> None:

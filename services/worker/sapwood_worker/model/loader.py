@@ -23,7 +23,7 @@ from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_wei
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.dispatch.choice import choose_exchange
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.families.decoder import DecoderLayer, DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
 from sapwood_worker.model.layers.context import LayerContext
@@ -133,9 +133,21 @@ def load_model(
         linear = LinearMethods(
             quantization, dtype, ops, stored, widen=stored_weights == "widen", made_up=blocks_of if made_up else None
         )
-        model = DecoderModel(
-            config, family.layer, LayerContext(dtype, ops, linear, _exchanging(config, parallel, dtype, ops))
-        )
+        loaded: list[str] = []
+
+        def load(index: int, layer: DecoderLayer) -> None:
+            """Reads a layer before the next is built if layers are rounded: the model is never held wide."""
+            if source is None or stored is None or quantization == "none" or quantization not in linear.used:
+                return
+            loaded.append(f"model.layers.{index}.")
+            args = layer.weights(), source, config.norm_offset, threads
+            load_weights(*args, inside=loaded[-1], stored=stored.tensors)
+            del args  # what is rounded is let go
+            with torch.inference_mode():
+                layer.prepare()
+
+        context = LayerContext(dtype, ops, linear, _exchanging(config, parallel, dtype, ops))
+        model = DecoderModel(config, family.layer, context, load)
         kept = {name.removesuffix(AS_STORED) for name in linear.used - {"none"}}
         if quantization not in {"none"} | kept and kept:
             raise ConfigError(
@@ -145,7 +157,8 @@ def load_model(
         if source is None:
             fill_dummy_weights(model.weights(), seed)
         else:
-            load_weights(model.weights(), source, config.norm_offset, threads, model.elsewhere)
+            left = {name: slot for name, slot in model.weights().items() if not name.startswith(tuple(loaded))}
+            load_weights(left, source, config.norm_offset, threads, (*model.elsewhere, *loaded))
     with torch.inference_mode():
         model.prepare()
     return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family, kv_scales)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -37,7 +37,14 @@ class WeightSource(Protocol):
 
 
 def load_weights(
-    slots: WeightSlots, source: WeightSource, norm_offset: float, threads: int, elsewhere: tuple[str, ...] = ()
+    slots: WeightSlots,
+    source: WeightSource,
+    norm_offset: float,
+    threads: int,
+    elsewhere: tuple[str, ...] = (),
+    *,
+    inside: str = "",
+    stored: Mapping[str, StoredTensor] | None = None,
 ) -> None:
     """Fills every slot.
 
@@ -46,16 +53,18 @@ def load_weights(
         source: The checkpoint.
         norm_offset: Added to norm weights as they are stored.
         threads: Tensors read at once.
-        elsewhere: How names of tensors begin that other ranks read.
+        elsewhere: How names of tensors begin that other ranks read, or that were read before.
+        inside: How names of all tensors begin that are to be read now.
+        stored: What ``source.tensors()`` gave; None: it is asked.
 
     Raises:
         ConfigError: A tensor is missing, unexpected or of another shape; names it and the file.
     """
-    stored = source.tensors()
+    stored = source.tensors() if stored is None else stored
     missing = slots.keys() - stored.keys()
     if missing:
         raise ConfigError(f"{source.where('')}: {_list(missing)} missing")
-    unexpected = {name for name, tensor in stored.items() if not tensor.scales} - slots.keys()
+    unexpected = {name for name, each in stored.items() if name.startswith(inside) and not each.scales} - slots.keys()
     unexpected = {name for name in unexpected if not name.startswith(elsewhere)}
     if unexpected:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -157,6 +157,7 @@ class DecoderModel(Layer):
         config: The model's configuration.
         layer_class: The family's layer.
         context: Where and how it is built. Weights are not set: fill :meth:`weights`, then call :meth:`prepare`.
+        built: Is given each layer's index and the layer before the next one is built: it may fill and prepare it.
 
     Attributes:
         config: The argument.
@@ -166,7 +167,13 @@ class DecoderModel(Layer):
         taps: Keep hidden states for a head that drafts; None: there is none.
     """
 
-    def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer], context: LayerContext) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_class: type[DecoderLayer],
+        context: LayerContext,
+        built: Callable[[int, DecoderLayer], None] = lambda index, layer: None,
+    ) -> None:
         super().__init__()
         self.config, self.exchange = config, context.parallel.expert_exchange
         vocab, width = config.vocab_size, config.hidden_size
@@ -179,7 +186,10 @@ class DecoderModel(Layer):
         if self.link.first or tied:
             named = vocabulary.inside("model").inside("embed_tokens")
             self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, named)
-        layers = [layer_class(config, i, inside.inside(f"layers.{i}")) for i in self.own]
+        layers: list[DecoderLayer] = []
+        for index in self.own:
+            layers.append(layer_class(config, index, inside.inside(f"layers.{index}")))
+            built(index, layers[-1])
         for layer, following in pairwise(layers):
             layer.precedes(following)
         self.layers = nn.ModuleList(layers)

@@ -17,6 +17,8 @@ class Layer(nn.Module):
     CPU that look-up was a quarter of the time outside the matrix products. Hooks on a Layer are not called.
     """
 
+    _ready = False
+
     def __call__(self, *args: Any) -> Any:
         """``forward(*args)``."""
         return self.forward(*args)
@@ -29,9 +31,11 @@ class Layer(nn.Module):
         return slots
 
     def prepare(self) -> None:
-        """Readies it and all layers inside it for use; called once when the slots are filled."""
+        """Readies it and all layers inside it for use, but for those that are ready; called when their slots are filled."""
         for layer in self._all():
-            layer.finish()
+            if not layer._ready:
+                layer.finish()
+                layer._ready = True
 
     def slots(self) -> WeightSlots:
         """The slots of its own tensors."""

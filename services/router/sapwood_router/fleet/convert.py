@@ -106,6 +106,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         shortened=frozenset(message.embedding_dimensions) if message.shortens_embeddings else None,
         labels=labels,
         role=_ROLE.get(message.role, Role.BOTH),
+        pages=message.page_fingerprint,
     )
 
 

@@ -26,6 +26,7 @@ class Demand(msgspec.Struct, frozen=True):
         classifies: Whether it wants labels.
         refused_by: Addresses of workers that answered it with an error.
         relayed: Whether it goes to backends, else it goes to none of them.
+        pages: What its pages may hold besides tokens, of workers that say so: one of these. Empty: anything.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Demand(msgspec.Struct, frozen=True):
     classifies: bool = False
     refused_by: Collection[str] = ()
     relayed: bool = False
+    pages: Collection[bytes] = ()
 
 
 class Eligible(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
     busy: list[Worker] = []
     misfits: list[ServedModel] = []
     model, tokens, embeds = demand.model, demand.tokens, demand.embeds
-    refused_by, relayed = demand.refused_by, demand.relayed
+    refused_by, relayed, pages = demand.refused_by, demand.relayed, demand.pages
     for worker in workers:  # each request comes here with each worker: properties would cost more than the rest
         served = worker.model
         if (
@@ -71,6 +73,8 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
         elif (embeds or served.context_length < tokens) and (lack := _lack(served, demand)):
             excluded[worker] = lack
             misfits.append(served)
+        elif pages and served.pages and served.pages not in pages:
+            excluded[worker] = "its pages do not fit those of the worker beside it"
         elif worker.in_flight < worker.most_requests and worker.step_seconds < _OVERLONG_STEP:
             chosen.append(worker)
         else:

@@ -27,6 +27,7 @@ class ServedModel:
         eos_token_ids: The model's own end tokens.
         shortened: Lengths that embeddings may be cut to; empty: any length; None: they cannot be cut.
         role: What it does of a request.
+        pages: What its pages hold besides tokens: one with another value cannot take its prompts over. Empty: it does not say.
         labels: What its head tells of a text; it then makes neither embeddings nor text. None: it has no such head.
     """
 
@@ -43,3 +44,4 @@ class ServedModel:
     shortened: frozenset[int] | None = None
     labels: Labels | None = None
     role: Role = Role.BOTH
+    pages: bytes = b""

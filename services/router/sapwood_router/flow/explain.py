@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
@@ -69,12 +71,9 @@ def explain(
     demand = Demand(model, len(context.token_ids), context.fields.prompt)
     decision = disaggregation.decide(demand, prompt, context.sampling.max_tokens, probe=False)
     part = Part.PREFILL if decision.disaggregated else Part.WHOLE
-    found = of_roles(registry.all(), demand, disaggregation.roles_for(part, decision))
-    decode_chosen = ""
     if decision.disaggregated:
-        decoding = of_roles(registry.available(model), demand, disaggregation.roles_for(Part.DECODE)).workers
-        live = policies.of(model, decode=True).live
-        decode_chosen = live.choose([worker.view() for worker in decoding], prompt).address
+        demand = structs.replace(demand, pages=disaggregation.pages_beside(model))
+    found = of_roles(registry.all(), demand, disaggregation.roles_for(part, decision))
     views = [worker.view() for worker in found.workers]
     policy = policies.of(model)
     scores = policy.explain(views, prompt)
@@ -89,6 +88,13 @@ def explain(
         for worker in registry.all()
     ]
     choice = policy.live.choose(views, prompt)
+    decode_chosen = ""
+    if decision.disaggregated:
+        first = next(worker for worker in found.workers if worker.address == choice.address)
+        demand = structs.replace(demand, pages=(first.model.pages,) if first.model and first.model.pages else ())
+        decoding = of_roles(registry.available(model), demand, disaggregation.roles_for(Part.DECODE)).workers
+        live = policies.of(model, decode=True).live
+        decode_chosen = live.choose([worker.view() for worker in decoding], prompt).address
     return Explanation(
         candidates,
         choice.address,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -116,7 +116,7 @@ class GenerationAttempts(Attempts):
             if self._ticket is not None and not self._ticket.good:
                 self._ticket = None
             if self._ticket is not None:
-                return self._select_early() or self._select(Part.DECODE, roles_for(Part.DECODE))
+                return self._select_early() or self._select_next(self._ticket)
             context, disaggregation = self._context, self._shared.disaggregation
             if context.model is None or not disaggregation.concerns(context.model):
                 return self._select(Part.WHOLE)
@@ -125,7 +125,9 @@ class GenerationAttempts(Attempts):
                 self._watch.weighed(pair=decision.disaggregated)
             if decision.disaggregated:
                 with contextlib.suppress(UnavailableError, InvalidArgumentError):
-                    return self._select(Part.PREFILL, roles_for(Part.PREFILL))
+                    return self._select(
+                        Part.PREFILL, roles_for(Part.PREFILL), disaggregation.pages_beside(context.model)
+                    )
             return self._select(Part.WHOLE, roles_for(Part.WHOLE, decision))
 
     def _select_early(self) -> tuple[Worker, Choice] | None:
@@ -137,10 +139,17 @@ class GenerationAttempts(Attempts):
             self._context.worker, self._context.reason = chosen[1].address, chosen[1].reason
         return chosen
 
-    def _select(self, part: Part, roles: Sequence[Role] = ()) -> tuple[Worker, Choice]:
+    def _select_next(self, ticket: HeldTicket) -> tuple[Worker, Choice]:
+        """A worker that can use the pages of a ticket; if there is none, any that can go on."""
+        roles = self._shared.disaggregation.roles_for(Part.DECODE)
+        with contextlib.suppress(UnavailableError, InvalidArgumentError):
+            return self._select(Part.DECODE, roles, (ticket.message.fingerprint,))
+        return self._select(Part.DECODE, roles)
+
+    def _select(self, part: Part, roles: Sequence[Role] = (), pages: Collection[bytes] = ()) -> tuple[Worker, Choice]:
         self._set_part(part)
         registry, refused_by = self._shared.registry, self._failover.refused_by
-        return select(self._context, self._prompt, registry, self._policy, refused_by, roles)
+        return select(self._context, self._prompt, registry, self._policy, refused_by, roles, pages)
 
     def _set_part(self, part: Part) -> None:
         self._part = part
@@ -245,7 +254,8 @@ class GenerationAttempts(Attempts):
             roles = shared.disaggregation.roles_for(Part.DECODE)
             at = "" if context.session is None else context.session.worker
             try:
-                chosen = choose(self._demand(), self._prompt, shared.registry, policy, roles, at)
+                demand = replace(self._demand(), pages=(ticket.message.fingerprint,))
+                chosen = choose(demand, self._prompt, shared.registry, policy, roles, at)
             except (UnavailableError, InvalidArgumentError):
                 ticket.release()  # a later ticket names all pages
                 return

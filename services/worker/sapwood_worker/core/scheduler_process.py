@@ -140,11 +140,16 @@ def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend
     return make_backend(config.grammar_backend, needs)
 
 
-def _described(runner: LoadedRunner, speculate: str) -> ModelInfo:
-    """What others are told of the model: of all ranks together, with its vocabulary's facts and with what drafts for it."""
+def _described(runner: LoadedRunner, speculate: str, fingerprint: bytes) -> ModelInfo:
+    """What others are told of the model: of all ranks together, with its vocabulary's facts, with what drafts for it and with
+    what its pages hold."""
     info, ranks = runner.info, runner.info.attention_ranks
     info = msgspec.structs.replace(
-        info, num_pages=ranks * info.num_pages, max_running=ranks * info.max_running, speculate=speculate
+        info,
+        num_pages=ranks * info.num_pages,
+        max_running=ranks * info.max_running,
+        speculate=speculate,
+        page_fingerprint=fingerprint,
     )
     if runner.vocabulary is None:
         return info
@@ -184,7 +189,11 @@ def main() -> int:
         return 1
     spare_the_collector()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    mailbox.send(Ready(_described(runner, config.speculate if scheduler.speculates else "off")))
+    speculate, fingerprint = (
+        config.speculate if scheduler.speculates else "off",
+        b"" if tiering is None else tiering.fingerprint,
+    )
+    mailbox.send(Ready(_described(runner, speculate, fingerprint)))
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)

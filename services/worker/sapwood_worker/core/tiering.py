@@ -103,6 +103,7 @@ class Tiering:
         cache: The tiers as the scheduler knows them.
         caches: The same alone.
         opener: Attaches and detaches stores.
+        fingerprint: What pages hold besides tokens, for who pairs workers; empty: it was started for both roles.
 
     Raises:
         ConfigError: ``--storage`` is not a store's URL, or ``--handoff-port`` cannot be listened on.
@@ -124,6 +125,7 @@ class Tiering:
         self._config, self._runner, self._pool = config, runner, pool
         self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
         self.caches = (self.cache,)
+        self.fingerprint = b"" if config.role == "both" else page_fingerprint(runner, pool)
         self._take_role(config.role)
         facts = StorageFacts(pool, info.page_size, runner.cache_identity, seconds_per_token, config.storage_min_tokens)
         self.opener = StorageOpener(storage, facts)
@@ -167,12 +169,15 @@ class Tiering:
             ConfigError: Pages cannot be handed off from here.
         """
         config, cache = self._config, self.cache
+        given = self._runner, cache, self._pool
         if role == "prefill" and cache.leases is None:
             if config.host_write_policy != "write_through":
                 raise ConfigError(f"--host-write-policy {config.host_write_policy}: pages must go to the host at once")
-            cache.leases = _build_leases(config, self._runner, cache, self._pool)
+            cache.leases = _build_leases(config, *given, self.fingerprint or page_fingerprint(self._runner, self._pool))
         if role == "decode" and cache.pulls is None:
-            cache.pulls = _build_takeover(config, self._runner, cache, self._pool)
+            cache.pulls = _build_takeover(
+                config, *given, self.fingerprint or page_fingerprint(self._runner, self._pool)
+            )
 
     def report(self, load: Load) -> list[TierReport]:
         """The tiers as they are now."""
@@ -224,7 +229,7 @@ class Tiering:
 
 
 def _build_leases(
-    config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool
+    config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
 ) -> HandoffLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
     tls, mover = _page_tls(config), config.handoff_mover
@@ -235,7 +240,6 @@ def _build_leases(
     if (own := _own_pool(config, runner)) is not None and (exported := _on_gpu(config, own.export)) is not None:
         device = ExportedPages(exported, cache.device_epoch)
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
-    fingerprint = page_fingerprint(runner, pool)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
         cache.host,
@@ -252,9 +256,11 @@ def _build_leases(
     return leases
 
 
-def _build_takeover(config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool) -> Takeover:
+def _build_takeover(
+    config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
+) -> Takeover:
     """What takes prompts over; into the device's pages too, where the mover can fill them."""
-    fingerprint, tls, share = page_fingerprint(runner, pool), _page_tls(config), config.handoff_share
+    tls, share = _page_tls(config), config.handoff_share
     executor, own = ThreadExecutor(READS), _own_pool(config, runner)
     mover = _MOVERS[config.handoff_mover](tls, pool) if own is None else CudaIpcMover(tls, own)
     ground = HostGround(cache.host, pool, fingerprint, mover)

@@ -29,6 +29,7 @@ class TiersOfRanks:
 
     Attributes:
         caches: Each rank's tiers, as its scheduler knows them.
+        fingerprint: As :class:`Tiering` has it.
 
     Raises:
         ConfigError: As :class:`Tiering`.
@@ -40,6 +41,7 @@ class TiersOfRanks:
             for rank, each in enumerate((pool, *pool.others))
         ]
         self.caches: Sequence[HierarchicalCache] = [each.cache for each in self._ranks]
+        self.fingerprint = self._ranks[0].fingerprint
 
     @property
     def busy(self) -> bool:

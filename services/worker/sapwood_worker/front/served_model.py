@@ -47,6 +47,7 @@ def to_model_info(model: ServedModel, role: Role) -> worker_pb2.GetModelInfoResp
         pipeline_parallel=info.pipeline_parallel,
         all_reduce=info.all_reduce.told,
         attention_ranks=info.attention_ranks,
+        page_fingerprint=info.page_fingerprint,
         weights=info.weights,
         logit_processors=info.logit_processors,
         max_running=model.max_running,

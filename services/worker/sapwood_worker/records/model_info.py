@@ -114,6 +114,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_step_tokens: Most tokens of a step.
         sizes_reason: Why so many, and what the size of the KV cache goes by; empty: nothing was chosen.
         speculate: What drafts tokens, as the setting names it.
+        page_fingerprint: What pages hold besides tokens; equal only where pages can be used by each other. Empty: nobody asks.
     """
 
     architecture: str
@@ -124,6 +125,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     num_pages: int
     vocabulary_fingerprint: bytes = b""
+    page_fingerprint: bytes = b""
     special_tokens: tuple[str, ...] = ()
     embedding_size: int = 0
     pooling: str = "last"

@@ -170,6 +170,14 @@ class Disaggregation:
             return ()
         return decision.whole_roles if decision and self.mode == "auto" and part is Part.WHOLE else PREFERRED[part]
 
+    def pages_beside(self, model: str) -> frozenset[bytes]:
+        """What the pages of the decode workers hold that can be asked: a prefill worker's have to fit one's. Empty: any fit."""
+        decoding = [
+            each.model for each in self._registry.available(model) if each.model and each.model.role is Role.DECODE
+        ]
+        pages = frozenset(each.pages for each in decoding)
+        return frozenset() if b"" in pages else pages
+
     def decide(self, demand: Demand, prompt: PromptPages, max_tokens: int, *, probe: bool = True) -> Decision:
         """Decides on a request.
 
@@ -182,15 +190,19 @@ class Disaggregation:
         if self.mode == "never":
             return Decision(False, "the router does not")
         page_sizes: dict[Role, int] = {}
+        pages: dict[Role, set[bytes]] = {Role.PREFILL: set(), Role.DECODE: set(), Role.BOTH: set()}
         waiting = generating = 0
         for worker in self._registry.available(demand.model):
             waiting += worker.in_flight - worker.generating
             generating += worker.generating
             if worker.model is not None and worker.address not in demand.refused_by and worker.breaker.admits():
                 page_sizes[worker.model.role] = worker.model.page_size
+                pages[worker.model.role].add(worker.model.pages)
         for role in (Role.PREFILL, Role.DECODE):
             if role not in page_sizes:
                 return Decision(False, f"no {role.value} worker can be asked")
+        if not _fit(pages[Role.PREFILL], pages[Role.DECODE]):
+            return Decision(False, "no prefill worker's pages fit those of a decode worker")
         if len(prompt.token_ids) < page_sizes[Role.PREFILL]:
             return Decision(False, "the prompt fills no page")
         if max_tokens <= 1:
@@ -269,6 +281,11 @@ class Disaggregation:
             return eligible(of_role, demand).workers
         except (InvalidArgumentError, UnavailableError):
             return []
+
+
+def _fit(some: set[bytes], others: set[bytes]) -> bool:
+    """Whether a worker of some and one of others have pages that fit each other, as far as they say."""
+    return bool(some & others) or b"" in some or b"" in others
 
 
 def _pair(first: Estimate, then: Estimate, handover: float, queue: float) -> Estimate:

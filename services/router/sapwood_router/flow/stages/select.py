@@ -22,6 +22,7 @@ def select(
     policy: Shadowed,
     tried: Collection[str],
     roles: Sequence[Role] = (),
+    pages: Collection[bytes] = (),
 ) -> tuple[Worker, Choice]:
     """The worker for a generation, and why; never one of ``tried``.
 
@@ -33,13 +34,14 @@ def select(
         tried: Addresses of workers that refused it.
         roles: Roles in order of preference: workers of the next role are asked only if none of the first can take the request.
             Empty: workers of any role.
+        pages: As of :class:`Demand`.
 
     Raises:
         NotFoundError, InvalidArgumentError: No such model, or the prompt is longer than its context.
         UnavailableError: No worker is left.
     """
     model = context.model = registry.resolve(context.model)
-    demand = Demand(model, len(prompt.token_ids), context.fields.prompt, refused_by=tried)
+    demand = Demand(model, len(prompt.token_ids), context.fields.prompt, refused_by=tried, pages=pages)
     at = "" if context.session is None else context.session.worker
     worker, choice = choose(demand, prompt, registry, policy, roles, at)
     context.worker, context.reason = choice.address, choice.reason

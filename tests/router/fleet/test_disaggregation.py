@@ -217,11 +217,11 @@ async def test_auto_measures_hand_overs_where_they_could_pay_and_then_weighs(
         assert router.count("handoffs") == 0
         # The router believes that prompts take the prefill worker's time, and that the decode worker generates.
         seen = {worker.address: worker for worker in router.router.registry.available("fake")}
-        seen[pair[0].address].lease(10_000_000).release()
         for _ in range(4):
             seen[pair[1].address].lease(1).prefilled()
         for count in range(8):
             prompt = new_prompt()
+            seen[pair[0].address].lease(10_000_000).release()
             assert "to measure that" in (await router.explain(prompt)).disaggregation
             assert tokens_of(await router.answer(prompt)) == expected(prompt)
             assert router.count("handoffs") == count + 1

@@ -141,7 +141,7 @@ def product(
 ) -> Tensor:
     """``x[pair // share] @ weight.T + bias`` by each pair's expert, gated if there is a gate: [*, K] -> [pairs, N] or
     [pairs, N / 2], in x's dtype; undefined without an expert."""
-    if triton_float8_blocks.serves(stack):
+    if triton_float8_blocks.serves(stack, gate):
         rounded = triton_float8.quantise(x, grouped=True)
         return triton_float8_blocks.product(rounded, stack, tiles, pairs, share, shape, x.dtype, gate)
     tensors, constants = arguments(stack, shape.depth)

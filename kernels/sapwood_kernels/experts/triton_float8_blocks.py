@@ -91,11 +91,12 @@ def _blocks_kernel(
             tl.store(target, total.to(out.dtype.element_ty), mask=valid[None, :] & inside[:, None])
 
 
-def serves(stack: DenseStack | StoredStack) -> TypeGuard[StoredStack]:
-    """Whether the inputs of these matrices may be rounded so."""
+def serves(stack: DenseStack | StoredStack, gate: Gate | None = None) -> TypeGuard[StoredStack]:
+    """Whether the inputs of these matrices may be rounded so: gates and ups are whole blocks each."""
     if not isinstance(stack, StoredStack) or stack.rounds != "block" or stack.bias is not None:
         return False
-    return stack.outputs % BLOCK == stack.columns % BLOCK == 0
+    parts = 1 if gate is None else 2
+    return stack.outputs % (parts * BLOCK) == stack.columns % BLOCK == 0
 
 
 def product(

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -256,8 +257,9 @@ class CudaOps(DeviceOps):
         """The tiles of a kind of layer, measured once."""
         experts, (seconds, folder) = gate_up.experts, self._tune
         stored = in_few_bits(gate_up, down)
+        modelled = TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0, alone=self._alone)
         if not seconds:
-            return TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0, alone=self._alone)
+            return modelled
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
         # A GGUF file may have matrices in few bits beside others that are widened, and not the same ones in each layer.
         kind = "+".join(dict.fromkeys(map(_kind, (gate_up, down))))
@@ -270,9 +272,8 @@ class CudaOps(DeviceOps):
         if name not in self._tables:
             dtype = held.dtype if held.dtype.itemsize > 1 else torch.bfloat16
             timer = ProductTimer(gate_up, down, chosen, dtype, gate, shared)
-            self._tables[name], self.tuning = tuned(
-                experts, chosen, timer, folder / f"{name}.json", seconds, stored=stored
-            )
+            found, self.tuning = tuned(experts, chosen, timer, folder / f"{name}.json", seconds, stored=stored)
+            self._tables[name] = replace(modelled, measured=found.measured)
         return self._tables[name]
 
     def expert_sum(

@@ -121,6 +121,13 @@ def test_inputs_that_may_not_be_rounded_are_not_nor_those_of_few_tokens(height, 
     near(ours, expert_sum(x, ids, weights, *stacks, reference.silu_mul), 1e-3 if DEVICE == "cuda" else 1e-5)
 
 
+def test_gates_and_ups_are_whole_blocks_each():
+    generator = torch.Generator().manual_seed(2)
+    for outputs, alone, gated in ((384, True, False), (512, True, True)):
+        matrices = stack(outputs, HIDDEN, generator)
+        assert (blocks.serves(matrices), blocks.serves(matrices, "silu")) == (alone, gated)
+
+
 @pytest.mark.parametrize(
     ("tokens", "inner", "processors", "gate", "dtype"),
     [

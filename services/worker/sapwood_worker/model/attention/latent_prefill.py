@@ -146,14 +146,15 @@ def _attend(
             planned = tokens == length >= LEAST_PLANNED and prefers_cudnn(asked.device)
             # Flash attention wants heads of one size.
             kind = asked.device, asked.dtype, asked.shape[1], dim, value_dim, LEAST_PLANNED
-            narrow = planned and len(group) == 1 and takes_narrow(*kind)
+            narrow = planned and not each.common and takes_narrow(*kind)
             vectors = padded(own) if narrow else own
             key, value = latent.expand(vectors, some, wide=not narrow)
             if len(group) > 1:
                 made = made or (key.new_empty(most, *key.shape[1:]), key.new_empty(most, *key.shape[1:]))
                 for whole, part in zip(made, (key, value), strict=True):
-                    whole[each.common : length] = part
-                key, value = made[0][:length], made[1][:length]
+                    whole[each.common : length, :, : part.shape[2]] = part[: length - each.common]
+                if not narrow:
+                    key, value = made[0][:length], made[1][:length]
             if planned:
                 asked = padded(asked)
                 key, value = (key, value) if narrow else (padded(key), padded(value))

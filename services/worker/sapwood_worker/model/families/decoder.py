@@ -229,7 +229,7 @@ class DecoderModel(Layer):
         met = sum(shape.rows * shape.columns.size for shape in shapes)
         if (sparse := self.config.sparse) is not None:
             expert = 3 * self.config.hidden_size * sparse.intermediate_size
-            met += len(self._mixtures) * sparse.routing.chosen * expert
+            met += sum(sparse.routing.chosen + each.joined for each in self._mixtures) * expert
         return met
 
     def expert_tokens(self) -> Tensor:

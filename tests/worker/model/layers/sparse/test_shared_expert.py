@@ -18,6 +18,7 @@ from sapwood_testing.worker.thread_ranks import make_groups
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig, SparseMLP
+from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape
 from sapwood_worker.model.quantization.registry import LinearMethods
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -27,16 +28,23 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = SparseConfig(Routing(4, 2), 16, shared=SharedExpert("shared_experts", 48))
 
 
-def mixture(config: SparseConfig, ops: DeviceOps, parallel: Parallel | None = None, method: str = "none") -> SparseMLP:
-    """Of made-up weights, the same for all."""
-    methods = LinearMethods(method, torch.float32, ops)
-    context = LayerContext(torch.float32, ops, methods, parallel or Parallel(), "mlp")
-    layer = SparseMLP(32, config, activation="silu", context=context)
+def context_of(ops: DeviceOps, methods: LinearMethods | None = None, parallel: Parallel | None = None) -> LayerContext:
+    methods = methods or LinearMethods("none", torch.float32, ops)
+    return LayerContext(torch.float32, ops, methods, parallel or Parallel(), "mlp")
+
+
+def filled(layer: SparseMLP) -> SparseMLP:
+    """With made-up weights, the same for all."""
     for name, slot in sorted(layer.weights().items()):
         draw = torch.Generator().manual_seed(sum(map(ord, name)))
         slot.target.copy_(torch.randn(slot.target.shape, generator=draw) / 5)
     layer.prepare()
     return layer
+
+
+def mixture(config: SparseConfig, ops: DeviceOps, parallel: Parallel | None = None, method: str = "none") -> SparseMLP:
+    context = context_of(ops, LinearMethods(method, torch.float32, ops), parallel)
+    return filled(SparseMLP(32, config, activation="silu", context=context))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20])
@@ -57,3 +65,18 @@ def test_it_is_computed_by_itself_where_it_is_no_whole_experts_or_not_like_them(
     assert mixture(CONFIG, ops, Parallel(tp=make_groups(2)[0])).shared is not None
     ops.joins_shared = False
     assert mixture(CONFIG, ops).shared is not None
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_nor_where_only_one_matrix_of_the_others_is_rounded(rows: int):
+    class Some(LinearMethods):
+        def rounded(self, shape: LinearShape) -> LinearMethod | None:
+            return super().rounded(shape) if (shape.rows, shape.columns.size) == (rows, 32) else None
+
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    config = replace(CONFIG, intermediate_size=32, shared=SharedExpert("shared_experts", 64))
+    layer = filled(SparseMLP(32, config, activation="silu", context=context_of(ops, Some("int8", torch.float32, ops))))
+    assert layer.shared is not None and layer.joined == 0
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    theirs = filled(SparseMLP(32, config, activation="silu", context=context_of(ops)))
+    torch.testing.assert_close(layer(x, None), theirs(x, None), rtol=0.1, atol=0.1)

@@ -64,6 +64,9 @@ class Experts(Layer):
         self._gate_up = made((gate, up), self._places, inner, outer, context, shared)
         self._down = made((down,), self._places, outer, inner, context, shared)
         self.shared = min(self._gate_up.room, self._down.room)
+        for each in (self._gate_up, self._down):
+            if not self.shared and isinstance(each, WideMatrices):
+                each.give_up_room()  # both have as many experts
         self._chosen = chosen + self.shared
         self._sum: PlacedSum
 

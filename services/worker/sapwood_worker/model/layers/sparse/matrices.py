@@ -46,6 +46,11 @@ class WideMatrices:
         self.room = room if kept else 0
         self._weight = torch.empty(places.size + self.room, *each, dtype=context.dtype, device=context.device)
 
+    def give_up_room(self) -> None:
+        """Has no room for others any more; before anything is read."""
+        self._weight = self._weight.new_empty(len(self._weight) - self.room, *self._weight.shape[1:])
+        self.room = 0
+
     def others(self) -> Tensor:
         """The room for others, [room, parts, rows, columns]."""
         return self._weight[len(self._weight) - self.room :]

@@ -111,6 +111,7 @@ class SparseMLP(Layer):
         context: Where and how it is built.
 
     Attributes:
+        joined: As how many experts the shared one is computed among the others, once weights are prepared.
         ranks: Sums what ranks have of the output; None: there is one.
     """
 
@@ -129,12 +130,12 @@ class SparseMLP(Layer):
             if config.shared.gated:
                 empty = torch.empty(1, hidden_size, dtype=context.dtype, device=context.device)
                 self._gate[f"{inside.prefix}_gate.weight"] = WeightSlot(empty)
-        joined = _shared_as(config, self.shared, context)
-        self.experts = _experts(hidden_size, config, activation, joined, context.inside("experts"))
-        self._joined = self.experts.shared if isinstance(self.experts, Experts) else 0
+        shared = _shared_as(config, self.shared, context)
+        self.experts = _experts(hidden_size, config, activation, shared, context.inside("experts"))
+        self.joined = self.experts.shared if isinstance(self.experts, Experts) else 0
         self.router = Router(
             hidden_size,
-            replace(config.routing, shared=self._joined),
+            replace(config.routing, shared=self.joined),
             bias=config.router_bias,
             correction=config.correction and context.inside(config.correction).prefix,
             correction_dims=config.correction_dims,
@@ -145,7 +146,7 @@ class SparseMLP(Layer):
         return self._gate
 
     def finish(self) -> None:
-        if self._joined and self.shared is not None:
+        if self.joined and self.shared is not None:
             parts = self.shared.gate_up.method, self.shared.down.method
             assert isinstance(self.experts, Experts) and all(isinstance(each, DenseMethod) for each in parts)
             self.experts.join(*(each.weight for each in parts if isinstance(each, DenseMethod)))

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from triton.testing import get_dram_gbps
 
 from sapwood_kernels import (
     triton_activation,
@@ -68,9 +67,6 @@ _ROUNDING = 0.02
 """Most that three products together may differ from another kernel's, relative to their size; bfloat16 rounds by 0.002."""
 _MANY_TOKENS = ((triton_many_tokens, DenseStack), (triton_many_float8, StoredStack))
 """Kernels of a Hopper for experts of many tokens, and what they may take."""
-_FAST = 4000
-"""GB a second of memory above which pairs of a token and an expert are sorted from a quarter as many as there are experts on, not
-half: an expert that some of 8 tokens share took an H100 (3352) less where it was read for each of them, an H200 (4917) more."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""
 
@@ -112,7 +108,6 @@ class CudaOps(DeviceOps):
         self._tables: dict[str, TileTable] = {}
         self._live: dict[int, Tensor] = {}
         self._hopper = False
-        self._alone = 2
         self._aside: torch.cuda.Stream | None = None
         self._tried: dict[tuple[object, ...], bool] = {}
         self._told: set[str] = set()
@@ -120,8 +115,6 @@ class CudaOps(DeviceOps):
             properties = torch.cuda.get_device_properties(device)
             self.processors = properties.multi_processor_count
             self._hopper = torch.version.hip is None and properties.major == 9
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._alone = 4 if self._hopper and get_dram_gbps(index) > _FAST else 2
 
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         # A copy from memory that is not pinned would wait for all that is queued on the device.

@@ -66,7 +66,7 @@ def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileSh
     return tall, tall
 
 
-def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: int = 0, alone: int = 2) -> TilePlan:
+def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: int = 0) -> TilePlan:
     """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one.
 
     Args:
@@ -74,9 +74,8 @@ def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: in
         experts: How many there are.
         stored: As for :func:`tile_shapes`.
         filled: Pairs of more than which a tile has 32 places at least: all tokens go to some of the experts; 0: to none.
-        alone: Pairs go by themselves up to the experts divided by this, a quarter of them where matrices are in few bits.
     """
-    height = 1 if (4 if stored else alone) * pairs <= experts else tile_height(pairs, experts)
+    height = 1 if (4 if stored else 2) * pairs <= experts else tile_height(pairs, experts)
     if filled and pairs > filled:
         height = max(height, 32)
     return TilePlan(height, *tile_shapes(height, stored=stored))
@@ -107,14 +106,13 @@ class TileTable:
         experts: How many there are.
         measured: By pairs of tokens and experts the fastest that was measured.
         stored: Whether any of its matrices are in few bits.
-        filled, alone: As :func:`modelled_tiles` has them.
+        filled: As :func:`modelled_tiles` has it.
     """
 
     experts: int
     measured: Mapping[int, TilePlan] = field(default_factory=dict)
     stored: bool = False
     filled: int = 0
-    alone: int = 2
 
     def plan(self, pairs: int) -> TilePlan:
         """The tiles of the nearest number that was measured, if that is at most twice as many or half; else the modelled ones."""
@@ -122,4 +120,4 @@ class TileTable:
             nearest = min(self.measured, key=lambda each: abs(math.log2(each / pairs)))
             if pairs <= 2 * nearest and nearest <= 2 * pairs:
                 return self.measured[nearest]
-        return modelled_tiles(pairs, self.experts, stored=self.stored, filled=self.filled, alone=self.alone)
+        return modelled_tiles(pairs, self.experts, stored=self.stored, filled=self.filled)

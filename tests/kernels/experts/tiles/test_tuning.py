@@ -116,15 +116,6 @@ def test_what_is_modelled_is_worth_measuring_and_serves_where_nothing_was(tmp_pa
         assert table.plan(6000) == modelled_tiles(6000, EXPERTS, stored=stored)
 
 
-def test_pairs_go_by_themselves_up_to_a_part_of_the_experts():
-    tables = TileTable(128), TileTable(128, alone=4), TileTable(128, stored=True)
-    assert [[each.plan(pairs).height for pairs in (32, 64, 72)] for each in tables] == [
-        [1, 1, 16],
-        [1, 16, 16],
-        [1, 16, 16],
-    ]
-
-
 def test_tiles_are_higher_where_all_tokens_go_to_some_experts():
     table = TileTable(66, filled=16 * 8)
     plans = [table.plan(tokens * 8) for tokens in (1, 16, 17, 64, 256)]

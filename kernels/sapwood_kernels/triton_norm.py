@@ -33,8 +33,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
     _rms_norm_kernel[(rows,)](
-        x, weight, out, eps, x.stride(0), N=width, BLOCK=block, num_warps=warps, **dependent_launch.options(x)
-    )
+        x, weight, out, eps, x.stride(0), N=width, BLOCK=block, num_warps=warps,
+        **dependent_launch.options(x, dependent_launch.MIXTURE_ROWS),
+    )  # fmt: skip
     return out
 
 

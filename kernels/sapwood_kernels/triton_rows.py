@@ -194,6 +194,6 @@ def product(
         x, weight, out, out, parts, ended, count, x.stride(0), rows, width, ADDS=add_to is not None,
         GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SHARES=tile.shares,
         BLOCK_M=max(_LEAST_ROWS, triton.next_power_of_2(count)), BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps, AHEAD=_AHEAD, **dependent_launch.options(x, dependent_launch.FEW_ROWS),
+        num_warps=tile.warps, AHEAD=_AHEAD, **dependent_launch.options(x),
     )  # fmt: skip
     return out

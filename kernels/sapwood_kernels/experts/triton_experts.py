@@ -153,7 +153,7 @@ def product(
     _product_kernel[(len(tiles.experts) * triton.cdiv(stack.outputs, shape.width),)](
         x, x_scales, *tensors, out, tiles.places, tiles.experts, alpha, limit, pairs, stack.outputs, stack.experts, SHARE=share,
         K=x.shape[1], GATE=kind, **constants, BLOCK_M=tiles.height, BLOCK_N=shape.width, BLOCK_K=shape.depth,
-        num_warps=shape.warps, num_stages=shape.stages, **dependent_launch.options(tiles.ids),
+        num_warps=shape.warps, num_stages=shape.stages, **dependent_launch.options(tiles.ids, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return out
 
@@ -172,7 +172,8 @@ def weighted_sum(
     out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device) if add_to is None else add_to
     _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
         parts, ids, weights, out, ids if where is None else where, experts, width, CHOSEN=ids.shape[1],
-        ADDS=add_to is not None, PLACED=where is not None, BLOCK=_SUM_BLOCK, num_warps=4, **dependent_launch.options(ids),
+        ADDS=add_to is not None, PLACED=where is not None, BLOCK=_SUM_BLOCK, num_warps=4,
+        **dependent_launch.options(ids, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return out
 

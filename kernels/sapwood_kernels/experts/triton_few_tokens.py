@@ -192,7 +192,7 @@ def first(x: Tensor, ids: Tensor, stack: DenseStack | StoredStack, gate: Gate, s
     kind, alpha, limit = kind_of(gate)
     _first_kernel[(ids.numel(), triton.cdiv(active, shape.width))](
         x, *tensors, out, ids, alpha, limit, stack.outputs, stack.experts, SHARE=ids.shape[1], GATE=kind, **sizes,
-        **dependent_launch.options(x),
+        **dependent_launch.options(x, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return out
 
@@ -216,7 +216,7 @@ def second(
     tensors, sizes = _arguments(stack, inner.shape[1], shape)
     _second_kernel[(len(ids), triton.cdiv(stack.outputs, shape.width))](
         inner, *tensors, out, ids, weights, stack.outputs, stack.experts, CHOSEN=ids.shape[1], ADDS=add_to is not None,
-        BLOCK_CHOSEN=chosen, **sizes, **dependent_launch.options(ids),
+        BLOCK_CHOSEN=chosen, **sizes, **dependent_launch.options(ids, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return out
 

@@ -129,6 +129,6 @@ def product(
         codes, x_scales, stack.codes, stack.scales, out, tiles.places, tiles.experts, pairs, stack.outputs, stack.experts,
         x_scales.stride(1), SHARE=share, K=codes.shape[1], GATE=kind, BLOCK=BLOCK,
         BLOCK_M=tiles.height, BLOCK_N=width, num_warps=shape.warps, num_stages=shape.stages,
-        **dependent_launch.options(tiles.ids),
+        **dependent_launch.options(tiles.ids, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return out

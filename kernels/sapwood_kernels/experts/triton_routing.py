@@ -138,7 +138,7 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, flo
     _few_logits_kernel[(rows, triton.cdiv(experts, _FEW_EXPERTS))](
         x, weight, weight if bias is None else bias, factors, normed, out, rows, eps, EXPERTS=experts, K=width,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, BLOCK_N=_FEW_EXPERTS, BLOCK_K=triton.next_power_of_2(width),
-        num_warps=4 if width <= 4096 else 8, **dependent_launch.options(x),
+        num_warps=4 if width <= 4096 else 8, **dependent_launch.options(x, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return normed, out
 
@@ -245,6 +245,6 @@ def route(
         TWO_BEST=routing.group_score == "two_best", CORRECTED=correction is not None,
         SHARES=1 if logits.dim() == 2 else logits.shape[1], SHARED=routing.shared, BLOCK=block,
         BLOCK_GROUPS=triton.next_power_of_2(routing.groups), BLOCK_CHOSEN=triton.next_power_of_2(each),
-        num_warps=1 if block <= 128 else 2, **dependent_launch.options(logits),
+        num_warps=1 if block <= 128 else 2, **dependent_launch.options(logits, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return ids, weights

@@ -250,7 +250,7 @@ class CudaOps(DeviceOps):
         """The tiles of a kind of layer, measured once."""
         experts, (seconds, folder) = gate_up.experts, self._tune
         stored = in_few_bits(gate_up, down)
-        modelled = TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0, alone=self._alone)
+        modelled = TileTable(experts, stored=stored, filled=FEW_TOKENS * chosen if shared else 0)
         if not seconds:
             return modelled
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes

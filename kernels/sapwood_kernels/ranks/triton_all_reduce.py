@@ -289,7 +289,7 @@ class PeerSums:
             self._rank, tries, eps, N=x.shape[1], PART=part, SPLIT=split, SIZE=self._size, TWO=two_shot, AREA_BYTES=self._area,
             PROGRAMS=PROGRAMS, BLOCK=block, FOREVER=WAIT_FOREVER,
             num_warps=min(max(block * x.element_size() // 512, 1), 8),
-            **dependent_launch.options(x, dependent_launch.FEW_ROWS),
+            **dependent_launch.options(x),
         )  # fmt: skip
         return out
 

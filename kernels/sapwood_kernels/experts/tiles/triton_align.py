@@ -154,6 +154,6 @@ def align(ids: Tensor, experts: int, height: int) -> Tiles:
     _align_kernel[(experts + 1,)](
         ids, places, of_tiles, count, tiles, experts, HEIGHT=height, BINS=bins,
         BLOCK=min(_BLOCK, max(_LEAST_BINS, triton.next_power_of_2(count))), num_warps=4 if count <= 1024 else 8,
-        **dependent_launch.options(ids),
+        **dependent_launch.options(ids, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
     return Tiles(places, of_tiles, height, ids)

@@ -76,11 +76,9 @@ def _multiply(
                 other = scales + second // 128 * steps
                 low = gl.zeros([64, 128], gl.float32, wide)
                 high = gl.zeros([64, 128], gl.float32, wide)
+                mine, by_low, by_high = gl.load(of_row), gl.load(one), gl.load(other)
                 for step in range(steps):
                     stage = turn % STAGES
-                    mine = gl.load(of_row + step * STRIDE)
-                    by_low = mine * gl.load(one + step)
-                    by_high = mine * gl.load(other + step)
                     mbarrier.wait(ready.index(stage), turn // STAGES & 1)
                     if GATHERS:
                         fence_async_shared()
@@ -89,14 +87,22 @@ def _multiply(
                     part = warpgroup_mma(
                         rows, halves.index(2 * stage).permute((1, 0)), none, use_acc=False, is_async=True
                     )
+                    # The next step's scales, asked for while tensor cores are busy.
+                    after = gl.minimum(step + 1, steps - 1)
+                    next_mine, next_low, next_high = (
+                        gl.load(of_row + after * STRIDE),
+                        gl.load(one + after),
+                        gl.load(other + after),
+                    )
                     part = warpgroup_mma_wait(0, deps=[part])
-                    low += part * gl.expand_dims(by_low, 1)
+                    low += part * gl.expand_dims(mine * by_low, 1)
                     part = warpgroup_mma(
                         rows, halves.index(2 * stage + 1).permute((1, 0)), none, use_acc=False, is_async=True
                     )
                     part = warpgroup_mma_wait(0, deps=[part])
                     mbarrier.arrive(free.index(stage), count=1)
-                    high += part * gl.expand_dims(by_high, 1)
+                    high += part * gl.expand_dims(mine * by_high, 1)
+                    mine, by_low, by_high = next_mine, next_low, next_high
                     turn += 1
                 if GATE >= 0:
                     active = _active(low, high, 0.0, 0.0, GATE)

@@ -104,6 +104,22 @@ async def test_what_has_begun_goes_before_what_its_caller_has_yet_to_begin() -> 
     assert order == [(name, piece) for name in ("one", "two") for piece in range(3)]
 
 
+async def test_among_what_has_begun_who_came_first_is_first() -> None:
+    heavy, order = HeavyWork(Clock()), []
+
+    async def work(name: str) -> None:
+        stint = heavy.stint("a")
+        for piece in range(3):
+            await stint.turn()
+            order.append((name, piece))
+
+    await asyncio.gather(*(work(name) for name in ("one", "two", "three")))
+    # The first begins at once, and waits again before the others have come.
+    assert order == [
+        ("one", 0), ("one", 1), ("two", 0), ("three", 0), ("one", 2), ("two", 1), ("three", 1), ("two", 2), ("three", 2),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("took", "rest"), [(0.0005, 0.0), (0.002, 0.002), (0.004, 0.008), (0.016, 0.128), (9.0, 0.5)])
 async def test_a_caller_rests_by_the_square_of_its_piece_and_others_do_not(took, rest) -> None:
     clock, times = Clock(), {}

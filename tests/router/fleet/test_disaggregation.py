@@ -215,13 +215,13 @@ async def test_auto_measures_hand_overs_where_they_could_pay_and_then_weighs(
         prompt = new_prompt()
         assert tokens_of(await router.answer(prompt)) == expected(prompt)
         assert router.count("handoffs") == 0
-        # The router believes that prompts take the prefill worker's time, and that the decode worker generates.
+        # The router believes that prompts take the prefill worker's time, and that the decode worker generates for somebody.
+        busy = {pair[0].address: 0.9, pair[1].address: 0.0}
+        monkeypatch.setattr(decision, "prefilling", lambda worker, costs: busy[worker.address])
         seen = {worker.address: worker for worker in router.router.registry.available("fake")}
-        for _ in range(4):
-            seen[pair[1].address].lease(1).prefilled()
+        seen[pair[1].address].lease(1).prefilled()
         for count in range(8):
             prompt = new_prompt()
-            seen[pair[0].address].lease(10_000_000).release()
             assert "to measure that" in (await router.explain(prompt)).disaggregation
             assert tokens_of(await router.answer(prompt)) == expected(prompt)
             assert router.count("handoffs") == count + 1

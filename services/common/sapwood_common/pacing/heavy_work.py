@@ -26,6 +26,14 @@ _MOST_KEPT = 64
 """Callers that rest, above which those are forgotten whose rest is over."""
 
 
+class _Turns:
+    """Who waits of one caller: with work that has begun, and with work that has not."""
+
+    def __init__(self) -> None:
+        self.begun = deque[asyncio.Future[None]]()
+        self.new = deque[asyncio.Future[None]]()
+
+
 class HeavyWork:
     """The heavy work of one event loop.
 
@@ -42,7 +50,7 @@ class HeavyWork:
         """The caller of the last piece."""
         self._busy = False
         """Whether a piece is being worked on, or the loop's rest after it is not over."""
-        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, _Turns] = OrderedDict()
         """Each caller's waiters, the caller whose turn is next first. A caller without waiters is not in it."""
         self._resting: dict[Hashable, float] = {}
         """Caller -> when its rest is over, on the event loop's clock."""
@@ -52,7 +60,7 @@ class HeavyWork:
     @property
     def waiting(self) -> int:
         """Pieces that wait for their turn, those included that were given up since."""
-        return sum(map(len, self._waiting.values()))
+        return sum(len(turns.begun) + len(turns.new) for turns in self._waiting.values())
 
     async def turn(self, caller: Hashable = None, *, goes_on: bool = False) -> None:
         """Waits for a turn. The piece is what is done from then on until the first wait.
@@ -60,18 +68,15 @@ class HeavyWork:
         Args:
             caller: Whose piece it is; callers take turns.
             goes_on: Whether the piece goes on with something that has begun. Such pieces go before what the caller has yet to
-                begin: else all that he asks for would be half done, and in memory, at once.
+                begin, else all that he asks for would be half done, and in memory, at once; among them who came first is first.
         """
         loop = asyncio.get_running_loop()
         if not self._busy and self._resting.get(caller, 0.0) <= loop.time():
             self._begin(caller)
             return
         turn: asyncio.Future[None] = loop.create_future()
-        turns = self._waiting.setdefault(caller, deque())
-        if goes_on:
-            turns.appendleft(turn)
-        else:
-            turns.append(turn)
+        turns = self._waiting.setdefault(caller, _Turns())
+        (turns.begun if goes_on else turns.new).append(turn)
         if not self._busy:
             self._next()
         await turn
@@ -114,10 +119,10 @@ class HeavyWork:
                 continue
             self._resting.pop(caller, None)
             turns = self._waiting.pop(caller)
-            while turns:
-                turn = turns.popleft()
+            while waiting := turns.begun or turns.new:
+                turn = waiting.popleft()
                 if not turn.done():
-                    if turns:
+                    if turns.begun or turns.new:
                         self._waiting[caller] = turns
                     turn.set_result(None)  # who waits goes on in the loop's next turn, before `_over`
                     self._begin(caller)

@@ -26,12 +26,13 @@ class Telling:
         self._tokenizer = tokenizer
         self._stint = stint
         self._told = 0
-        """Tokens since the last turn."""
+        """Tokens since the last turn, of those that are told now."""
 
     async def pieces(
         self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]
     ) -> AsyncIterator[tuple[Sequence[int], Sequence[Likelihoods | None]]]:
-        """Tokens and what is known of each, a few at a time."""
+        """Tokens and what is known of each, a few at a time; the first few at once."""
+        self._told = 0
         for some, found in zip(pieces(ids, _AT_ONCE), pieces(logprobs, _AT_ONCE), strict=False):
             if self._told + len(some) > _AT_ONCE:
                 self._told = 0

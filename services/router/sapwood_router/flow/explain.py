@@ -72,7 +72,7 @@ def explain(
     decision = disaggregation.decide(demand, prompt, context.sampling.max_tokens, probe=False)
     part = Part.PREFILL if decision.disaggregated else Part.WHOLE
     if decision.disaggregated:
-        demand = structs.replace(demand, pages=disaggregation.pages_beside(model))
+        demand = structs.replace(demand, pages=disaggregation.pages_beside(demand))
     found = of_roles(registry.all(), demand, disaggregation.roles_for(part, decision))
     views = [worker.view() for worker in found.workers]
     policy = policies.of(model)

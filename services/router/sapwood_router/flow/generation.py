@@ -126,7 +126,7 @@ class GenerationAttempts(Attempts):
             if decision.disaggregated:
                 with contextlib.suppress(UnavailableError, InvalidArgumentError):
                     return self._select(
-                        Part.PREFILL, roles_for(Part.PREFILL), disaggregation.pages_beside(context.model)
+                        Part.PREFILL, roles_for(Part.PREFILL), disaggregation.pages_beside(self._demand())
                     )
             return self._select(Part.WHOLE, roles_for(Part.WHOLE, decision))
 

@@ -183,6 +183,7 @@ class RequestContext(msgspec.Struct):
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
         logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
+        own_ends: Stop tokens that are the model's, not the client's (prepare).
         worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output (execute).
         attempts: Workers the request was given to (build).
@@ -218,6 +219,7 @@ class RequestContext(msgspec.Struct):
     output_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     prompt_logprobs: Sequence[Likelihoods] = ()
+    own_ends: frozenset[int] = frozenset()
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
     accepted_prediction_tokens: int = 0

@@ -125,7 +125,7 @@ async def test_a_few_tokens_wait_for_nobody() -> None:
             raise AssertionError("there are few")
 
     made = annotator(Busy(), partial(ChatWriter, text_of))
-    for token in range(40, 50):  # as a stream has them
+    for token in [*range(40, 50)] * 10:  # as a stream has them
         delta = Delta(Output("x"), [token], logprobs=[TokenLogprobs(-1.0)], text_tokens=1)
         note = await made.annotate(0, delta)
         assert [item["token"] for item in msgspec.json.decode(note)["content"]] == [NAMES[token]]

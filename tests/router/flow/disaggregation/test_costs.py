@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ class Pair:
     def __init__(self) -> None:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
-        registry = Registry([])
+        registry = self.registry = Registry([])
         self.workers = {}
         for role in (Role.PREFILL, Role.DECODE):
             worker = self.workers[role] = Worker(role.value, CircuitBreaker(BreakerSettings(), clock), clock)
@@ -216,3 +217,20 @@ def test_a_pair_waits_for_what_the_decode_worker_computes_longer_than_the_prompt
     assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02)
     pair.workers[Role.DECODE].lease(20_000)
     assert pair.weighed()["prefill", "decode"].transfer == pytest.approx(0.02 + 2.0 - 0.1)
+
+
+def test_only_workers_whose_pages_fit_are_weighed_as_a_pair() -> None:
+    pair = Pair()
+    pair.measure(handover=0.001)
+    pair.load()
+    for role, pages in ((Role.PREFILL, b"one"), (Role.DECODE, b"other")):
+        model = pair.workers[role].model
+        assert model is not None
+        pair.registry.mark_up(pair.workers[role], replace(model, pages=pages))
+    assert ("prefill", "decode") not in pair.weighed()
+    stranger = Worker("stranger", CircuitBreaker(BreakerSettings(), lambda: pair.now), lambda: pair.now)
+    pair.registry.add(stranger)
+    pair.registry.mark_up(stranger, ServedModel("m", 1 << 20, 1000, 16, 1 << 20, 1, role=Role.PREFILL, pages=b"other"))
+    stranger.lease(30_000)  # it has a queue, and is the only one that fits
+    pair.workers[Role.DECODE].lease(1).prefilled()  # enough generate for costs to be weighed
+    assert [way for way in pair.weighed() if way[1]] == [("stranger", "decode")]

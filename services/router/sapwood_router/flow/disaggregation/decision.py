@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import enum
 import random
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -48,7 +49,7 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.fleet.served_model import Role
+from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import PROMPT_SECONDS, Worker
 from sapwood_router.flow.disaggregation.costs import Costs, ModelCosts
 from sapwood_router.routing.policies.base import PromptPages
@@ -170,13 +171,17 @@ class Disaggregation:
             return ()
         return decision.whole_roles if decision and self.mode == "auto" and part is Part.WHOLE else PREFERRED[part]
 
-    def pages_beside(self, model: str) -> frozenset[bytes]:
+    def pages_beside(self, demand: Demand) -> frozenset[bytes]:
         """What the pages of the decode workers hold that can be asked: a prefill worker's have to fit one's. Empty: any fit."""
-        decoding = [
-            each.model for each in self._registry.available(model) if each.model and each.model.role is Role.DECODE
-        ]
+        decoding = [model for _, model in self._askable(demand) if model.role is Role.DECODE]
         pages = frozenset(each.pages for each in decoding)
         return frozenset() if b"" in pages else pages
+
+    def _askable(self, demand: Demand) -> Iterator[tuple[Worker, ServedModel]]:
+        """The workers that can be asked for a request, and what they serve."""
+        for worker in self._registry.available(demand.model):
+            if worker.model is not None and worker.address not in demand.refused_by and worker.breaker.admits():
+                yield worker, worker.model
 
     def decide(self, demand: Demand, prompt: PromptPages, max_tokens: int, *, probe: bool = True) -> Decision:
         """Decides on a request.
@@ -192,12 +197,11 @@ class Disaggregation:
         page_sizes: dict[Role, int] = {}
         pages: dict[Role, set[bytes]] = {Role.PREFILL: set(), Role.DECODE: set(), Role.BOTH: set()}
         waiting = generating = 0
-        for worker in self._registry.available(demand.model):
+        for worker, model in self._askable(demand):
             waiting += worker.in_flight - worker.generating
             generating += worker.generating
-            if worker.model is not None and worker.address not in demand.refused_by and worker.breaker.admits():
-                page_sizes[worker.model.role] = worker.model.page_size
-                pages[worker.model.role].add(worker.model.pages)
+            page_sizes[model.role] = model.page_size
+            pages[model.role].add(model.pages)
         for role in (Role.PREFILL, Role.DECODE):
             if role not in page_sizes:
                 return Decision(False, f"no {role.value} worker can be asked")
@@ -235,8 +239,11 @@ class Disaggregation:
             len(able[Role.DECODE]) or 1
         )
         alone: dict[Role, Estimate] = {}
-        paired: list[tuple[Estimate, float, float]] = []
-        """Of each decode worker what it would cost alone, and seconds of a hand-over and of the prompts that are queued there."""
+        firsts: dict[bytes, Estimate] = {}
+        """Of the prefill workers whose pages hold the same the one that is done first, others' delay included."""
+        paired: list[tuple[bytes, Estimate, float, float]] = []
+        """Of each decode worker what its pages hold, what it would cost alone, and seconds of a hand-over and of the prompts that
+        are queued there."""
         for role in Role:
             views = {worker: worker.view() for worker in able[role]}
             held = policy.explain(list(views.values()), prompt) if views else {}
@@ -252,15 +259,20 @@ class Disaggregation:
                 foreign = view.requests - worker.in_flight
                 delay = (worker.generating + foreign + behind) * (until_first - queue)
                 estimates.append(Estimate(worker.address, "", role, until_first, 0.0, generate, delay, crowding))
-                if role is Role.DECODE:
-                    paired.append((estimates[-1], 0.0 if free else costs.handover(lacking), queue))
+                pages = b"" if worker.model is None else worker.model.pages
+                if role is Role.PREFILL:
+                    firsts[pages] = min(firsts.get(pages, estimates[-1]), estimates[-1], key=_first)
+                elif role is Role.DECODE:
+                    paired.append((pages, estimates[-1], 0.0 if free else costs.handover(lacking), queue))
             if estimates:
                 alone[role] = min(estimates, key=_total)
-                if role is Role.PREFILL:
-                    first = min(estimates, key=lambda each: each.prefill + each.delay)
         ways = list(alone.values())
-        if Role.PREFILL in alone and paired:
-            ways.append(min((_pair(first, *each) for each in paired), key=_total))
+        pairs = []
+        for pages, then, handover, queue in paired:
+            if fitting := [first for its, first in firsts.items() if _fit({its}, {pages})]:
+                pairs.append(_pair(min(fitting, key=_first), then, handover, queue))
+        if pairs:
+            ways.append(min(pairs, key=_total))
         if not ways:
             return Decision(False, "no worker can be asked now")
         least = min(ways, key=_total)
@@ -301,6 +313,10 @@ def _pair(first: Estimate, then: Estimate, handover: float, queue: float) -> Est
 
 def _total(estimate: Estimate) -> float:
     return estimate.total
+
+
+def _first(estimate: Estimate) -> float:
+    return estimate.prefill + estimate.delay
 
 
 def prefilling(worker: Worker, costs: ModelCosts) -> float:

@@ -150,6 +150,7 @@ async def _prepare_gap(
     )
     context.token_ids = encoded.token_ids
     if not context.sampling.ignore_eos:
+        context.own_ends = frozenset(encoded.end_token_ids).difference(context.sampling.stop_token_ids)
         ends = dict.fromkeys((*context.sampling.stop_token_ids, *encoded.end_token_ids))
         context.sampling = replace(context.sampling, stop_token_ids=tuple(ends))
 

@@ -28,8 +28,9 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
         reason, tokens = FinishReason.STOP, chunk.tokens
     elif context.worker_finish is not None:
         reason, tokens = context.worker_finish, len(context.output_ids)
-        if reason is FinishReason.STOP and tokens and context.output_ids[-1] in context.sampling.stop_token_ids:
-            stop_token = context.output_ids[-1]
+        last = context.output_ids[-1] if tokens else -1
+        if reason is FinishReason.STOP and last in context.sampling.stop_token_ids and last not in context.own_ends:
+            stop_token = last
     else:
         raise InternalError("the tokenizer ended a stream that was not over")
     context.usage = Usage(

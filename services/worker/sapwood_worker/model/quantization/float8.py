@@ -372,7 +372,7 @@ def _check(stored: Stored) -> None:
         known = " or ".join(map(repr, _ACTIVATION_SCHEMES))
         raise stored.unknown("activation_scheme", scheme, f"it can be {known}, or left out")
     sizes = block if isinstance(block, list) else []
-    if block is not None and not (len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+    if block not in (None, []) and not (len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
         raise stored.unknown("weight_block_size", block, "it can be the rows and the columns of a block, [128, 128]")
 
 

@@ -154,7 +154,7 @@ class Stored:
     @property
     def quant_method(self) -> str:
         """What ``config.json`` calls the way in which weights are quantised; empty: it names none."""
-        return str(self.quantization.get("quant_method", ""))
+        return str(self.quantization.get("quant_method") or "").lower()
 
     def unknown(self, setting: str, found: object, known: str) -> ConfigError:
         """The error that ``quantization_config`` says something that cannot be done; ``known`` says what can."""

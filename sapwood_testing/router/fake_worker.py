@@ -220,6 +220,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             response = worker_pb2.WorkerGenerateResponse(token_ids=tokens[start : start + script.chunk])
             if request.sampling.HasField("logprobs"):
                 response.logprobs.extend(_logprobs(response.token_ids, request.sampling.logprobs))
+                for place, found in enumerate(response.logprobs, start):
+                    found.logprob -= script.fading * place
             if number == 0 and request.sampling.HasField("prompt_logprobs"):
                 response.prompt_logprobs.extend(_logprobs(request.token_ids[1:], request.sampling.prompt_logprobs))
             if start + script.chunk >= len(tokens):

@@ -29,6 +29,7 @@ class Script:
         error: What is raised then.
         gate: While it is clear, no message but the first ``gate_after`` is sent.
         gate_after: See ``gate``.
+        fading: How much less the log probability of each token of the answer is than that of the same token in the place before.
     """
 
     tokens: Callable[[Sequence[int]], list[int]] = echo
@@ -40,6 +41,7 @@ class Script:
     error: SapwoodError | None = None
     gate: asyncio.Event | None = None
     gate_after: int = 0
+    fading: float = 0.0
 
 
 @dataclass(slots=True)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_router.edges.responses.logprobs import TextLogprobs
+from sapwood_router.edges.telling import Telling
+from sapwood_router.request.context import Delta
+from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.output import Output, ToolCallDelta
+from sapwood_router.request.tokens import TokenTable
 from sapwood_testing.router.fake_tokenizer import encode
 
 WISH = {"model": "fake", "input": "hi", "include": ["message.output_text.logprobs"]}
@@ -20,15 +28,21 @@ def shown(tokens: list[Any]) -> list[tuple[str, float, list[int], list[tuple[str
     ]
 
 
-def expected(text: str, top: int) -> list[tuple[str, float, list[int], list[tuple[str, float]]]]:
-    """As the fake worker makes them up: a token is a byte, and the next ones are its alternatives."""
+def expected(text: str, top: int, place: int) -> list[tuple[str, float, list[int], list[tuple[str, float]]]]:
+    """As the fake worker makes them up: a token is a byte, the next ones are its alternatives, and each place's are less likely.
+
+    Args:
+        text: Some of an answer.
+        top: Alternatives.
+        place: Tokens of the answer before it.
+    """
 
     def name(token: int) -> str:
         return bytes([token - 3]).decode(errors="replace")
 
     return [
-        (name(token), -token / 8, [token - 3], [(name(other), -other / 8) for other in range(token, token + top)])
-        for token in encode(text)[1:]
+        (name(token), -token / 8 - at, [token - 3], [(name(other), -other / 8) for other in range(token, token + top)])
+        for at, token in enumerate(encode(text)[1:], place)
     ]
 
 
@@ -44,9 +58,9 @@ def expected(text: str, top: int) -> list[tuple[str, float, list[int], list[tupl
 async def test_the_tokens_of_the_text_are_told(
     make_cluster: Any, answered: str, wish: dict[str, Any], delay: float
 ) -> None:
-    tokens = expected(TEXT, wish.get("top_logprobs", 0))
+    tokens = expected(TEXT, wish.get("top_logprobs", 0), len(answered.partition(TEXT)[0].encode()))
     async with make_cluster(workers=1) as cluster:
-        cluster.answer_with(answered, delay=delay)
+        cluster.answer_with(answered, delay=delay, fading=1.0)
         client = cluster.openai.responses
         whole = await client.create(**WISH, **wish)
         (message,) = [item for item in whole.output if item.type == "message"]
@@ -67,6 +81,73 @@ async def test_the_tokens_of_the_text_are_told(
         assert shown(part.logprobs) == shown(kept.content[0].logprobs) == tokens
         again = [item.model_dump() for item in final.output if item.type == "message"]  # as clients send it back
         await client.create(model="fake", input=[*again, {"role": "user", "content": "more"}])
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002])
+async def test_the_tokens_of_calls_between_texts_are_not_told(make_cluster: Any, delay: float) -> None:
+    before, call, after = "abc ", '<call time>{"at":"the tail end"}</call>', " tail end"
+    tokens = [*expected(before, 0, 0), *expected(after, 0, len(before + call))]
+    async with make_cluster(workers=1) as cluster:
+        cluster.answer_with(before + call + after, delay=delay, fading=1.0)
+        client = cluster.openai.responses
+        whole = await client.create(**WISH, tools=TOOLS)
+        async with client.stream(**WISH, tools=TOOLS) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+    told = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    assert [(each.token, each.logprob) for each in told] == [each[:2] for each in tokens]
+    for response in (whole, final):
+        messages = [item for item in response.output if item.type == "message"]
+        assert "".join(message.content[0].text for message in messages) == before + after
+        assert shown([each for message in messages for each in message.content[0].logprobs]) == tokens
+
+
+@pytest.mark.parametrize(
+    ("outputs", "places"),
+    [
+        ([(["</think>"], Output()), (["n"], Output("n"))], [1]),
+        ([(["</think>", "\n\n", "n"], Output("n"))], [2]),
+        ([(["<think>", "n", "</think>", "n"], Output("n", "n"))], [3]),
+        ([(["<s>"], Output()), (["n"], Output("n"))], [1]),
+        ([(["<s>", "o", "\n\nn", "n"], Output("nn", "o"))], [2, 3]),
+        (
+            [
+                (["a "], Output("a ")),
+                (["<call>", '{"q":', ' "x y"}', "</call>"], Output()),
+                ([" y"], Output(" y")),
+                ([" y"], Output(" y")),
+            ],
+            [0, 5, 6],
+        ),
+        ([(["a ", "<call>", '{"q":', ' "x y"}', "</call>", " y"], Output("a  y"))], [0, 5]),
+        ([(["</think>", "n", "<call>", "n", "</call>"], Output("n", tool_calls=[ToolCallDelta(0, "1", "n")]))], [1]),
+        ([(["a", "<"], Output("a")), (["b"], Output("<b"))], [0, 1, 2]),
+        ([(["\xc3"], Output()), (["\xb6"], Output("ö"))], [0, 1]),
+        ([(["</think>", "un"], Output("n"))], [1]),
+    ],
+)
+async def test_what_looks_like_the_text_is_not_told(outputs: list[tuple[list[str], Output]], places: list[int]) -> None:
+    table = TokenTable()
+
+    class Tokenizer:
+        """Knows every token; each is used once."""
+
+        async def token_bytes(self, *_: object) -> TokenTable:
+            return table
+
+    stint = HeavyWork().stint("tenant")
+    context: Any = SimpleNamespace(request_id="one", deadline=0.0)
+    tokenizer: Any = Tokenizer()
+    told = TextLogprobs(context, Telling(tokenizer, stint))
+    found = []
+    for tokens, output in outputs:
+        ids = [*range(len(table), len(table) + len(tokens))]
+        table.update({token: text.encode("latin-1") for token, text in zip(ids, tokens, strict=True)})
+        table.special |= {token for token, text in zip(ids, tokens, strict=True) if text == "<s>"}
+        delta = Delta(output, ids, logprobs=[TokenLogprobs(-token) for token in ids], text_tokens=len(ids))
+        await told.read(delta)
+        found += told.take()
+    assert [-each.logprob for each in found] == places
 
 
 async def test_none_are_told_unless_asked_for(cluster: Any) -> None:

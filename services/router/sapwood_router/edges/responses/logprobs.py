@@ -7,6 +7,8 @@ which. So the text is looked for in what the tokens say, which it is a part of.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 
 from sapwood_router.edges.openai.logprobs import ChatToken, chat_token, text_of
@@ -44,25 +46,26 @@ class TextLogprobs:
         if not (self._ids and (output.reasoning or output.text)):
             return
         table = await self._telling.table(self._context, self._ids, self._logprobs)
-        whole, ends = _spell(self._ids, table)
-        starts = [0, *ends[:-1]]
-        start = at = 0
+        whole, starts = _spell(self._ids, table)
+        at = 0
         if output.reasoning:
             at = _end(whole, output.reasoning, at)
-        if output.text:
-            start = whole.find(output.text, at)
-            if start < 0:  # it was changed since: then all that is left may be it
-                start, at = at, len(whole)
-            else:
-                at = start + len(output.text)
-            first = next(
-                (number for number, end in enumerate(ends) if max(end - 1, starts[number]) >= start), len(ends)
-            )
-            last = next((number for number in range(first, len(ends)) if starts[number] >= at), len(ends))
-            async for some, found in self._telling.pieces(self._ids[first:last], self._logprobs[first:last]):
+        told = 0
+        calls = any(call.name for call in output.tool_calls)
+        for start, end in _places(whole, starts, output.text, at, calls=calls):
+            at = end
+            first = max(bisect_right(starts, start) - 1, told)
+            while first > told and starts[first - 1] == starts[first]:  # a character of several tokens is of them all
+                first -= 1
+            told = max(bisect_left(starts, at), first)
+            async for some, found in self._telling.pieces(self._ids[first:told], self._logprobs[first:told]):
                 pairs = zip(some, found, strict=True)
-                self._found += [chat_token(token, each, table, text_of) for token, each in pairs if each is not None]
-        left = next((number for number, begin in enumerate(starts) if begin >= at), len(ends))
+                self._found += [
+                    chat_token(token, each, table, text_of)
+                    for token, each in pairs
+                    if each is not None and token not in table.special
+                ]
+        left = bisect_left(starts, at)
         del self._ids[:left], self._logprobs[:left]
 
     def take(self) -> list[ChatToken]:
@@ -77,8 +80,47 @@ def _end(whole: str, text: str, at: int) -> int:
     return len(whole) if found < 0 else found + len(text)
 
 
+def _places(whole: str, starts: list[int], text: str, at: int, *, calls: bool) -> Iterator[tuple[int, int]]:
+    """Where a text begins and ends in what the tokens say, from some place on: in several pieces if calls are between them.
+
+    Args:
+        whole: What the tokens say.
+        starts: Where each token begins in it; ascending.
+        text: The text.
+        at: Where it may begin.
+        calls: Whether calls begin there, too: then what is found in one piece is taken to be before them.
+    """
+    while text:
+        # The longest beginning of it that is there: any shorter one is there, too.
+        size = bisect_right(range(1, len(text) + 1), 0, key=lambda size: whole.find(text[:size], at) < 0)
+        if size == 0:  # it was changed since: then all that is left may be it
+            yield at, len(whole)
+            return
+        at = _begin(whole, starts, text[:size], at, last=size == len(text) and not calls)
+        yield at, at + size
+        at, text, calls = at + size, text[size:], False
+
+
+def _begin(whole: str, starts: list[int], text: str, at: int, *, last: bool) -> int:
+    """Where a text that is there begins, from some place on.
+
+    That is there if it goes on at once. Else it comes after a mark or a call, which may say the same within a token or as a
+    value, so it begins where a token does, or after the token's blanks; and what is ``last`` comes after all those.
+    """
+    if whole.startswith(text, at):
+        return at
+    find = whole.rfind if last else whole.find
+    place = any_place = find(text, at)
+    while place >= 0:
+        token = starts[bisect_right(starts, place) - 1]
+        if not whole[token:place].strip():
+            return place
+        place = whole.rfind(text, at, place + len(text) - 1) if last else whole.find(text, place + 1)
+    return any_place
+
+
 def _spell(ids: list[int], table: TokenTable) -> tuple[str, list[int]]:
-    """What tokens say together, special ones nothing, and where in it each one ends."""
+    """What tokens say together, special ones nothing, and where in it each one begins."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     texts = [decoder.decode(b"" if token in table.special else table[token]) for token in ids]
-    return "".join(texts), list(accumulate(map(len, texts)))
+    return "".join(texts), list(accumulate(map(len, texts[:-1]), initial=0))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
+from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.runs import Running
@@ -32,8 +33,8 @@ class Events(Protocol):
         """What tells of new output; nothing if it is empty. The last delta comes here, too, then its finish to :meth:`end`."""
         ...
 
-    def end(self, finish: Finish) -> bytes:
-        """What comes after all output."""
+    def end(self, finish: Finish) -> Iterable[bytes]:
+        """What comes after all output, each of one or several whole events: others go on after those that are long."""
         ...
 
 
@@ -41,7 +42,7 @@ async def send_whole(
     exchange: Exchange,
     context: RequestContext,
     pipeline: Pipeline,
-    make_body: Callable[[Output, Finish], msgspec.Struct | dict[str, Any]],
+    make_body: Callable[[Output, Finish], msgspec.Struct | msgspec.Raw],
     read: Reader | None = None,
 ) -> None:
     """Runs the request and sends its answer as one body; ``read`` sees its output first.
@@ -68,7 +69,7 @@ async def send_events(
         SapwoodError: It failed.
     """
     async with Running(exchange, pipeline, [context]) as runs:
-        await Delivery(_EventClient(exchange, context, events, read)).carry(runs)
+        await Delivery(_EventClient(exchange, context, events, read, pipeline.heavy)).carry(runs)
 
 
 class _EventClient:
@@ -77,8 +78,11 @@ class _EventClient:
     Where something is to read all output first, everything is sent in the task.
     """
 
-    def __init__(self, exchange: Exchange, context: RequestContext, events: Events, read: Reader | None) -> None:
+    def __init__(
+        self, exchange: Exchange, context: RequestContext, events: Events, read: Reader | None, heavy: HeavyWork
+    ) -> None:
         self._read = read
+        self._heavy = heavy
         self._exchange = exchange
         self._context = context
         self._events = events
@@ -103,7 +107,13 @@ class _EventClient:
             self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._context))
         written += self._events.more(delta)
         if delta.finish is not None:
-            written += self._events.end(delta.finish)
+            for events in self._events.end(delta.finish):
+                if written and len(written) + len(events) > LARGE:
+                    await self._exchange.send_events(written)
+                    written = b""
+                written += events
+                if len(events) > LARGE:
+                    await self._heavy.turn(self._exchange.tenant, goes_on=True)
             if self._context.resumptions:
                 written = with_field(written, RESUMPTIONS_HEADER, self._context.resumptions)
         await self._exchange.send_events(written, last=delta.finish is not None)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_router.edges.openai.logprobs import ChatToken
+from sapwood_router.edges.responses.events import ResponseEvents
+from sapwood_router.edges.responses.items import ItemMaker
 from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.edges.telling import Telling
-from sapwood_router.request.context import Delta
+from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output, ToolCallDelta
 from sapwood_router.request.tokens import TokenTable
@@ -146,8 +150,45 @@ async def test_what_looks_like_the_text_is_not_told(outputs: list[tuple[list[str
         table.special |= {token for token, text in zip(ids, tokens, strict=True) if text == "<s>"}
         delta = Delta(output, ids, logprobs=[TokenLogprobs(-token) for token in ids], text_tokens=len(ids))
         await told.read(delta)
-        found += told.take()
+        found += msgspec.json.decode(bytes(told.take()), type=list[ChatToken])
     assert [-each.logprob for each in found] == places
+
+
+async def test_long_lists_are_written_once_and_sent_an_event_at_a_time(make_cluster: Any) -> None:
+    text = "many tokens " * 40  # with their alternatives more than is sent at once
+    tokens = expected(text, 20, 0)
+    async with make_cluster(workers=1) as cluster:
+        cluster.answer_with(text, fading=1.0)
+        client = cluster.openai.responses
+        async with client.stream(**WISH, top_logprobs=20) as stream:
+            events = [event async for event in stream]
+        final = events[-1].response
+        kept = await client.retrieve(final.id)
+        for response in (final, kept):
+            assert shown(response.output[0].content[0].logprobs) == tokens
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+
+
+def test_the_end_comes_an_event_at_a_time() -> None:
+    """So others go on between them where each has a long list."""
+
+    class Found:
+        """Tokens of which one is told with each text."""
+
+        def take(self) -> msgspec.Raw:
+            return msgspec.Raw(b'[{"token":"a"}]')
+
+    def ended(_: Finish, items: list[dict[str, Any]]) -> tuple[str, msgspec.Raw]:
+        return "completed", msgspec.Raw(msgspec.json.encode({"output": items}))
+
+    found: Any = Found()
+    events = ResponseEvents(ItemMaker("secret"), dict, ended, lambda _: {}, found)
+    for _ in range(3):
+        events.more(Delta(Output("a"), [5]))
+    pieces = [*events.end(Finish(FinishReason.STOP, Usage(1, 3, 0)))]
+    assert [piece.split(b"\n")[0].rpartition(b".")[2] for piece in pieces] == [b"done", b"done", b"done", b"completed"]
+    assert [piece.count(b"event: ") for piece in pieces] == [1] * 4
+    assert [piece.count(b'[{"token":"a"},{"token":"a"},{"token":"a"}]') for piece in pieces] == [1] * 4
 
 
 async def test_none_are_told_unless_asked_for(cluster: Any) -> None:

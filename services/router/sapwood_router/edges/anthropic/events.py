@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sapwood_router.edges.anthropic.types import SIGNATURE, MessageResponse
@@ -51,10 +51,10 @@ class MessageEvents:
                 written += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return written
 
-    def end(self, finish: Finish) -> bytes:
+    def end(self, finish: Finish) -> Iterable[bytes]:
         message = self._ended(finish, self._called)
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        return self._close() + event("message_delta", delta=delta, usage=message.usage) + event("message_stop")
+        return (self._close() + event("message_delta", delta=delta, usage=message.usage) + event("message_stop"),)
 
     def _change(self, kind: str | int, block: dict[str, Any]) -> bytes:
         if kind == self._open:

@@ -19,6 +19,11 @@ class JsonList:
         if items:
             self._pieces.append(msgspec.json.encode(items)[1:-1])
 
+    def join(self, other: Any) -> None:
+        """Puts all of another list at its end, which is as :meth:`take` gives it."""
+        if len(written := bytes(other)) > len(b"[]"):
+            self._pieces.append(written[1:-1])
+
     def take(self) -> Any:
         """The list so far, a :class:`msgspec.Raw`: it is written as it is where a list would be. The next one begins empty."""
         whole = msgspec.Raw(b"[%b]" % b",".join(self._pieces))

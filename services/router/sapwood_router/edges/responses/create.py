@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodEr
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
-from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
@@ -104,33 +102,26 @@ class ResponsesApi:
         read = None if logprobs is None else logprobs.read
         answer = _Answer(request, context, keeps=request.store is not False and self._store.keeps)
 
-        def keep(output: Output, response: dict[str, Any]) -> None:
+        def written(output: Output, response: dict[str, Any]) -> msgspec.Raw:
+            encoded = msgspec.json.encode(response)  # once, for the client and to be kept
             if answer.keeps:
                 turns = (*own.turns, turn_of(output))
-                kept = StoredResponse(
-                    answer.response_id,
-                    msgspec.json.encode(response),
-                    turns,
-                    request.previous_response_id,
-                    len(body),
-                )
+                kept = StoredResponse(answer.response_id, encoded, turns, request.previous_response_id, len(body))
                 self._store.put(tenant, kept)
+            return msgspec.Raw(encoded)
 
         if not stream:
 
-            def whole(output: Output, finish: Finish) -> dict[str, Any]:
+            def whole(output: Output, finish: Finish) -> msgspec.Raw:
                 told = () if logprobs is None else logprobs.take()
-                response = answer.ended(finish, answer.items_of(output, finish, told))
-                keep(output, response)
-                return response
+                return written(output, answer.ended(finish, answer.items_of(output, finish, told)))
 
             await send_whole(exchange, context, pipeline, whole, read)
             return
 
-        def ended(finish: Finish, items: list[dict[str, Any]]) -> dict[str, Any]:
+        def ended(finish: Finish, items: list[dict[str, Any]]) -> tuple[str, msgspec.Raw]:
             response = answer.ended(finish, items)
-            keep(_output_of(items), response)
-            return response
+            return response["status"], written(_output_of(items), response)
 
         events = ResponseEvents(answer.items, answer.begun, ended, answer.failed, logprobs)
         exchange.dialect = StreamDialect(events)
@@ -202,7 +193,7 @@ class _Answer:
         code = "rate_limit_exceeded" if http_status(error) == 429 else "server_error"
         return self._make("failed", [], error={"code": code, "message": error.message})
 
-    def items_of(self, output: Output, finish: Finish, logprobs: Sequence[ChatToken]) -> list[dict[str, Any]]:
+    def items_of(self, output: Output, finish: Finish, logprobs: object) -> list[dict[str, Any]]:
         """The items of an answer in one piece; ``logprobs`` are those of its text."""
         made: list[dict[str, Any]] = []
         if output.reasoning:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.edges.http.errors import OpenAIDialect
+from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.http.sse import event
-from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.responses.items import ItemMaker, reasoning_part, text_part
 from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.request.context import Delta, Finish
@@ -26,7 +28,7 @@ class _OpenItem:
         self.item_id = item_id
         self.call = call
         self.pieces: list[str] = []
-        self.logprobs: list[ChatToken] = []
+        self.logprobs = JsonList()
 
 
 class ResponseEvents:
@@ -35,7 +37,7 @@ class ResponseEvents:
     Args:
         items: Makes items.
         begun: Makes the response as it is before its first item.
-        ended: Makes it as it is at its end, of its items.
+        ended: Makes it as it is at its end, of its items: its status, and all of it in JSON.
         failed: Makes it as it is where it fails.
         logprobs: Has read each delta before it comes here; None: none are told.
     """
@@ -44,7 +46,7 @@ class ResponseEvents:
         self,
         items: ItemMaker,
         begun: Callable[[], dict[str, Any]],
-        ended: Callable[[Finish, list[dict[str, Any]]], dict[str, Any]],
+        ended: Callable[[Finish, list[dict[str, Any]]], tuple[str, msgspec.Raw]],
         failed: Callable[[SapwoodError], dict[str, Any]],
         logprobs: TextLogprobs | None = None,
     ) -> None:
@@ -76,16 +78,15 @@ class ResponseEvents:
         if output.text:
             written += self._text("message", output.text)
         for call in later:
-            written += self._finish("completed") + self._begin("function_call", call) + self._arguments(call)
+            written += self._close() + self._begin("function_call", call) + self._arguments(call)
         return written
 
-    def end(self, finish: Finish) -> bytes:
-        written = b""
+    def end(self, finish: Finish) -> Iterator[bytes]:
         if not self._done and self._open is None:  # an answer of nothing is a message of nothing
-            written = self._begin("message", None)
-        last = self._finish("completed" if finish.reason.value == "stop" else "incomplete")
-        response = self._ended(finish, self._done)
-        return written + last + self._event(f"response.{response['status']}", response=response)
+            yield self._begin("message", None)
+        yield from self._finish("completed" if finish.reason.value == "stop" else "incomplete")
+        status, response = self._ended(finish, self._done)
+        yield self._event(f"response.{status}", response=response)
 
     def fail(self, error: SapwoodError) -> bytes:
         """What ends a stream that fails."""
@@ -94,13 +95,14 @@ class ResponseEvents:
     def _text(self, kind: str, text: str) -> bytes:
         written = b""
         if self._open is None or self._open.kind != kind:
-            written = self._finish("completed") + self._begin(kind, None)
+            written = self._close() + self._begin(kind, None)
         assert self._open is not None
         self._open.pieces.append(text)
         more: dict[str, Any] = {}
         if kind == "message":
             more["logprobs"] = [] if self._logprobs is None else self._logprobs.take()
-            self._open.logprobs += more["logprobs"]
+            if self._logprobs is not None:
+                self._open.logprobs.join(more["logprobs"])
         return written + self._event(f"{_KINDS[kind]}.delta", **self._at_part(), delta=text, **more)
 
     def _arguments(self, call: ToolCallDelta) -> bytes:
@@ -118,29 +120,33 @@ class ResponseEvents:
             written += self._event("response.content_part.added", **self._at_part(), part=_PARTS[kind](""))
         return written
 
-    def _finish(self, status: str) -> bytes:
+    def _close(self) -> bytes:
+        """Finishes the open item, if there is one: others follow."""
+        return b"".join(self._finish("completed"))
+
+    def _finish(self, status: str) -> Iterator[bytes]:
         """Finishes the open item, if there is one."""
         done = self._open
         if done is None:
-            return b""
+            return
+        logprobs = done.logprobs.take()  # written once: with many alternatives they are megabytes
         text = "".join(done.pieces)
         if done.kind in _PARTS:
-            more: dict[str, Any] = {"logprobs": done.logprobs} if done.kind == "message" else {}
-            written = self._event(f"{_KINDS[done.kind]}.done", **self._at_part(), text=text, **more)
+            more: dict[str, Any] = {"logprobs": logprobs} if done.kind == "message" else {}
+            yield self._event(f"{_KINDS[done.kind]}.done", **self._at_part(), text=text, **more)
             part = _PARTS[done.kind](text, **more)
-            written += self._event("response.content_part.done", **self._at_part(), part=part)
+            yield self._event("response.content_part.done", **self._at_part(), part=part)
         else:
             assert done.call is not None
             name = done.call.name
-            written = self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=text)
-        item = self._item(done.kind, done.call, text, status, done.logprobs)
-        written += self._event("response.output_item.done", output_index=len(self._done), item=item)
+            yield self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=text)
+        item = self._item(done.kind, done.call, text, status, logprobs)
+        yield self._event("response.output_item.done", output_index=len(self._done), item=item)
         self._done.append(item)
         self._open = None
-        return written
 
     def _item(
-        self, kind: str, call: ToolCallDelta | None, text: str | None, status: str, logprobs: Sequence[ChatToken]
+        self, kind: str, call: ToolCallDelta | None, text: str | None, status: str, logprobs: object
     ) -> dict[str, Any]:
         index = len(self._done)
         if call is not None:

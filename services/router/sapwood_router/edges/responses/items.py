@@ -10,7 +10,6 @@ import msgspec
 from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
-from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.responses.types import Item, Part
 from sapwood_router.request.context import ToolCall, Turn
 from sapwood_router.request.output import Output
@@ -161,8 +160,8 @@ class ItemMaker:
         content = [] if text is None else [reasoning_part(text)]
         return {"id": self._id("rs", index), "type": "reasoning", "summary": [], "content": content, "status": status}
 
-    def message(self, index: int, text: str | None, status: str, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
-        """The item with this index; of a text that is None there is no part yet."""
+    def message(self, index: int, text: str | None, status: str, logprobs: object = ()) -> dict[str, Any]:
+        """The item with this index; of a text that is None there is no part yet, and nothing of its tokens."""
         content = [] if text is None else [text_part(text, logprobs)]
         made = {"id": self._id("msg", index), "type": "message", "role": "assistant"}
         return {**made, "content": content, "status": status}
@@ -185,7 +184,7 @@ def response_of(item_id: str) -> tuple[str, int]:
         return "", 0
 
 
-def text_part(text: str, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
+def text_part(text: str, logprobs: object = ()) -> dict[str, Any]:
     """A part of a message, with its tokens if they are told."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 

@@ -10,8 +10,10 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
-from sapwood_router.edges.openai.logprobs import ChatToken, chat_token, text_of
+from sapwood_router.edges.http.json_list import JsonList
+from sapwood_router.edges.openai.logprobs import chat_token, text_of
 from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import Delta, RequestContext
 from sapwood_router.request.logprobs import TokenLogprobs
@@ -32,7 +34,7 @@ class TextLogprobs:
         self._ids: list[int] = []
         """Tokens of which nothing was shown yet, or that were no text."""
         self._logprobs: list[TokenLogprobs] = []
-        self._found: list[ChatToken] = []
+        self._found = JsonList()
 
     async def read(self, delta: Delta) -> None:
         """Takes the next output.
@@ -60,18 +62,19 @@ class TextLogprobs:
             told = max(bisect_left(starts, at), first)
             async for some, found in self._telling.pieces(self._ids[first:told], self._logprobs[first:told]):
                 pairs = zip(some, found, strict=True)
-                self._found += [
-                    chat_token(token, each, table, text_of)
-                    for token, each in pairs
-                    if each is not None and token not in table.special
-                ]
+                self._found.add(
+                    [
+                        chat_token(token, each, table, text_of)
+                        for token, each in pairs
+                        if each is not None and token not in table.special
+                    ]
+                )
         left = bisect_left(starts, at)
         del self._ids[:left], self._logprobs[:left]
 
-    def take(self) -> list[ChatToken]:
-        """The tokens of the text that came since the last call."""
-        found, self._found = self._found, []
-        return found
+    def take(self) -> Any:
+        """The tokens of the text that came since the last call: a list of ``ChatToken``, in JSON already."""
+        return self._found.take()
 
 
 def _end(whole: str, text: str, at: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -115,8 +115,8 @@ class _TextSoFar:
             return b""
         return self._event(None)
 
-    def end(self, finish: Finish) -> bytes:
-        return self._event(finish) + _DONE
+    def end(self, finish: Finish) -> Iterable[bytes]:
+        return (self._event(finish) + _DONE,)
 
     def _event(self, finish: Finish | None) -> bytes:
         return b"data: %b\n\n" % msgspec.json.encode(_generated(self._context, self._text, self._ids, finish))

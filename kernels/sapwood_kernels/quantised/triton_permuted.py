@@ -54,7 +54,7 @@ def permuted(
     order: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     gate: Gate | None = None,
-    most: int,
+    most: int = dependent_launch.MOST_ROWS,
 ) -> Tensor:
     """``gate(norm(x))`` with each group of 128 numbers in the order in which a thread that holds their codes multiplies them.
 

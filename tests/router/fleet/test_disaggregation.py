@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from sapwood.cli.main import main
 from sapwood.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.network.channel import open_channel
-from sapwood_router.flow.disaggregation import decision
+from sapwood_router.flow.disaggregation import decision, weighing
 from sapwood_testing.router.handoff_fleet import (
     PAGE,
     ROLES,
@@ -217,7 +217,7 @@ async def test_auto_measures_hand_overs_where_they_could_pay_and_then_weighs(
         assert router.count("handoffs") == 0
         # The router believes that prompts take the prefill worker's time, and that the decode worker generates for somebody.
         busy = {pair[0].address: 0.9, pair[1].address: 0.0}
-        monkeypatch.setattr(decision, "prefilling", lambda worker, costs: busy[worker.address])
+        monkeypatch.setattr(weighing, "prefilling", lambda worker, costs: busy[worker.address])
         seen = {worker.address: worker for worker in router.router.registry.available("fake")}
         seen[pair[1].address].lease(1).prefilled()
         for count in range(8):

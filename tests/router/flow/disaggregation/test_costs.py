@@ -13,8 +13,9 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
-from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, PROBE_SECONDS, Disaggregation, Estimate, Part
+from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, PROBE_SECONDS, Disaggregation, Part
 from sapwood_router.flow.disaggregation.timing import Timing
+from sapwood_router.flow.disaggregation.weighing import Estimate
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook

@@ -14,27 +14,14 @@ the ticket only saves it the computation. So whatever is lost on the way costs t
 Roles are preferences: where nobody else can be asked, any worker serves any request whole.
 
 ``auto`` places a request as ``never`` does, by the policy among the workers of all roles, unless another way is known to cost
-less. That is the least of what the cheapest pair and the cheapest worker alone would cost (the policy then chooses whom, of the
-role that costs least, or of all where their costs are nearly the same)::
-
-    cost = its own seconds (wait and prefill, hand-over, generating)
-         + seconds that its prompt takes from each other request of that worker: those that generate wait for it, and those who
-           will have come to queue behind it when it is computed, if as many come as in the last seconds
-         + seconds that its place in each step takes from those that its worker generates for
-
-Beside whom a request will generate counts those that are on their way, too: who waits at the worker, and for decode workers their
-share of the prompts that are computed to be handed off. Of many that come at once none generates yet. In the next seconds as many
-are believed to come as were computed in the last, not as were asked for: many that come at once queue before it, and none behind.
+less. That is the least of what the cheapest pair and the cheapest worker alone would cost (``weighing.py``; the policy then
+chooses whom, of the role that costs least, or of all where their costs are nearly the same).
 
 Nothing is weighed while many wait for their first token beside those that generate, as when many come at once: what such a fleet
 will do in a second is not what it did in the last ones, and the policy, which counts requests, spreads them more evenly.
 
 What a hand-over takes is measured on those that are made. Until enough were measured, and where none was for long, it is taken
 to cost nothing, now and then: so one is begun only to measure it where it could pay at all, and none where it could not.
-
-The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
-chats and documents this answers about as many requests as the better of ``always`` and ``never``, or more
-(``tests/router/flow/disaggregation/test_mixes.py``).
 """
 
 from __future__ import annotations
@@ -50,8 +37,9 @@ from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
-from sapwood_router.fleet.worker import PROMPT_SECONDS, Worker
+from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs, ModelCosts
+from sapwood_router.flow.disaggregation.weighing import Alone, Estimate, cheapest_pair, fit, total
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
 
@@ -60,8 +48,6 @@ Disaggregate = Literal["auto", "always", "never"]
 LEARN_SECONDS, PROBE_SECONDS = 0.5, 30.0
 """This long after the last hand-over was begun to measure it, or measured, the next one is taken to cost nothing: while too few
 were measured; later, when what was measured may no longer hold."""
-MOST_PREFILLING = 0.9
-"""The largest share of a worker's time that prompts are believed to take."""
 _ALIKE = 1.03
 """Costs of workers alone that differ by less than this factor are not told apart: the policy chooses among the workers of all
 roles, which spreads requests that are all alike more evenly."""
@@ -85,35 +71,6 @@ PREFERRED: dict[Part, tuple[Role, ...]] = {
     Part.DECODE: (Role.DECODE, Role.BOTH, Role.PREFILL),
 }
 """The roles of workers that are asked for it; each only if no worker of an earlier one can be asked."""
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """What a request would cost in one way, in seconds.
-
-    Attributes:
-        worker: Address of the worker that computes the prompt.
-        decode_worker: Address of the worker that generates; empty: the same.
-        role: The first one's.
-        prefill: Until the first token: the wait for what is queued before, and the prompt.
-        transfer: From there to the decode worker's first token.
-        generate: The rest of the answer.
-        delay: Taken by its prompt from the other requests of that worker, summed over them.
-        crowding: Taken from them by its place in each step, likewise.
-    """
-
-    worker: str
-    decode_worker: str
-    role: Role
-    prefill: float
-    transfer: float
-    generate: float
-    delay: float
-    crowding: float
-
-    @property
-    def total(self) -> float:
-        """What the least is taken of."""
-        return self.prefill + self.transfer + self.generate + self.delay + self.crowding
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -205,7 +162,7 @@ class Disaggregation:
         for role in (Role.PREFILL, Role.DECODE):
             if role not in page_sizes:
                 return Decision(False, f"no {role.value} worker can be asked")
-        if not _fit(pages[Role.PREFILL], pages[Role.DECODE]):
+        if not fit(pages[Role.PREFILL], pages[Role.DECODE]):
             return Decision(False, "no prefill worker's pages fit those of a decode worker")
         if len(prompt.token_ids) < page_sizes[Role.PREFILL]:
             return Decision(False, "the prompt fills no page")
@@ -232,54 +189,21 @@ class Disaggregation:
         Args:
             free: Whether a hand-over is taken to cost nothing.
         """
-        policy = self._policies.of(demand.model)
-        output = costs.output_tokens(max_tokens)
         able = {role: self._able(role, demand) for role in Role}
-        coming = sum(worker.handing_off for workers in able.values() for worker in workers) / (
-            len(able[Role.DECODE]) or 1
-        )
-        alone: dict[Role, Estimate] = {}
-        firsts: dict[bytes, Estimate] = {}
-        """Of the prefill workers whose pages hold the same the one that is done first, others' delay included."""
-        paired: list[tuple[bytes, Estimate, float, float]] = []
-        """Of each decode worker what its pages hold, what it would cost alone, and seconds of a hand-over and of the prompts that
-        are queued there."""
-        for role in Role:
-            views = {worker: worker.view() for worker in able[role]}
-            held = policy.explain(list(views.values()), prompt) if views else {}
-            estimates = []
-            for worker, view in views.items():
-                lacking = len(prompt.token_ids) - held.get(worker.address, (0, 0.0))[0]
-                beside = worker.in_flight - worker.handing_off + (coming if role is Role.DECODE else 0.0)
-                generate = costs.generate(output - 1, beside, prefilling(worker, costs))
-                crowding = costs.crowding(output - 1, beside)
-                until_first = costs.prefill(view.queued_tokens + lacking)
-                queue = costs.prefill(view.queued_tokens)
-                behind = until_first * worker.prompts.total() / PROMPT_SECONDS
-                foreign = view.requests - worker.in_flight
-                delay = (worker.generating + foreign + behind) * (until_first - queue)
-                estimates.append(Estimate(worker.address, "", role, until_first, 0.0, generate, delay, crowding))
-                pages = b"" if worker.model is None else worker.model.pages
-                if role is Role.PREFILL:
-                    firsts[pages] = min(firsts.get(pages, estimates[-1]), estimates[-1], key=_first)
-                elif role is Role.DECODE:
-                    paired.append((pages, estimates[-1], 0.0 if free else costs.handover(lacking), queue))
-            if estimates:
-                alone[role] = min(estimates, key=_total)
-        ways = list(alone.values())
-        pairs = []
-        for pages, then, handover, queue in paired:
-            if fitting := [first for its, first in firsts.items() if _fit({its}, {pages})]:
-                pairs.append(_pair(min(fitting, key=_first), then, handover, queue))
-        if pairs:
-            ways.append(min(pairs, key=_total))
+        alone = Alone(self._policies.of(demand.model), costs, prompt, costs.output_tokens(max_tokens))
+        estimates = alone.of_each(able)
+        cheapest = {role: min((each.estimate for each in those), key=total) for role, those in estimates.items()}
+        ways = list(cheapest.values())
+        pair = cheapest_pair(estimates, costs, free=free)
+        if pair is not None:
+            ways.append(pair)
         if not ways:
             return Decision(False, "no worker can be asked now")
-        least = min(ways, key=_total)
+        least = min(ways, key=total)
         if least.decode_worker:
             reason = "a pair costs least" + ", if a hand-over costs nothing: one is due, to measure that" * free
             return Decision(True, reason, estimates=tuple(ways))
-        if max(each.total for each in alone.values()) < _ALIKE * least.total:
+        if max(each.total for each in cheapest.values()) < _ALIKE * least.total:
             return Decision(False, "any worker alone costs less", (), tuple(ways))
         others = (role for role in PREFERRED[Part.WHOLE] if role is not least.role)
         return Decision(False, f"a {least.role.value} worker alone costs less", (least.role, *others), tuple(ways))
@@ -293,32 +217,3 @@ class Disaggregation:
             return eligible(of_role, demand).workers
         except (InvalidArgumentError, UnavailableError):
             return []
-
-
-def _fit(some: set[bytes], others: set[bytes]) -> bool:
-    """Whether a worker of some and one of others have pages that fit each other, as far as they say."""
-    return bool(some & others) or b"" in some or b"" in others
-
-
-def _pair(first: Estimate, then: Estimate, handover: float, queue: float) -> Estimate:
-    """One worker computes the prompt, and another generates, who has that many seconds of prompts queued now."""
-    return msgspec.structs.replace(
-        first,
-        decode_worker=then.worker,
-        transfer=handover + max(0.0, queue - first.prefill),
-        generate=then.generate,
-        crowding=then.crowding,
-    )
-
-
-def _total(estimate: Estimate) -> float:
-    return estimate.total
-
-
-def _first(estimate: Estimate) -> float:
-    return estimate.prefill + estimate.delay
-
-
-def prefilling(worker: Worker, costs: ModelCosts) -> float:
-    """The share of a worker's time that prompts have taken lately."""
-    return min(MOST_PREFILLING, costs.prefill(worker.prompted.total()) / PROMPT_SECONDS)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import ModelCosts
-from sapwood_router.flow.disaggregation.decision import Part, prefilling
+from sapwood_router.flow.disaggregation.decision import Part
+from sapwood_router.flow.disaggregation.weighing import prefilling
 
 
 class Timing:

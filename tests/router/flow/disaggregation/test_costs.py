@@ -16,6 +16,7 @@ from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
 from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, PROBE_SECONDS, Disaggregation, Part
 from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.disaggregation.weighing import Estimate
+from sapwood_router.routing.load import Load
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook
@@ -58,6 +59,11 @@ class Pair:
             20_000
         ).release()  # prompts take a fifth of its time: who generates there waits
         self.workers[Role.DECODE].lease(1).prefilled()  # somebody whom a prompt there would delay
+
+    def generates_everywhere(self) -> None:
+        """One request at each worker."""
+        for worker in self.workers.values():
+            worker.lease(1).prefilled()
 
     def weighed(self) -> dict[tuple[str, str], Estimate]:
         """What each way would cost, by who computes the prompt and who else generates."""
@@ -131,6 +137,18 @@ def test_of_many_that_come_at_once_nothing_is_weighed_and_the_policy_chooses_amo
     assert pair.weighed()
 
 
+def test_what_comes_while_nobody_has_anything_to_do_is_the_policys_even_where_a_hand_over_is_due() -> None:
+    pair = Pair()
+    pair.measure(handover=0.001)
+    pair.now += PROBE_SECONDS + 1
+    pair.workers[Role.PREFILL].lease(20_000).release()  # a pair would spare it what prompts take of its steps
+    decision = pair.deciding.decide(DEMAND, PROMPT, 100)
+    assert not decision.disaggregated and not decision.estimates
+    assert pair.deciding.roles_for(Part.WHOLE, decision) == ()
+    pair.workers[Role.DECODE].report(Load(running_requests=1))  # another router's
+    assert pair.decide()
+
+
 def test_what_is_not_weighed_is_placed_as_without_roles() -> None:
     pair = Pair()
     for prompt, tokens in ((PromptPages(range(8)), 100), (PROMPT, 1)):
@@ -159,6 +177,7 @@ def test_slow_first_steps_of_one_worker_do_not_send_others_requests_elsewhere() 
     pair = Pair()
     pair.measure(handover=5.0)
     pair.costs.prefilled(1000, 2.0)  # whichever worker it was
+    pair.generates_everywhere()
     alone = pair.weighed()
     assert alone["prefill", ""].prefill == alone["decode", ""].prefill
 
@@ -177,6 +196,7 @@ def test_whoever_is_to_do_it_alone_is_the_one_who_costs_least() -> None:
 def test_where_all_cost_nearly_the_same_alone_the_policy_chooses_among_all() -> None:
     pair = Pair()
     pair.measure(handover=5.0)
+    pair.generates_everywhere()
     decision = pair.deciding.decide(DEMAND, PROMPT, 100)
     assert decision.reason == "any worker alone costs less"
     assert pair.deciding.roles_for(Part.WHOLE, decision) == ()

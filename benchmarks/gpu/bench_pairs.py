@@ -9,8 +9,11 @@ decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile o
         prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
         do both. ``ratio`` is to that alone
 mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
-        and auto; ``ratio`` is auto's to the better of always and never (medians of ``--rounds``; of two rounds for the one that
-        is far behind), ``pairs`` how many were handed over
+        and auto in turns, for ``--mix-seconds`` (the one of always and never that is far behind, twice). ``ratio`` is auto's to
+        the better of the two: the Hodges-Lehmann estimate of the rounds' ratios, which lies between ``low`` and ``high`` in 95 of
+        100 such measurements (``serving_load/comparison.py``); the rates beside it are medians. ``pairs`` is how many auto handed
+        over, ``weighed`` how many it weighed. For each mix routers are started ``--starts`` times, since two processes of one
+        program need not be equally fast; clients start once
 
 Prints one JSON object a line. Without GPUs: ``--device cpu``, a small model and small numbers.
 """
@@ -24,7 +27,7 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -32,7 +35,8 @@ from statistics import median
 import grpc
 from bench_handoff import Stages, free_port, measure
 from commit import measured_commit
-from serving_load.load import run_load
+from serving_load.comparison import compare
+from serving_load.load import Clients
 from serving_load.services import Service, ServiceFailedError, gpus_of_pair
 from serving_load.stream import Stream, percentile
 from serving_load.synthetic_model import write_model
@@ -40,6 +44,7 @@ from serving_load.workload import Planned
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 
+WAYS = ("always", "never", "auto")
 MIXES = {
     "chats": ((200, 250), (500, 150)),
     "documents": ((8000, 60), (6000, 100)),
@@ -48,7 +53,7 @@ MIXES = {
 }
 _START_SECONDS = 60.0
 _BEHIND = 0.85
-"""Below this share of the other's answers a second, ``always`` or ``never`` is measured twice and not more."""
+"""Below this share of the other's answers a second, ``always`` or ``never`` is measured twice and no more."""
 ROLES = {
     "both": worker_pb2.WORKER_ROLE_BOTH,
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
@@ -85,27 +90,44 @@ class Pair:
         self.workers = [each.address() for each in started]
         self.stages = Stages({each.name: self.logs / f"{each.name}.log" for each in started} if options.stages else {})
         self.tokenizer = tokenizer.address()
+        self._clients = stack.enter_context(Clients(options.clients))
 
     def set_roles(self, *roles: str) -> None:
-        """What the workers are for from now on; their caches are empty."""
+        """What the workers are for from now on."""
         for address, role in zip(self.workers, roles, strict=True):
             with grpc.insecure_channel(address) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
-                stub.SetRole(worker_pb2.SetRoleRequest(role=ROLES[role]), timeout=60)
-                stub.FlushCache(worker_pb2.FlushCacheRequest(), timeout=60)
+                worker_pb2_grpc.WorkerStub(channel).SetRole(worker_pb2.SetRoleRequest(role=ROLES[role]), timeout=60)
+
+    def empty_caches(self) -> None:
+        """The workers forget all prompts."""
+        for address in self.workers:
+            with grpc.insecure_channel(address) as channel:
+                worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest(), timeout=60)
 
     @contextmanager
-    def router(self, disaggregate: str) -> Iterator[Front]:
-        """A router in front of the workers."""
-        flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
-        flags += ["--disaggregate", disaggregate, "--workers", *self.workers]
-        service = Service(f"router-{disaggregate}", "sapwood_router", flags, self.logs)
-        try:
-            front = Front(service.address("gRPC"), service.address("HTTP"), self.options.clients)
-            front.ask([Planned(self.prompt(32), 2) for _ in range(4)])
-            yield front
-        finally:
-            service.stop()
+    def routers(self, *ways: str) -> Iterator[dict[str, Front]]:
+        """A router in front of the workers for each way to disaggregate, with empty caches."""
+        self.empty_caches()
+        with ExitStack() as stack:
+            services = {}
+            for way in ways:
+                flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
+                flags += ["--disaggregate", way, "--workers", *self.workers]
+                services[way] = Service(f"router-{way}", "sapwood_router", flags, self.logs)
+                stack.callback(services[way].stop)
+            fronts = {
+                way: Front(service.address("gRPC"), service.address("HTTP"), self._clients)
+                for way, service in services.items()
+            }
+            for front in fronts.values():
+                front.ask([Planned(self.prompt(32), 2) for _ in range(4)])
+            yield fronts
+
+    def burst(self, front: Front, shapes: Sequence[tuple[int, int]]) -> float:
+        """Answers a second of new prompts, and answers, of such lengths that are asked for at once; caches are empty."""
+        self.empty_caches()
+        found = front.ask([self.planned(*each) for each in shapes])
+        return len(found) / (max(each.arrivals[-1] for each in found) - min(each.began for each in found))
 
     def planned(self, length: int, outputs: int) -> Planned:
         """A request with a new prompt."""
@@ -113,7 +135,7 @@ class Pair:
 
     def prompt(self, length: int) -> list[int]:
         """A new one."""
-        return [self._draw.randint(10, min(99_999, self.vocabulary - 1)) for _ in range(length)]
+        return self._draw.choices(range(10, min(100_000, self.vocabulary)), k=length)
 
 
 class Front:
@@ -122,10 +144,10 @@ class Front:
     Args:
         address: Where it takes gRPC.
         http: Where it tells its metrics.
-        clients: Processes of the load generator.
+        clients: The load generator.
     """
 
-    def __init__(self, address: str, http: str, clients: int) -> None:
+    def __init__(self, address: str, http: str, clients: Clients) -> None:
         self._address, self._http, self._clients = address, http, clients
         until = time.monotonic() + _START_SECONDS
         while self.count("worker_available") < 2:
@@ -135,7 +157,7 @@ class Front:
 
     def ask(self, requests: Sequence[Planned]) -> list[Stream]:
         """Sends requests; answers come in another order where there are several clients."""
-        return run_load("gRPC", self._address, "pair", list(requests), self._clients)
+        return self._clients.run("gRPC", self._address, "pair", list(requests))
 
     def count(self, name: str) -> float:
         """A figure of its metrics page; 0 if it is not there."""
@@ -150,6 +172,7 @@ class Front:
 def handoff(pair: Pair, say: Say) -> None:
     """What a hand-over adds."""
     pair.set_roles("prefill", "decode")
+    pair.empty_caches()
     for found in measure(*pair.workers, pair.metrics, pair.vocabulary, pair.stages, pair.options):
         say(what="hand-over", **found)
 
@@ -164,14 +187,14 @@ def decode(pair: Pair, say: Say) -> None:
         ("two both", ("both", "both"), "never", True),
     ):
         pair.set_roles(*roles)
-        with pair.router(mode) as front:
+        with pair.routers(mode) as fronts:
             streams = [pair.planned(128, options.outputs) for _ in range(options.streams)]
             draw, at, prompts = random.Random(2), 1.0, []
             while loaded and at < options.seconds:
                 prompts.append(Planned(pair.prompt(options.long), 4, at))
                 at += draw.expovariate(options.rate)
             began = time.monotonic()
-            found = front.ask([*streams, *prompts])
+            found = fronts[mode].ask([*streams, *prompts])
         generating = [each for each in found if each.tokens == options.outputs]
         gaps = [b - a for each in generating for a, b in zip(each.arrivals, each.arrivals[1:], strict=False)]
         first = [each.arrivals[0] - each.began for each in found if each.tokens != options.outputs]
@@ -193,39 +216,48 @@ def decode(pair: Pair, say: Say) -> None:
 
 
 def mixes(pair: Pair, say: Say) -> None:
-    """Answers a second; the three ways in turns, so often as ``--rounds`` says."""
-    options, modes = pair.options, ("always", "never", "auto")
-    with ExitStack() as stack:
-        fronts = {mode: stack.enter_context(pair.router(mode)) for mode in modes}
-        for name, lengths in MIXES.items():
-            shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
-            shapes = [(int(options.scale * p), max(2, int(options.scale * a))) for p, a in shapes]
-            rates: dict[str, list[float]] = {mode: [] for mode in modes}
-            pair.set_roles("prefill", "decode")
-            fronts["auto"].ask([pair.planned(*each) for each in shapes[: options.requests // 4]])  # what it measures
-            for turn in range(options.rounds):
-                ways = modes if turn < 2 else _worth_it(rates)
-                for mode in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-                    pair.set_roles("prefill", "decode")
-                    front = fronts[mode]
-                    before = front.count("handoffs_total")
-                    found = front.ask([pair.planned(*each) for each in shapes])
-                    seconds = max(each.arrivals[-1] for each in found) - min(each.began for each in found)
-                    rates[mode].append(len(found) / seconds)
-                    say(
-                        what=f"{name}, {mode}",
-                        answers_per_s=rates[mode][-1],
-                        pairs=int(front.count("handoffs_total") - before),
-                    )
-            always, never, auto = (median(rates[mode]) for mode in modes)
-            say(what=name, always=always, never=never, auto=auto, ratio=auto / max(always, never))
+    """Answers a second; the three ways in turns."""
+    options = pair.options
+    pair.set_roles("prefill", "decode")
+    for name, lengths in MIXES.items():
+        shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
+        shapes = [(int(options.scale * p), max(2, int(options.scale * a))) for p, a in shapes]
+        rounds: list[dict[str, float]] = []
+        for start in range(1, options.starts + 1):
+            until = time.monotonic() + options.mix_seconds / options.starts
+            with pair.routers(*WAYS) as fronts:
+                for front in fronts.values():
+                    pair.burst(front, shapes[: max(1, options.requests // 4)])  # what auto measures of the mix
+                first = len(rounds)
+                while len(rounds) == first or time.monotonic() < until:
+                    ways = _worth_it(rounds)
+                    before = _counts(fronts["auto"])
+                    found = {way: pair.burst(fronts[way], shapes) for way in ways[:: -1 if len(rounds) % 2 else 1]}
+                    rounds.append(found)
+                    pairs, weighed = (b - a for a, b in zip(before, _counts(fronts["auto"]), strict=True))
+                    say(what=f"{name}, a round", start=start, **found, pairs=pairs, weighed=weighed)
+        better = max(("always", "never"), key=lambda way: _median(rounds, way))
+        compared = compare([(found["auto"], found[better]) for found in rounds if better in found])
+        rates = {way: _median(rounds, way) for way in WAYS}
+        say(what=name, **rates, **compared._asdict(), rounds=len(rounds), by="Hodges-Lehmann of rounds")
 
 
-def _worth_it(rates: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
-    """The ways to measure once more: of ``always`` and ``never`` not the one that is hopelessly behind the other."""
-    always, never = (median(rates[mode]) for mode in ("always", "never"))
+def _counts(front: Front) -> tuple[int, int]:
+    """Requests that were handed over, and that were weighed."""
+    return int(front.count("handoffs_total")), int(front.count("disaggregation_weighed_total"))
+
+
+def _worth_it(rounds: Sequence[dict[str, float]]) -> tuple[str, ...]:
+    """The ways to measure in one round more: of ``always`` and ``never`` not the one that is hopelessly behind the other."""
+    if len(rounds) < 2:
+        return WAYS
+    always, never = _median(rounds, "always"), _median(rounds, "never")
     behind = "always" if always < _BEHIND * never else "never" if never < _BEHIND * always else ""
-    return tuple(mode for mode in rates if mode != behind)
+    return tuple(way for way in WAYS if way != behind)
+
+
+def _median(rounds: Sequence[dict[str, float]], way: str) -> float:
+    return median(found[way] for found in rounds if way in found)
 
 
 class Say:
@@ -254,7 +286,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="Of these a second.")
     parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
     parser.add_argument("--requests", type=int, default=48, help="Of a mix.")
-    parser.add_argument("--rounds", type=int, default=1, help="Of the three ways, for each mix.")
+    parser.add_argument("--mix-seconds", type=float, default=45.0, help="For each mix.")
+    parser.add_argument("--starts", type=int, default=2, help="Of the routers, for each mix.")
     parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
     parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")
     parser.add_argument("--stages", action="store_true", help="Tell when each stage of a hand-over is reached.")

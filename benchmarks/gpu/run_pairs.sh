@@ -13,12 +13,12 @@ out=${1:-benchmarks/results/gpu-pairs-$(date +%F).jsonl}
 python=${PYTHON:-python3}
 limit=${LIMIT:-580}
 shapes=(benchmarks/gpu/configs/llama-3.1-8b benchmarks/gpu/configs/qwen3-0.6b)
-flags=(--rounds "${ROUNDS:-1}" --mover "${MOVER:-auto}")
+flags=(--mix-seconds "${MIX_SECONDS:-45}" --mover "${MOVER:-auto}")
 gpus=()
 if [ "${DEVICE:-cuda}" = cpu ]; then
   shapes=("$CONFIG")
   flags+=(--device cpu --kv-gb 0.2 --host-gb 0.2 --clients 1 --lengths 1024 --repeats 2)
-  flags+=(--streams 2 --outputs 40 --long 600 --rate 1 --seconds 3 --requests 6 --scale 0.05)
+  flags+=(--streams 2 --outputs 40 --long 600 --rate 1 --seconds 3 --requests 6 --scale 0.05 --mix-seconds 1 --starts 1)
 else
   IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=uuid --format=csv,noheader | paste -sd,)}"
 fi

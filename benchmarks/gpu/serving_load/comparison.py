@@ -1,0 +1,35 @@
+"""How much faster one way is than another, measured in turns on a machine whose speed drifts and now and then stumbles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+_95 = 1.96
+"""Standard deviations to either side in which a normal variable lies 95 times of 100."""
+
+
+class Comparison(NamedTuple):
+    """A ratio, and between what it lies in 95 of 100 such measurements; of fewer than six rounds, the least and the most seen."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def compare(rounds: Sequence[tuple[float, float]]) -> Comparison:
+    """The ratio of first to second, of two rates that were measured right after each other in each round.
+
+    Neighbours share the machine's drift. Of the rounds' log ratios it takes the Hodges-Lehmann estimate (Annals of Mathematical
+    Statistics 34, 1963): the median of all means of two of them, each with itself included. A round that stumbles moves it as
+    little as a median, but it spreads by 2 % more than a mean where noise is normal, and a median by 25 %. The bounds are the
+    means of two whose ranks Wilcoxon's signed-rank test names (in its normal approximation). O(rounds squared).
+    """
+    logs = [math.log(first / second) for first, second in rounds]
+    means = sorted((one + other) / 2 for at, one in enumerate(logs) for other in logs[at:])
+    count = len(logs)
+    rank = count * (count + 1) / 4 - _95 * math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+    cut = max(0, int(rank))
+    return Comparison(*map(math.exp, (median(means), means[cut], means[-1 - cut])))

@@ -12,8 +12,8 @@ from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.disaggregation.costs import Costs, LinearFit
-from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, PROBE_SECONDS, Disaggregation, Part
+from sapwood_router.flow.disaggregation.costs import PROBE_SECONDS, Costs, LinearFit
+from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, Disaggregation, Part
 from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.disaggregation.weighing import Estimate
 from sapwood_router.routing.load import Load
@@ -211,6 +211,22 @@ def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why
     assert pair.deciding.decide(DEMAND, PROMPT, 100, probe=False).disaggregated
     assert pair.decide()
     assert not pair.decide()
+
+
+def test_slow_first_hand_overs_are_disproved_by_a_few_later_ones() -> None:
+    pair = Pair()
+    pair.measure()
+    for seconds in (5.0, 3.0, *(0.02,) * 7):
+        pair.costs.handed_over(1000, seconds)
+    probes = 0
+    pair.load()
+    while probes < 100 and not pair.decide():
+        pair.now += PROBE_SECONDS + 0.1
+        pair.load()
+        assert pair.decide(), "one is due, to be measured"
+        pair.costs.handed_over(1000, 0.02)
+        probes += 1
+    assert 1 <= probes <= 8
 
 
 def test_prompts_slow_whom_they_are_computed_beside_and_not_who_is_queued_behind_them() -> None:

@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 _KEPT = 0.98
 """What each further sample leaves of the weight of those before it: about fifty count."""
+PROBE_SECONDS, _KEPT_STALE = 30.0, 0.5
+"""If no hand-over was measured for so long, what was measured may no longer hold: the next one leaves this of its weight. So a
+few of them are enough to disprove slow first ones, as when connections are opened."""
 _FLAT = 1e-3
 """Sizes that differ less than this, as a share of their mean squared, tell nothing of what size does."""
 _FIRST = 8
@@ -29,13 +32,13 @@ class LinearFit:
         """Whether there was a sample."""
         return self._weight > 0
 
-    def add(self, size: float, seconds: float) -> None:
-        """Takes a sample."""
-        self._weight = self._weight * _KEPT + 1
-        self._size = self._size * _KEPT + size
-        self._seconds = self._seconds * _KEPT + seconds
-        self._squares = self._squares * _KEPT + size * size
-        self._products = self._products * _KEPT + size * seconds
+    def add(self, size: float, seconds: float, kept: float = _KEPT) -> None:
+        """Takes a sample, which leaves the share ``kept`` of the weight of those before it."""
+        self._weight = self._weight * kept + 1
+        self._size = self._size * kept + size
+        self._seconds = self._seconds * kept + seconds
+        self._squares = self._squares * kept + size * size
+        self._products = self._products * kept + size * seconds
 
     def at(self, size: float) -> float:
         """Seconds that something of that size takes; 0 without a sample. Neither part is negative."""
@@ -63,7 +66,7 @@ class ModelCosts:
         self._prefill = LinearFit()
         self._handover = LinearFit()
         self._handovers = 0
-        self._handed_over_at = -math.inf
+        self._measured_at = self._begun_at = -math.inf
         self._step = LinearFit()
         self._answer = LinearFit()
 
@@ -84,9 +87,10 @@ class ModelCosts:
             seconds: Since the ticket came, without the time that prompts queued there before it take: the transfer, what it
                 computed and a step.
         """
-        self._handover.add(tokens, seconds)
+        now = self._clock()
+        self._handover.add(tokens, seconds, _KEPT if now - self._measured_at < PROBE_SECONDS else _KEPT_STALE)
         self._handovers += 1
-        self._handed_over_at = self._clock()
+        self._measured_at = now
 
     def generated(self, tokens: int, seconds: float, requests: int, prefilling: float) -> None:
         """A worker has generated.
@@ -116,12 +120,12 @@ class ModelCosts:
 
     @property
     def handover_age(self) -> float:
-        """Seconds since a hand-over was measured."""
-        return self._clock() - self._handed_over_at
+        """Seconds since a hand-over was measured, or begun for that."""
+        return self._clock() - max(self._measured_at, self._begun_at)
 
     def probing(self) -> None:
         """A hand-over was begun only to measure it: no other one is begun for that meanwhile."""
-        self._handed_over_at = self._clock()
+        self._begun_at = self._clock()
 
     def prefill(self, tokens: float) -> float:
         """Seconds to compute prompt tokens, 0 for none."""

@@ -39,16 +39,16 @@ from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.disaggregation.costs import Costs, ModelCosts
+from sapwood_router.flow.disaggregation.costs import PROBE_SECONDS, Costs, ModelCosts
 from sapwood_router.flow.disaggregation.weighing import Alone, Estimate, cheapest_pair, fit, total
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
 
 Disaggregate = Literal["auto", "always", "never"]
 
-LEARN_SECONDS, PROBE_SECONDS = 0.5, 30.0
-"""This long after the last hand-over was begun to measure it, or measured, the next one is taken to cost nothing: while too few
-were measured; later, when what was measured may no longer hold."""
+LEARN_SECONDS = 0.5
+"""This long after the last hand-over was begun to measure it, or measured, the next one is taken to cost nothing while too few
+were measured; later it is ``PROBE_SECONDS``."""
 _ALIKE = 1.03
 """Costs of workers alone that differ by less than this factor are not told apart: the policy chooses among the workers of all
 roles, which spreads requests that are all alike more evenly."""

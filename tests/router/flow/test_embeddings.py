@@ -76,7 +76,7 @@ async def test_a_worker_that_cannot_is_followed_by_another(cluster) -> None:
     response = await cluster.http.post(PATH, json={"input": "a"})
     assert response.status_code == 503
     assert "retry-after" in response.headers
-    assert all(worker.in_flight == 0 for worker in cluster.router.registry.all())
+    assert all((worker.in_flight, worker.embedding) == (0, 0) for worker in cluster.router.registry.all())
 
 
 async def restart_workers(cluster, wait_until, **attributes: int) -> None:

@@ -29,17 +29,19 @@ _REQUEST_WORK = 256
 class Lease:
     """A request's share of its worker's load, from selection until it is released, whatever happens in between."""
 
-    def __init__(self, worker: Worker, tokens: int, tenant: str, *, hands_off: bool) -> None:
+    def __init__(self, worker: Worker, tokens: int, tenant: str, *, hands_off: bool, embeds: bool) -> None:
         self._worker = worker
         self._tenant = tenant
         self._running = worker.running
         self._running[tenant] = self._running.get(tenant, 0) + 1
         self._tokens = tokens
         self._hands_off = hands_off
+        self._embeds = embeds
         self._held = True
         self._generating = False
         worker.in_flight += 1
         worker.handing_off += hands_off
+        worker.embedding += embeds
         worker.pending_tokens += tokens
 
     def prefilled(self) -> None:
@@ -57,6 +59,7 @@ class Lease:
             self._prompt_is_over()
             worker.generating -= self._generating
             worker.handing_off -= self._hands_off
+            worker.embedding -= self._embeds
             worker.in_flight -= 1
             left = self._running[self._tenant] - 1
             if left:
@@ -90,9 +93,9 @@ class Worker:
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
     __slots__ = (
         "_clock", "_foreign_requests", "_foreign_tokens", "_recent", "_recent_at", "_storage_id", "_used_share", "address",
-        "available", "backend", "breaker", "draining", "generated", "generating", "handing_off", "in_flight", "kept", "leaving",
-        "load", "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "prompts", "proposed",
-        "running", "session", "step_seconds",
+        "available", "backend", "breaker", "draining", "embedding", "generated", "generating", "handing_off", "in_flight", "kept",
+        "leaving", "load", "loop_lag", "model", "most_requests", "on_room", "pending_tokens", "problem", "prompted", "prompts",
+        "proposed", "running", "session", "step_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +132,8 @@ class Worker:
         """This router's requests on it that have their first token."""
         self.handing_off = 0
         """Requests in flight of which it only computes the prompt: another worker will generate."""
+        self.embedding = 0
+        """Requests in flight that generate nothing."""
         self.prompted = SlidingCount(PROMPT_SECONDS, clock)
         """Prompt tokens that it has computed lately."""
         self.prompts = SlidingCount(PROMPT_SECONDS, clock)
@@ -172,18 +177,19 @@ class Worker:
         self._foreign_requests = max(0, load.running_requests + load.waiting_requests - self.in_flight)
         self._foreign_tokens = max(0, load.queued_tokens - self.pending_tokens)
 
-    def lease(self, tokens: int, tenant: str = "", *, hands_off: bool = False) -> Lease:
+    def lease(self, tokens: int, tenant: str = "", *, hands_off: bool = False, embeds: bool = False) -> Lease:
         """Counts a request with ``tokens`` prompt tokens to prefill. The caller releases it.
 
         Args:
             tokens: How many.
             tenant: Whose it is.
             hands_off: Whether another worker will generate.
+            embeds: Whether nobody will.
         """
         now = self._clock()
         self._recent = self._recent * math.exp2((self._recent_at - now) / _HALF_LIFE) + tokens + _REQUEST_WORK
         self._recent_at = now
-        return Lease(self, tokens, tenant, hands_off=hands_off)
+        return Lease(self, tokens, tenant, hands_off=hands_off, embeds=embeds)
 
     def view(self) -> WorkerView:
         """The worker as of now, for a policy. Needs ``model``."""

@@ -90,7 +90,7 @@ class EmbeddingAttempts(Attempts):
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
         part = self._parts[0]
         permit = worker.breaker.begin()
-        lease = worker.lease(sum(map(len, part)), self._request.caller.tenant)
+        lease = worker.lease(sum(map(len, part)), self._request.caller.tenant, embeds=True)
         return Gathering(len(part), self._answered, lease, permit, self._tried)
 
     def _send(self, worker: Worker, execution: Execution) -> None:

@@ -137,6 +137,20 @@ def test_of_many_that_come_at_once_nothing_is_weighed_and_the_policy_chooses_amo
     assert pair.weighed()
 
 
+def test_embeddings_wait_for_no_first_token_and_nobody_generates_beside_them() -> None:
+    pair = Pair()
+    pair.measure(handover=0.001)
+    pair.generates_everywhere()
+    alone = pair.weighed()["decode", ""]
+    leases = [pair.workers[Role.DECODE].lease(1000, embeds=True) for _ in range(3)]
+    beside = pair.weighed()["decode", ""]
+    assert (beside.generate, beside.crowding) == (alone.generate, alone.crowding)
+    assert beside.prefill > alone.prefill
+    for lease in leases:
+        lease.release()
+    assert pair.workers[Role.DECODE].embedding == 0
+
+
 def test_what_comes_while_nobody_has_anything_to_do_is_the_policys_even_where_a_hand_over_is_due() -> None:
     pair = Pair()
     pair.measure(handover=0.001)

@@ -156,7 +156,7 @@ class Disaggregation:
         pages: dict[Role, set[bytes]] = {Role.PREFILL: set(), Role.DECODE: set(), Role.BOTH: set()}
         waiting = generating = 0
         for worker, model in self._askable(demand):
-            waiting += worker.in_flight - worker.generating
+            waiting += worker.in_flight - worker.embedding - worker.generating
             generating += worker.generating
             page_sizes[model.role] = model.page_size
             pages[model.role].add(model.pages)

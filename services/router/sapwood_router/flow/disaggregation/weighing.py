@@ -114,7 +114,7 @@ class Alone:
 
     def _of(self, role: Role, worker: Worker, view: WorkerView, lacking: int, coming: float) -> Weighed:
         costs, output = self._costs, self._output
-        beside = worker.in_flight - worker.handing_off + coming
+        beside = worker.in_flight - worker.embedding - worker.handing_off + coming
         until_first, queue = costs.prefill(view.queued_tokens + lacking), costs.prefill(view.queued_tokens)
         behind = until_first * worker.prompts.total() / PROMPT_SECONDS
         foreign = view.requests - worker.in_flight

@@ -16,7 +16,7 @@ chats and documents this answers about as many requests as the better of ``alway
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -95,24 +95,25 @@ class Alone:
 
     def of_each(self, workers: Mapping[Role, Sequence[Worker]]) -> dict[Role, list[Weighed]]:
         """For each worker, by its role; roles without a worker are left out."""
-        handed_off = sum(worker.handing_off for of_role in workers.values() for worker in of_role)
-        coming = handed_off / (len(workers[Role.DECODE]) or 1)
+        views = {worker: worker.view() for of_role in workers.values() for worker in of_role}
+        held = self._policy.explain(list(views.values()), self._prompt) if views else {}
+        coming = sum(worker.handing_off for worker in views) / (len(workers[Role.DECODE]) or 1)
         return {
-            role: self._of_role(role, of_role, coming if role is Role.DECODE else 0.0)
+            role: [
+                self._of(
+                    role,
+                    worker,
+                    views[worker],
+                    lacking=len(self._prompt.token_ids) - held.get(worker.address, (0, 0.0))[0],
+                    coming=coming if role is Role.DECODE else 0.0,
+                )
+                for worker in of_role
+            ]
             for role, of_role in workers.items()
             if of_role
         }
 
-    def _of_role(self, role: Role, workers: Iterable[Worker], coming: float) -> list[Weighed]:
-        views = {worker: worker.view() for worker in workers}
-        held = self._policy.explain(list(views.values()), self._prompt)
-        length = len(self._prompt.token_ids)
-        return [
-            self._of(role, worker, view, length - held.get(worker.address, (0, 0.0))[0], coming)
-            for worker, view in views.items()
-        ]
-
-    def _of(self, role: Role, worker: Worker, view: WorkerView, lacking: int, coming: float) -> Weighed:
+    def _of(self, role: Role, worker: Worker, view: WorkerView, *, lacking: int, coming: float) -> Weighed:
         costs, output = self._costs, self._output
         beside = worker.in_flight - worker.embedding - worker.handing_off + coming
         until_first, queue = costs.prefill(view.queued_tokens + lacking), costs.prefill(view.queued_tokens)

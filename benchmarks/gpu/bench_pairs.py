@@ -9,11 +9,11 @@ decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile o
         prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
         do both. ``ratio`` is to that alone
 mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
-        and auto in turns, for ``--mix-seconds`` (the one of always and never that is far behind, twice). ``ratio`` is auto's to
-        the better of the two: the Hodges-Lehmann estimate of the rounds' ratios, which lies between ``low`` and ``high`` in 95 of
-        100 such measurements (``serving_load/comparison.py``); the rates beside it are medians. ``pairs`` is how many auto handed
-        over, ``weighed`` how many it weighed. For each mix routers are started ``--starts`` times, since two processes of one
-        program need not be equally fast; clients start once
+        and auto in turns, for ``--mix-seconds`` (the one of always and never that is far behind, twice). Routers are started anew
+        after ``--start-seconds``, since two processes of one program need not be equally fast; clients start once. ``ratio`` is
+        auto's to the better of the two: the Hodges-Lehmann estimate of the starts' ratios, each of medians, which lies between
+        ``low`` and ``high`` in 95 of 100 such measurements (``serving_load/comparison.py``); the rates beside it are medians of
+        starts. ``pairs`` is how many auto handed over, ``weighed`` how many it weighed
 
 Prints one JSON object a line. Without GPUs: ``--device cpu``, a small model and small numbers.
 """
@@ -27,8 +27,9 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -222,24 +223,31 @@ def mixes(pair: Pair, say: Say) -> None:
     for name, lengths in MIXES.items():
         shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
         shapes = [(int(options.scale * p), max(2, int(options.scale * a))) for p, a in shapes]
-        rounds: list[dict[str, float]] = []
-        for start in range(1, options.starts + 1):
-            until = time.monotonic() + options.mix_seconds / options.starts
-            with pair.routers(*WAYS) as fronts:
-                for front in fronts.values():
-                    pair.burst(front, shapes[: max(1, options.requests // 4)])  # what auto measures of the mix
-                first = len(rounds)
-                while len(rounds) == first or time.monotonic() < until:
-                    ways = _worth_it(rounds)
-                    before = _counts(fronts["auto"])
-                    found = {way: pair.burst(fronts[way], shapes) for way in ways[:: -1 if len(rounds) % 2 else 1]}
-                    rounds.append(found)
-                    pairs, weighed = (b - a for a, b in zip(before, _counts(fronts["auto"]), strict=True))
-                    say(what=f"{name}, a round", start=start, **found, pairs=pairs, weighed=weighed)
-        better = max(("always", "never"), key=lambda way: _median(rounds, way))
-        compared = compare([(found["auto"], found[better]) for found in rounds if better in found])
-        rates = {way: _median(rounds, way) for way in WAYS}
-        say(what=name, **rates, **compared._asdict(), rounds=len(rounds), by="Hodges-Lehmann of rounds")
+        until = time.monotonic() + options.mix_seconds
+        starts: list[dict[str, float]] = []
+        while len(starts) < 2 or time.monotonic() < until:
+            starts.append(_rates(pair, shapes, _worth_it(starts), partial(say, what=f"{name}, a round")))
+        better = max(("always", "never"), key=lambda way: _median(starts, way))
+        compared = compare([(rates["auto"], rates[better]) for rates in starts if better in rates])
+        medians = {way: _median(starts, way) for way in WAYS}
+        say(what=name, **medians, **compared._asdict(), starts=len(starts), by="Hodges-Lehmann of starts")
+
+
+def _rates(
+    pair: Pair, shapes: Sequence[tuple[int, int]], ways: Sequence[str], say: Callable[..., None]
+) -> dict[str, float]:
+    """Answers a second of each way, by routers that are started for it: the median of some rounds, of which each is told."""
+    rounds: list[dict[str, float]] = []
+    with pair.routers(*ways) as fronts:
+        until = time.monotonic() + pair.options.start_seconds
+        for front in fronts.values():
+            pair.burst(front, shapes[: max(1, len(shapes) // 4)])  # what auto measures of the mix
+        while not rounds or time.monotonic() < until:
+            before = _counts(fronts["auto"])
+            rounds.append({way: pair.burst(fronts[way], shapes) for way in ways[:: -1 if len(rounds) % 2 else 1]})
+            pairs, weighed = (b - a for a, b in zip(before, _counts(fronts["auto"]), strict=True))
+            say(**rounds[-1], pairs=pairs, weighed=weighed)
+    return {way: _median(rounds, way) for way in ways}
 
 
 def _counts(front: Front) -> tuple[int, int]:
@@ -247,17 +255,17 @@ def _counts(front: Front) -> tuple[int, int]:
     return int(front.count("handoffs_total")), int(front.count("disaggregation_weighed_total"))
 
 
-def _worth_it(rounds: Sequence[dict[str, float]]) -> tuple[str, ...]:
-    """The ways to measure in one round more: of ``always`` and ``never`` not the one that is hopelessly behind the other."""
-    if len(rounds) < 2:
-        return WAYS
-    always, never = _median(rounds, "always"), _median(rounds, "never")
-    behind = "always" if always < _BEHIND * never else "never" if never < _BEHIND * always else ""
-    return tuple(way for way in WAYS if way != behind)
+def _worth_it(starts: Sequence[dict[str, float]]) -> tuple[str, ...]:
+    """The ways to measure once more, in an order that turns: not the one of ``always`` and ``never`` that is far behind."""
+    behind = ""
+    if len(starts) >= 2:
+        always, never = _median(starts, "always"), _median(starts, "never")
+        behind = "always" if always < _BEHIND * never else "never" if never < _BEHIND * always else ""
+    return tuple(way for way in WAYS[:: -1 if len(starts) % 2 else 1] if way != behind)
 
 
-def _median(rounds: Sequence[dict[str, float]], way: str) -> float:
-    return median(found[way] for found in rounds if way in found)
+def _median(found: Sequence[dict[str, float]], way: str) -> float:
+    return median(rates[way] for rates in found if way in rates)
 
 
 class Say:
@@ -287,7 +295,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
     parser.add_argument("--requests", type=int, default=48, help="Of a mix.")
     parser.add_argument("--mix-seconds", type=float, default=45.0, help="For each mix.")
-    parser.add_argument("--starts", type=int, default=2, help="Of the routers, for each mix.")
+    parser.add_argument(
+        "--start-seconds", type=float, default=4.0, help="So long routers run before others are started."
+    )
     parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
     parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")
     parser.add_argument("--stages", action="store_true", help="Tell when each stage of a hand-over is reached.")

@@ -18,7 +18,7 @@ gpus=()
 if [ "${DEVICE:-cuda}" = cpu ]; then
   shapes=("$CONFIG")
   flags+=(--device cpu --kv-gb 0.2 --host-gb 0.2 --clients 1 --lengths 1024 --repeats 2)
-  flags+=(--streams 2 --outputs 40 --long 600 --rate 1 --seconds 3 --requests 6 --scale 0.05 --mix-seconds 1 --starts 1)
+  flags+=(--streams 2 --outputs 40 --long 600 --rate 1 --seconds 3 --requests 6 --scale 0.05 --mix-seconds 1 --start-seconds 1)
 else
   IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=uuid --format=csv,noheader | paste -sd,)}"
 fi

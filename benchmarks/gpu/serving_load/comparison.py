@@ -12,22 +12,22 @@ _95 = 1.96
 
 
 class Comparison(NamedTuple):
-    """A ratio, and between what it lies in 95 of 100 such measurements; of fewer than six rounds, the least and the most seen."""
+    """A ratio, and between what it lies in 95 of 100 such measurements; of fewer than six pairs, the least and the most seen."""
 
     ratio: float
     low: float
     high: float
 
 
-def compare(rounds: Sequence[tuple[float, float]]) -> Comparison:
-    """The ratio of first to second, of two rates that were measured right after each other in each round.
+def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
+    """The ratio of first to second, of pairs of rates that were measured beside each other and so share the machine's drift.
 
-    Neighbours share the machine's drift. Of the rounds' log ratios it takes the Hodges-Lehmann estimate (Annals of Mathematical
-    Statistics 34, 1963): the median of all means of two of them, each with itself included. A round that stumbles moves it as
-    little as a median, but it spreads by 2 % more than a mean where noise is normal, and a median by 25 %. The bounds are the
-    means of two whose ranks Wilcoxon's signed-rank test names (in its normal approximation). O(rounds squared).
+    Of their log ratios it takes the Hodges-Lehmann estimate (Annals of Mathematical Statistics 34, 1963): the median of all means
+    of two of them, each with itself included. Few that stumble hardly move it, as they hardly move a median; but where noise is
+    normal it spreads 2 % more than a mean, and a median 25 %. The bounds are the means of two whose ranks Wilcoxon's signed-rank
+    test names, in its normal approximation. O(pairs squared).
     """
-    logs = [math.log(first / second) for first, second in rounds]
+    logs = [math.log(first / second) for first, second in pairs]
     means = sorted((one + other) / 2 for at, one in enumerate(logs) for other in logs[at:])
     count = len(logs)
     rank = count * (count + 1) / 4 - _95 * math.sqrt(count * (count + 1) * (2 * count + 1) / 24)

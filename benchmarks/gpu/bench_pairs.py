@@ -9,11 +9,12 @@ decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile o
         prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
         do both. ``ratio`` is to that alone
 mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
-        and auto in turns, for ``--mix-seconds`` (the one of always and never that is far behind, twice). Routers are started anew
-        after ``--start-seconds``, since two processes of one program need not be equally fast; clients start once. ``ratio`` is
-        auto's to the better of the two: the Hodges-Lehmann estimate of the starts' ratios, each of medians, which lies between
-        ``low`` and ``high`` in 95 of 100 such measurements (``serving_load/comparison.py``); the rates beside it are medians of
-        starts. ``pairs`` is how many auto handed over, ``weighed`` how many it weighed
+        and auto in turns (not more of always or never than two starts if it is far behind). Routers are started anew after
+        ``--start-seconds``, since two processes of one program need not be equally fast; clients start once. ``ratio`` is auto's
+        to the better of the two: the Hodges-Lehmann estimate of the starts' ratios, each of medians, which lies between ``low``
+        and ``high`` in 95 of 100 such measurements (``serving_load/comparison.py``); the rates beside it are medians of starts.
+        A mix has ``--mix-seconds``, and what the mixes before it left when their ratios were known to one in a hundred. ``pairs``
+        is how many auto handed over, ``weighed`` how many it weighed
 
 Prints one JSON object a line. Without GPUs: ``--device cpu``, a small model and small numbers.
 """
@@ -47,14 +48,17 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 
 WAYS = ("always", "never", "auto")
 MIXES = {
-    "chats": ((200, 250), (500, 150)),
     "documents": ((8000, 60), (6000, 100)),
-    "chats beside documents": ((300, 300), (300, 200), (8000, 100)),
     "documents with long answers": ((8000, 200), (4000, 400)),
+    "chats beside documents": ((300, 300), (300, 200), (8000, 100)),
+    "chats": ((200, 250), (500, 150)),
 }
+"""Lengths of prompts and answers, in turns; those first that vary least from burst to burst and leave time to the others."""
 _START_SECONDS = 60.0
 _BEHIND = 0.85
 """Below this share of the other's answers a second, ``always`` or ``never`` is measured twice and no more."""
+_KNOWN = 1.01
+"""A ratio is known when its upper bound is so little above its lower one."""
 ROLES = {
     "both": worker_pb2.WORKER_ROLE_BOTH,
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
@@ -220,17 +224,24 @@ def mixes(pair: Pair, say: Say) -> None:
     """Answers a second; the three ways in turns."""
     options = pair.options
     pair.set_roles("prefill", "decode")
-    for name, lengths in MIXES.items():
+    end = time.monotonic() + options.mix_seconds * len(MIXES)
+    for left, (name, lengths) in zip(range(len(MIXES), 0, -1), MIXES.items(), strict=True):
         shapes = [lengths[number % len(lengths)] for number in range(options.requests)]
         shapes = [(int(options.scale * p), max(2, int(options.scale * a))) for p, a in shapes]
-        until = time.monotonic() + options.mix_seconds
-        starts: list[dict[str, float]] = []
-        while len(starts) < 2 or time.monotonic() < until:
-            starts.append(_rates(pair, shapes, _worth_it(starts), partial(say, what=f"{name}, a round")))
+        now = time.monotonic()
+        _mix(pair, name, shapes, now + (end - now) / left, say)
+
+
+def _mix(pair: Pair, name: str, shapes: Sequence[tuple[int, int]], until: float, say: Say) -> None:
+    starts: list[dict[str, float]] = []
+    while True:
+        starts.append(_rates(pair, shapes, _worth_it(starts), partial(say, what=f"{name}, a round")))
         better = max(("always", "never"), key=lambda way: _median(starts, way))
         compared = compare([(rates["auto"], rates[better]) for rates in starts if better in rates])
-        medians = {way: _median(starts, way) for way in WAYS}
-        say(what=name, **medians, **compared._asdict(), starts=len(starts), by="Hodges-Lehmann of starts")
+        if len(starts) >= 2 and (time.monotonic() > until or compared.known_within(_KNOWN)):
+            break
+    medians = {way: _median(starts, way) for way in WAYS}
+    say(what=name, **medians, **compared._asdict(), by="Hodges-Lehmann of starts")
 
 
 def _rates(
@@ -294,7 +305,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="Of these a second.")
     parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
     parser.add_argument("--requests", type=int, default=48, help="Of a mix.")
-    parser.add_argument("--mix-seconds", type=float, default=45.0, help="For each mix.")
+    parser.add_argument("--mix-seconds", type=float, default=45.0, help="For each mix, on average.")
     parser.add_argument(
         "--start-seconds", type=float, default=4.0, help="So long routers run before others are started."
     )

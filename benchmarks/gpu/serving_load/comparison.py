@@ -9,14 +9,21 @@ from typing import NamedTuple
 
 _95 = 1.96
 """Standard deviations to either side in which a normal variable lies 95 times of 100."""
+_FEW = 6
+"""Of fewer pairs nothing is known with such certainty."""
 
 
 class Comparison(NamedTuple):
-    """A ratio, and between what it lies in 95 of 100 such measurements; of fewer than six pairs, the least and the most seen."""
+    """A ratio, between what it lies in 95 of 100 such measurements (of few: the least and the most seen), and of how many."""
 
     ratio: float
     low: float
     high: float
+    count: int
+
+    def known_within(self, factor: float) -> bool:
+        """Whether the upper bound is less than so many times the lower one, of enough pairs."""
+        return self.count >= _FEW and self.high < factor * self.low
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
@@ -32,4 +39,5 @@ def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
     count = len(logs)
     rank = count * (count + 1) / 4 - _95 * math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
     cut = max(0, int(rank))
-    return Comparison(*map(math.exp, (median(means), means[cut], means[-1 - cut])))
+    ratio, low, high = map(math.exp, (median(means), means[cut], means[-1 - cut]))
+    return Comparison(ratio, low, high, count)

@@ -215,7 +215,7 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_overlapped_all_reduces_total",
-            "Of these, sums of pieces of long products that ran while the next piece was computed.",
+            "Of these, sums of pieces of long products and of experts that ran while the next piece was computed.",
             lambda: [((), counts().get(OVERLAPPED, 0))],
         )
         self._metrics.polled(

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed import overlap as module
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, SumMethod
 from sapwood_worker.model.distributed.overlap import (
+    Aside,
+    CutKind,
     Overlap,
     SideStream,
     SideThread,
@@ -137,25 +139,59 @@ def test_products_are_cut_where_that_is_clearly_quicker() -> None:
     assert back == [(512, 2), (1024, 1)]
     overlap.cut(back)
     assert overlap.words == "products of 512 tokens and more in 2 pieces"
+    assert sizes_tried(8191, "layers of experts") == [2048, 4096]
+    overlap.cut([(2048, 4)], "layers of experts")
+    assert [overlap.pieces(rows, "layers of experts") for rows in (2047, 2048)] == [1, 4]
+    assert overlap.words.endswith("in 2 pieces; beside layers of experts of 2048 tokens and more in 4 pieces")
 
 
-@pytest.mark.parametrize(("name", "sums"), [("llama", 2), ("llama-biased-tied", 2), ("gemma3", 2), ("mixtral", 1)])
-def test_logits_are_those_of_whole_products(tiny_model: Any, name: str, sums: int) -> None:
+def cut(group: ThreadGroup, rows: int, count: int, aside: Aside | None = None) -> Overlap:
+    """Has products and experts of so many tokens computed in so many pieces."""
+    group.overlap = Overlap(group.all_reduce, aside or SideThread())
+    for kind in get_args(CutKind):
+        group.overlap.cut([(rows, count)], kind)
+    return group.overlap
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_experts"),
+    [*((name, False) for name in ("llama", "llama-biased-tied", "gemma3", "mixtral", "gpt-oss")),
+     *((name, True) for name in ("deepseek-v3", "qwen2-moe"))],
+)  # fmt: skip
+def test_logits_are_those_of_whole_products(tiny_model: Any, name: str, whole_experts: bool) -> None:
     path = tiny_model(name, **SHAPE).path
 
-    def work(cut: bool) -> Callable[[ThreadGroup], tuple[Tensor, int]]:
-        def run(group: ThreadGroup) -> tuple[Tensor, int]:
-            group.overlap = Overlap(group.all_reduce, SideThread())
-            group.overlap.cut([(len(TOKENS), 3)] if cut else [])
-            found = logits_of(load(path, Parallel(tp=group)), TOKENS, Parallel(tp=group))
-            return found, group.overlap.summed
+    def work(pieces: int) -> Callable[[ThreadGroup], tuple[Tensor, int, Tensor | None]]:
+        def run(group: ThreadGroup) -> tuple[Tensor, int, Tensor | None]:
+            overlap = cut(group, len(TOKENS), pieces)
+            parallel = Parallel(tp=group, ep=group) if whole_experts else Parallel(tp=group)
+            loaded = load(path, parallel)
+            found = logits_of(loaded, TOKENS, parallel)
+            return found, overlap.summed, loaded.model.expert_tokens() if loaded.config.sparse else None
 
         return run
 
-    whole = run_ranks(2, work(False))
-    for (logits, summed), (expected, none) in zip(run_ranks(2, work(True)), whole, strict=True):
+    whole = run_ranks(2, work(1))
+    for (logits, summed, tokens), (expected, none, of_whole) in zip(run_ranks(2, work(3)), whole, strict=True):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-        assert (summed, none) == (3 * sums * load(path).config.num_layers, 0)
+        assert (summed, none) == (3 * 2 * load(path).config.num_layers, 0)
+        assert tokens is None or (of_whole is not None and torch.equal(tokens, of_whole))
+
+
+def test_experts_that_may_move_are_not_cut(tiny_model: Any) -> None:
+    path = tiny_model("qwen2-moe", **SHAPE).path
+
+    def work(pieces: int) -> Callable[[ThreadGroup], tuple[Tensor, int]]:
+        def run(group: ThreadGroup) -> tuple[Tensor, int]:
+            overlap = cut(group, len(TOKENS), pieces)
+            parallel = Parallel(tp=group, ep=group, redundant_experts=2)
+            return logits_of(load(path, parallel), TOKENS, parallel), overlap.summed
+
+        return run
+
+    for (logits, summed), (expected, _) in zip(run_ranks(2, work(3)), run_ranks(2, work(1)), strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        assert summed == 3 * load(path).config.num_layers  # those of attention
 
 
 class TellingAside(SideThread):
@@ -177,13 +213,13 @@ class TellingAside(SideThread):
         return told
 
 
-def test_a_layer_goes_on_with_rows_whose_sums_have_come(tiny_model: Any) -> None:
-    path = tiny_model("llama", **SHAPE, num_hidden_layers=2).path
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek-v3"])
+def test_a_layer_goes_on_with_rows_whose_sums_have_come(tiny_model: Any, name: str) -> None:
+    path = tiny_model(name, **SHAPE, num_hidden_layers=2).path
 
     def work(group: ThreadGroup) -> list[str]:
         aside = TellingAside()
-        group.overlap = Overlap(group.all_reduce, aside)
-        group.overlap.cut([(len(TOKENS), 3)])
+        cut(group, len(TOKENS), 3, aside)
         logits_of(load(path, Parallel(tp=group)), TOKENS, Parallel(tp=group))
         return aside.said
 
@@ -203,10 +239,9 @@ def test_a_layer_goes_on_with_rows_whose_sums_have_come(tiny_model: Any) -> None
 def test_who_looks_between_layers_sees_them_complete(tiny_model: Any) -> None:
     path = tiny_model("llama", **SHAPE, num_hidden_layers=3).path
 
-    def work(cut: bool) -> Callable[[ThreadGroup], tuple[Tensor, Tensor]]:
+    def work(pieces: int) -> Callable[[ThreadGroup], tuple[Tensor, Tensor]]:
         def run(group: ThreadGroup) -> tuple[Tensor, Tensor]:
-            group.overlap = Overlap(group.all_reduce, SideThread())
-            group.overlap.cut([(len(TOKENS), 3)] if cut else [])
+            cut(group, len(TOKENS), pieces)
             parallel = Parallel(tp=group)
             loaded = load(path, parallel)
             width, slots = loaded.config.hidden_size, 64
@@ -222,19 +257,20 @@ def test_who_looks_between_layers_sees_them_complete(tiny_model: Any) -> None:
 
         return run
 
-    for found, expected in zip(run_ranks(2, work(True)), run_ranks(2, work(False)), strict=True):
+    for found, expected in zip(run_ranks(2, work(3)), run_ranks(2, work(1)), strict=True):
         for each, whole in zip(found, expected, strict=True):
             assert float(whole.abs().max()) > 0
             torch.testing.assert_close(each, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
 
 
-def test_ranks_choose_alike_by_the_slowest(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_ranks_choose_alike_by_the_slowest(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(module, "_FEWEST_ROWS", 4)
-    path = tiny_model("llama", **SHAPE).path
+    path = tiny_model(name, **SHAPE).path
 
     def work(group: ThreadGroup) -> tuple[str, dict[str, int]]:
         parallel = Parallel(tp=group)
-        overlap_sums(parallel, load(path, parallel).model, device_ops("cpu"), torch.float32, 16)
+        overlap_sums(parallel, load(path, parallel).model, device_ops("cpu"), torch.float32, 32)
         assert group.overlap is not None
         return group.overlap.words, group.counts()
 
@@ -266,15 +302,17 @@ class Backend:
         return None
 
 
-@pytest.mark.parametrize(("wrong_rank", "words"), [(None, "products of 8 tokens and more in 2 pieces"), (1, "")])
+@pytest.mark.parametrize("wrong_rank", [None, 1])
+@pytest.mark.parametrize(("name", "kind"), [("llama", "products"), ("mixtral", "layers of experts")])
 def test_pieces_are_left_out_on_all_ranks_where_one_sums_wrongly(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, wrong_rank: int | None, words: str
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, wrong_rank: int | None, name: str, kind: str
 ) -> None:
     asides: dict[int, SideThread] = {}
-    monkeypatch.setattr(module, "_FEWEST_ROWS", 4)
+    monkeypatch.setattr(module, "_FEWEST_ROWS", 2)
     monkeypatch.setattr(overlap_trial, "best_table", lambda seconds: [(8, 2)])
     monkeypatch.setattr(overlap_trial, "SideThread", lambda: asides[threading.get_ident()])
-    path = tiny_model("llama", **SHAPE).path
+    path = tiny_model(name, **SHAPE).path
+    words = f"{kind} of 8 tokens and more in 2 pieces" if wrong_rank is None else ""
 
     def work(group: ThreadGroup) -> tuple[str, SumChoices, dict[str, int]]:
         asides[threading.get_ident()] = SpoiledSums() if group.rank == wrong_rank else SideThread()
@@ -294,30 +332,33 @@ def test_pieces_are_left_out_on_all_ranks_where_one_sums_wrongly(
         if words:
             assert (report.told, report.refused) == (f"backend; beside {words}", ())
         else:
-            [(name, why)] = report.refused
-            assert name == OVERLAPPED
-            assert why.startswith("rank 1: its sum of a product in pieces of ")
+            [(refused, why)] = report.refused
+            assert refused == OVERLAPPED
+            assert why.startswith("rank 1: its sum in pieces of ")
             assert report.told == f"backend; overlapped is not used: {why}"
 
 
-def over_processes(rank: int, folder: Path, path: Path) -> None:
+def over_processes(rank: int, folder: Path, path: Path, expert: int) -> None:
     """A process: logits of a model's part whose products are cut."""
     torch.set_num_threads(1)
-    parallel = join_groups(rank, tensor=2, rendezvous=f"file://{folder}/meeting", backend="gloo", timeout=60)
+    meeting = f"file://{folder}/meeting"
+    parallel = join_groups(rank, tensor=2, expert=expert, rendezvous=meeting, backend="gloo", timeout=60)
     group = parallel.tp
     assert isinstance(group, TorchGroup)
     loaded = load(path, parallel)
     overlap_sums(parallel, loaded.model, device_ops("cpu"), torch.float32, 512)  # whatever it finds
     group.overlap = Overlap(group.all_reduce, SideThread())
-    group.overlap.cut([(8, 4)])
+    for kind in get_args(CutKind):
+        group.overlap.cut([(8, 4)], kind)
     torch.save((logits_of(loaded, TOKENS, parallel), group.counts()["overlapped"]), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_processes_over_gloo_give_the_logits_of_one(tiny_model: Any, tmp_path: Path) -> None:
-    path = tiny_model("llama", **SHAPE).path
-    multiprocessing.spawn(over_processes, (tmp_path, path), nprocs=2)
+@pytest.mark.parametrize(("name", "expert"), [("llama", 1), ("deepseek-v3", 2)])
+def test_processes_over_gloo_give_the_logits_of_one(tiny_model: Any, tmp_path: Path, name: str, expert: int) -> None:
+    path = tiny_model(name, **SHAPE).path
+    multiprocessing.spawn(over_processes, (tmp_path, path, expert), nprocs=2)
     whole = load(path)
     expected = logits_of(whole, TOKENS)
     for rank in range(2):

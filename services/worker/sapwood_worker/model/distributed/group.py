@@ -26,7 +26,7 @@ class Group:
         rank: This process's place in the group, from 0.
         size: Ranks in the group.
         sums: How it sums tensors, where there is a choice.
-        overlap: Sums long products in pieces; None: they are summed whole.
+        overlap: Sums long products and experts in pieces; None: they are summed whole.
         partial: Whether :meth:`all_reduce` leaves each rank its part, which whoever calls the layer sums.
     """
 

@@ -1,4 +1,4 @@
-"""Long products of which ranks have parts, in pieces: while one piece is summed over the ranks, the next is multiplied.
+"""Long products and experts of which ranks have parts, in pieces: while one piece is summed over the ranks, the next is computed.
 
 Where a norm reads the sums next, nobody waits for the last pieces. What comes after the norm is computed piece by piece, too,
 each when its sum is there, so that sums also run beside the products of the next layer. Only around the first and the last sum
@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+CutKind = Literal["products", "layers of experts"]
+"""What is cut by a table of its own: products, or what of a layer with experts comes after its attention."""
+Cuts = Sequence[tuple[int, int]]
+"""In how many pieces rows are cut: pairs of the least rows and the pieces, ascending by rows."""
+
 _FEWEST_ROWS = 256
-"""Rows of a piece, at least, where it is tried in how many a product is cut."""
+"""Rows of a piece, at least, where it is tried in how many something is cut."""
+_FEWEST_OF: dict[CutKind, int] = {"products": 2, "layers of experts": 8}
+"""Times that, the fewest rows that are tried: each piece reads all experts."""
 _MOST_ROWS = 8192
-"""Rows of the largest product that is tried."""
+"""The most rows that are tried."""
 _COUNTS = (1, 2, 4)
 _CLEARLY = 0.95
 """What more pieces are to take of fewer pieces' seconds, at most."""
@@ -102,23 +109,26 @@ class Overlap:
 
     def __init__(self, sums: Callable[[Tensor], object], aside: Aside) -> None:
         self._sums, self._aside = sums, aside
-        self._table: Sequence[tuple[int, int]] = ()
+        self._tables: dict[CutKind, Cuts] = {}
         self._coming: Coming | None = None
         self.summed = 0
 
-    def cut(self, table: Sequence[tuple[int, int]]) -> None:
-        """Sets in how many pieces products are cut: pairs of the least rows of a product and its pieces, ascending by rows."""
-        self._table = table
+    def cut(self, table: Cuts, kind: CutKind = "products") -> None:
+        """Sets in how many pieces something is cut."""
+        self._tables[kind] = table
 
     @property
     def words(self) -> str:
-        """In how many pieces products are cut, for people; empty: in one."""
-        said = [f"of {rows} tokens and more in {count} pieces" for rows, count in self._table if count > 1]
-        return "products " + ", ".join(said) if said else ""
+        """In how many pieces what is cut, for people; empty: all in one."""
+        found = []
+        for kind, table in self._tables.items():
+            said = [f"of {rows} tokens and more in {count} pieces" for rows, count in table if count > 1]
+            found += [f"{kind} {', '.join(said)}"] if said else []
+        return "; beside ".join(found)
 
-    def pieces(self, rows: int) -> int:
-        """In how many pieces a product of so many rows is cut."""
-        return next((count for least, count in reversed(self._table) if rows >= least), 1)
+    def pieces(self, rows: int, kind: CutKind = "products") -> int:
+        """In how many pieces so many rows are cut."""
+        return next((count for least, count in reversed(self._tables.get(kind, ())) if rows >= least), 1)
 
     def run(
         self,
@@ -166,21 +176,21 @@ class Overlap:
             self._coming = None
 
 
-def sizes_tried(most: int) -> list[int]:
-    """Rows of the products by which :func:`best_table` chooses, where steps have so many tokens at most; ascending."""
+def sizes_tried(most: int, kind: CutKind = "products") -> list[int]:
+    """Rows by which :func:`best_table` chooses, where steps have so many tokens at most; ascending."""
     sizes: list[int] = []
-    while (size := 2 * _FEWEST_ROWS << len(sizes)) <= min(most, _MOST_ROWS):
+    while (size := _FEWEST_OF[kind] * _FEWEST_ROWS << len(sizes)) <= min(most, _MOST_ROWS):
         sizes.append(size)
     return sizes
 
 
 def counts_tried(rows: int) -> list[int]:
-    """The numbers of pieces that are tried for a product of so many rows."""
+    """The numbers of pieces that are tried for so many rows."""
     return [count for count in _COUNTS if rows // count >= _FEWEST_ROWS]
 
 
 def best_table(seconds: Sequence[tuple[int, int, float]]) -> list[tuple[int, int]]:
-    """What :meth:`Overlap.cut` takes, by the seconds of products of so many rows in so many pieces, in their order."""
+    """What :meth:`Overlap.cut` takes, by the seconds of so many rows in so many pieces, in their order."""
     table: list[tuple[int, int]] = []
     found: dict[int, tuple[int, float]] = {}
     for rows, count, each in seconds:

@@ -124,6 +124,8 @@ class DecoderLayer(Layer, ABC):
         self.first_norm = None
         self.attention = self_attention(config, index, context.attending.inside("self_attn"))
         self.mlp = feed_forward(config, index, context)
+        if isinstance(self.mlp, SparseMLP) and self.mlp.ranks is not None and self.attention.ranks is not None:
+            self.attention.ranks.kind = self.mlp.ranks.kind
         self.norms = nn.ModuleDict({name: _norm(config, context.inside(name)) for name in self.norm_names()})
 
     @staticmethod

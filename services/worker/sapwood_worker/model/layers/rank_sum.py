@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.overlap import CutKind
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
 
 
@@ -15,10 +16,15 @@ class RankSum:
 
     Args:
         group: The ranks.
+        kind: By which table many rows are computed in pieces.
+
+    Attributes:
+        kind: The argument; who builds a layer may change it.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, kind: CutKind = "products") -> None:
         self._group = group
+        self.kind: CutKind = kind
         self._following: RMSNorm | None = None
 
     @property
@@ -34,10 +40,22 @@ class RankSum:
     def of(self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
         """Sums as :meth:`__call__` does, with ``product(x)`` as this rank's part: a new tensor, each row of it from one row of x.
         Many rows may be computed in pieces."""
-        overlap = self._group.overlap
-        if overlap is not None and (count := overlap.pieces(len(x))) > 1:
+        if (count := self._count(x)) > 1:
             return self.of_pieces(product, x.tensor_split(count), residual)
         return self(product(x), residual)
+
+    def pieces(self, x: Tensor, norm: AnyNorm | None) -> Iterable[Tensor] | None:
+        """The rows of x [T, N], normed by ``norm`` if it is given, in the pieces in which they are to be computed: where sums of
+        x are under way, as they come, each when it is asked for. None: all at once, and nothing is normed yet."""
+        if (count := self._count(x)) == 1:
+            return None
+        if isinstance(norm, RMSNorm) and (coming := norm.pieces(x)) is not None:
+            return coming
+        return (x if norm is None else norm(x)).tensor_split(count)
+
+    def _count(self, x: Tensor) -> int:
+        overlap = self._group.overlap
+        return 1 if overlap is None else overlap.pieces(len(x), self.kind)
 
     def of_pieces(
         self, product: Callable[[Tensor], Tensor], pieces: Iterable[Tensor], residual: Tensor | None

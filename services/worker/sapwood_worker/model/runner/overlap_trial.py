@@ -1,11 +1,12 @@
-"""Measures from how many tokens on a model's sums over ranks are to run while the rest of a product is computed, and whether what
-comes of it is right."""
+"""Measures from how many tokens on a model's sums over ranks are to run while the rest of a product, or of a layer of experts, is
+computed, and whether what comes of it is right."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.overlap import (
+    CutKind,
     Overlap,
     SideStream,
     SideThread,
@@ -25,10 +27,10 @@ from sapwood_worker.model.distributed.overlap import (
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 from sapwood_worker.model.families.decoder import DecoderLayer
-from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.linear import RowLinear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.records.model_info import OVERLAPPED
 
 logger = logging.getLogger(__name__)
@@ -38,14 +40,34 @@ _QUEUED = 6
 """Calls that a device gets at once if it computes by itself: as in a step, the host is then ahead of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What stands for all of a kind.
+
+    Attributes:
+        kind: The kind.
+        run: Is timed: of [T, width] and a residual [T, N].
+        width: Numbers of a row of its input.
+        part: What of it is looked at, whether pieces are summed rightly.
+        sizes: Rows that are tried, ascending.
+    """
+
+    kind: CutKind
+    run: Callable[[Tensor, None, Tensor], object]
+    width: int
+    part: RowLinear | SparseMLP
+    sizes: Sequence[int]
+
+
 @torch.inference_mode()
 def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: torch.dtype, most: int) -> None:
-    """Has long products be summed in pieces where that is quicker; called by all ranks together.
+    """Has long products and layers of experts be summed in pieces where that is quicker; called by all ranks together.
 
     Args:
         parallel: The groups.
-        model: The model, or this rank's part of one. What is measured is its first layer without attention, where that is two
-            products with a sum each and norms alone see them, else its widest product with a sum.
+        model: The model, or this rank's part of one. What is measured is its first layer without attention, where that is a
+            product and an MLP, or experts, with a sum each, and norms alone see them. Else it is the widest product with a sum,
+            or the experts alone.
         ops: The device's operations.
         dtype: Of activations.
         most: Tokens of the largest step.
@@ -53,39 +75,75 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
     group = parallel.tp
     if group.size == 1 or parallel.rows is not None:
         return
-    layers = [each for each in model.modules() if isinstance(each, RowLinear) and each.ranks is not None]
-    sizes = sizes_tried(most)
-    if not layers or not sizes:
+    measured = list(_measured(model, most))
+    if not measured:
         return
-    layer = max(layers, key=lambda each: each.shape.columns.size)
-    run = next((found for each in model.modules() if (found := _after_attention(each)) is not None), layer)
-    first = run.output if isinstance(run, _AfterAttention) else layer
-    x = torch.full((sizes[-1], first.shape.columns.size), 0.5, dtype=dtype, device=ops.device)
-    residual = torch.zeros(sizes[-1], first.shape.rows, dtype=dtype, device=ops.device)
     overlap = Overlap(group.all_reduce, SideThread() if ops.device.type == "cpu" else SideStream(ops.device))
     group.overlap = overlap
+    for each in measured:
+        _choose(each, group, overlap, ops, dtype)
+    overlap.summed = 0
+    logger.info("all-reduce beside %s", overlap.words or "nothing: that is not quicker here, or not right")
+
+
+def _measured(model: nn.Module, most: int) -> Iterator[_Measured]:
+    """What is measured of a model whose steps have so many tokens at most."""
+    modules = list(model.modules())
+    ends = [found for each in modules if (found := _after_attention(each)) is not None]
+    products = [each for each in modules if isinstance(each, RowLinear) and _kind(each) == "products"]
+    experts = [each for each in modules if isinstance(each, SparseMLP) and _kind(each) is not None]
+    layers: list[tuple[CutKind, RowLinear | SparseMLP]] = []
+    if products:
+        layers.append(("products", max(products, key=_inputs)))
+    layers += [("layers of experts", each) for each in experts[:1]]
+    for kind, layer in layers:
+        end = next((each for each in ends if _kind(each.mlp) == kind), None)
+        if sizes := sizes_tried(most, kind):
+            yield _Measured(kind, end or layer, _inputs(end.output if end else layer), layer, sizes)
+
+
+def _kind(layer: RowLinear | GatedMLP | SparseMLP) -> CutKind | None:
+    """Of what kind its pieces would be; None: it has none."""
+    if layer.ranks is None or (isinstance(layer, SparseMLP) and layer.experts.exchanges):
+        return None
+    return layer.ranks.kind
+
+
+def _inputs(layer: RowLinear | SparseMLP) -> int:
+    return layer.shape.columns.size if isinstance(layer, RowLinear) else layer.hidden_size
+
+
+def _outputs(layer: RowLinear | SparseMLP) -> int:
+    return layer.shape.rows if isinstance(layer, RowLinear) else layer.hidden_size
+
+
+def _choose(measured: _Measured, group: Group, overlap: Overlap, ops: DeviceOps, dtype: torch.dtype) -> None:
+    """Has what is measured, and all of its kind, be cut as is quickest, if that is right."""
+    kind, sizes = measured.kind, measured.sizes
+    # Alike on all ranks, and in no two rows: experts are to get tokens as they do from texts.
+    numbers = torch.Generator(ops.device).manual_seed(0)
+    x = torch.randn(sizes[-1], measured.width, device=ops.device, generator=numbers).to(dtype)
+    residual = torch.zeros(sizes[-1], _outputs(measured.part), dtype=dtype, device=ops.device)
     tried = [(rows, count) for rows in sizes for count in counts_tried(rows)]
     own = []
     for rows, count in tried:
-        overlap.cut([(0, count)])
-        call = partial(run, x[:rows], None, residual[:rows])
+        overlap.cut([(0, count)], kind)
+        call = partial(measured.run, x[:rows], None, residual[:rows])
         own.append(min(_seconds(call, overlap, ops) for _ in range(_TRIES)))  # the first is slower
     # All ranks go by the slowest one's seconds, so that they cut alike.
     slowest = list(map(max, *group.exchange(own)))
     table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)])
     trial = Trial(group, ops, (dtype,), timer=time_on_host, replay=as_it_is if ops.device.type == "cpu" else _captured)
-    fault = trial.fault(_Pieces(group, layer, *each, dtype, ops) for each in table if each[1] > 1)
+    fault = trial.fault(_Pieces(group, measured, *each, dtype, ops) for each in table if each[1] > 1)
     if fault:
-        logger.warning("all-reduce: products in pieces are not used: %s", fault)
+        logger.warning("all-reduce: %s in pieces are not used: %s", kind, fault)
         if group.sums is not None:
             group.sums.refuse(OVERLAPPED, fault)
-    overlap.cut([] if fault else table)
-    overlap.summed = 0
-    logger.info("all-reduce beside %s", overlap.words or "no product: that is not quicker here, or not right")
+    overlap.cut([] if fault else table, kind)
     took = ", ".join(
         f"{rows} in {count}: {1e6 * each:.0f} us" for (rows, count), each in zip(tried, slowest, strict=True)
     )
-    logger.info("products of so many tokens, in so many pieces: %s", took)
+    logger.info("%s of so many tokens, in so many pieces: %s", kind, took)
 
 
 class _AfterAttention:
@@ -95,32 +153,37 @@ class _AfterAttention:
         output: Attention's output.
         norm: Sees the residual after it.
         mlp: Sees that.
+
+    Attributes:
+        output, mlp: The arguments.
     """
 
-    def __init__(self, output: RowLinear, norm: RMSNorm, mlp: GatedMLP) -> None:
-        self.output, self._norm, self._mlp = output, norm, mlp
+    def __init__(self, output: RowLinear, norm: RMSNorm, mlp: GatedMLP | SparseMLP) -> None:
+        self.output, self._norm, self.mlp = output, norm, mlp
 
     def __call__(self, x: Tensor, gate: None, residual: Tensor) -> None:
         self.output(x, gate, residual)
-        self._mlp(residual, self._norm, residual)
+        self.mlp(residual, self._norm, residual)
 
 
 def _after_attention(module: nn.Module) -> _AfterAttention | None:
-    if not isinstance(module, DecoderLayer) or not isinstance(module.attention, Attention):
+    if not isinstance(module, DecoderLayer):
         return None
     output, mlp = module.attention.output, module.mlp
-    if output.ranks is None or output.ranks.following is None or not isinstance(mlp, GatedMLP) or mlp.ranks is None:
+    if output.ranks is None or output.ranks.following is None:
+        return None
+    if not isinstance(mlp, GatedMLP | SparseMLP) or _kind(mlp) is None:
         return None
     return _AfterAttention(output, output.ranks.following, mlp)
 
 
 class _Pieces:
-    """A product whose pieces are summed while the next is computed. Implements
+    """Something whose pieces are summed while the next is computed. Implements
     :class:`~sapwood_worker.model.distributed.trial_cases.Case`.
 
     Args:
         group: The ranks.
-        layer: The layer.
+        measured: Has it.
         rows: Tokens.
         count: Pieces.
         dtype: Of activations.
@@ -128,18 +191,20 @@ class _Pieces:
     """
 
     def __init__(
-        self, group: Group, layer: RowLinear, rows: int, count: int, dtype: torch.dtype, ops: DeviceOps
+        self, group: Group, measured: _Measured, rows: int, count: int, dtype: torch.dtype, ops: DeviceOps
     ) -> None:
         assert group.overlap is not None
-        self._input = torch.empty(rows, layer.shape.columns.size, dtype=dtype, device=ops.device)
+        layer = measured.part
+        self._input = torch.empty(rows, _inputs(layer), dtype=dtype, device=ops.device)
         self.x = self._input.view(-1)
-        self._before = torch.linspace(-1, 1, rows * layer.shape.rows, device=ops.device).view(rows, -1).to(dtype)
+        outputs = _outputs(layer)
+        self._before = torch.linspace(-1, 1, rows * outputs, device=ops.device).view(rows, -1).to(dtype)
         self._residual = torch.empty_like(self._before)
         self._group, self._layer, self._beside = group, layer, group.overlap
         # What it is compared with: the same pieces, each summed by torch's backend before the next is computed.
         self._apart = Overlap(group.backend.sum if isinstance(group, TorchGroup) else group.all_reduce, _at_once)
         for each in (self._beside, self._apart):
-            each.cut([(0, count)])
+            each.cut([(0, count)], measured.kind)
 
     def run(self) -> None:
         self._residual.copy_(self._before)
@@ -154,7 +219,7 @@ class _Pieces:
         self._group.overlap = self._beside
         # The backend may add the ranks' parts up in another order.
         most = 4 * torch.finfo(found.dtype).eps * float(self._residual.abs().max())
-        return "" if torch.allclose(found, self._residual, rtol=0, atol=most) else "sum of a product in pieces"
+        return "" if torch.allclose(found, self._residual, rtol=0, atol=most) else "sum in pieces"
 
 
 def _at_once(call: Callable[[], object]) -> Callable[[], object]:

@@ -172,6 +172,11 @@ class JoinedExperts(Layer):
         """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""
         return self._places.holders(ids, first)
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange something in :meth:`forward`."""
+        return self._sum.exchanges
+
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""
         self._sum.move(moves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -111,16 +112,18 @@ class SparseMLP(Layer):
         context: Where and how it is built.
 
     Attributes:
+        hidden_size: The argument.
         joined: As how many experts the shared one is computed among the others, once weights are prepared.
         ranks: Sums what ranks have of the output; None: there is one.
     """
 
     def __init__(self, hidden_size: int, config: SparseConfig, *, activation: Gate, context: LayerContext) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self._scales_inputs = config.scales_inputs
         self._exchange = context.parallel.expert_exchange
         group = context.split_over
-        self.ranks = None if group is None else RankSum(group)
+        self.ranks = None if group is None else RankSum(group, "layers of experts")
         self.shared: GatedMLP | None = None
         self._gate: WeightSlots = {}
         if config.shared is not None:
@@ -154,15 +157,34 @@ class SparseMLP(Layer):
 
     def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
+        if self.ranks is None:
+            return self._alone(hidden, norm, residual)
+        # What experts exchange must not meet sums that are under way.
+        pieces = None if self.experts.exchanges else self.ranks.pieces(hidden, norm)
+        if pieces is None:
+            return self.ranks(self._part(hidden, norm), residual)
+        return self.ranks.of_pieces(partial(self._part, norm=None), pieces, residual)
+
+    def _alone(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
+        """:meth:`forward` where nothing is left to sum."""
+        # What is not normed may be the residual itself, which the shared expert is yet to read.
+        adds = norm is not None and self._exchange is None
+        result = self._part(hidden, norm, residual if adds else None)
+        if residual is None or adds:
+            return result
+        residual += result
+        return residual
+
+    def _part(self, hidden: Tensor, norm: RMSNorm | None, add_to: Tensor | None = None) -> Tensor:
+        """[T, hidden_size], normed first by ``norm`` -> this rank's part of the sum, [T, hidden_size]; of one rank it may be
+        added to ``add_to`` in place, which is returned then."""
         x, ids, weights = self.router(hidden, norm)
         taken = x
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         result: Tensor
-        # What is not normed may be the residual itself, which the shared expert is yet to read.
-        adds = norm is not None and self._exchange is None and self.ranks is None
         if self._exchange is None:
-            result = self.experts(taken, ids, weights, residual if adds else None)
+            result = self.experts(taken, ids, weights, add_to)
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
         if self.shared is not None and not self._gate:
@@ -172,9 +194,4 @@ class SparseMLP(Layer):
             for gate in self._gate.values():
                 shared *= F.linear(x, gate.target).sigmoid()
             result += shared
-        if self.ranks is not None:
-            return self.ranks(result, residual)
-        if residual is None or adds:
-            return result
-        residual += result
-        return residual
+        return result

@@ -60,6 +60,10 @@ class ThreadGroup(Group):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self._exchange(x).sum(0).chunk(self.size)[self.rank].clone()
 
+    def reduce(self, x: Tensor, target: int) -> Tensor:
+        found = self._exchange(x).sum(0)
+        return x.copy_(found) if self.rank == target else x.fill_(float("nan"))
+
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if self.rank != source:
             return self.receive(x, source)

@@ -23,6 +23,7 @@ from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler_process import build_scheduler, build_tiers
+from sapwood_worker.model.distributed import own_rows
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import LaunchedStep, RankLostError
@@ -124,6 +125,22 @@ def test_ranks_with_requests_of_their_own_answer_as_one_process_does(
     assert len(group.requests) == size and min(group.requests) > 0, "every rank has had some"
     assert group.steps[size] > 0, "all had something to compute at once"
     assert sum(group.steps[each] for each in range(1, size)) > 0, "some were idle while others computed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name"), [(2, "llama"), (4, "deepseek-v3")])
+def test_answers_are_the_same_where_ranks_send_rows_one_by_one(
+    tiny_model: Any, make_runner: Any, monkeypatch: pytest.MonkeyPatch, size: int, name: str
+) -> None:
+    monkeypatch.setattr(own_rows, "_LEAST_SAVED", 0)  # as many as for long prompts of large models
+    path = tiny_model(name, **SHAPE).path
+    sent: list[int] = []
+    reduce = ThreadGroup.reduce
+    monkeypatch.setattr(ThreadGroup, "reduce", lambda self, x, target: sent.append(len(x)) or reduce(self, x, target))
+    alone = Asking()(make_runner(path, **OPTIONS))
+    for mine, other in zip(run_group(size, path, Asking(), own_requests=True, **OPTIONS), alone, strict=True):
+        mine.assert_is(other)
+    assert sent
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("qwen3-moe", marks=pytest.mark.slow)])

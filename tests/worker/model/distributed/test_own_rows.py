@@ -14,6 +14,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_grid, run_ranks
+from sapwood_worker.model.distributed import own_rows
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -54,6 +55,36 @@ def test_places_of_rows_are_copied_once_for_the_first_layer_that_needs_them(coun
 
     uneven = int(min(counts) < max(counts))
     assert run_ranks(3, work) == [[0, uneven, uneven, 2 * uneven]] * 3
+
+
+@pytest.mark.parametrize("counts", [(0, 5, 0, 0), (6, 0, 1, 0), (6, 6, 6, 0), (4, 4, 4, 4), (5, 5, 5, 4)])
+def test_few_ranks_with_many_rows_send_them_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(own_rows, "_LEAST_SAVED", 8 * 4)  # a row for each rank that has some
+
+    def work(group: ThreadGroup) -> tuple[int, int]:
+        rows = OwnRows(group, CountingOps(torch.device("cpu")))
+        rows.begin(counts)
+        own = torch.arange(8 * (counts[group.rank] + 1.0)).view(-1, 8) + 1000 * group.rank  # one row pads it
+        every = rows.gather(own)
+        theirs = [
+            row + 1000 * rank for rank, count in enumerate(counts) for row in torch.arange(8.0 * count).view(-1, 8)
+        ]
+        assert torch.equal(every, torch.stack(theirs))
+        gathered = group.calls
+        mine = every[sum(counts[: group.rank]) :][: counts[group.rank]]
+        expected = mine.clone() * 10
+        found = rows.scatter_sum(every * (1 + group.rank), len(own))
+        assert torch.equal(found[:-1], expected)
+        assert not found[-1].any()
+        assert torch.equal(own, torch.arange(8 * (counts[group.rank] + 1.0)).view(-1, 8) + 1000 * group.rank)
+        return gathered, group.calls
+
+    senders = sum(count > 0 for count in counts)
+    apart = senders < 4
+    found = run_ranks(4, work)
+    assert sum(last - first for first, last in found) == 4 * (senders if apart else 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -129,6 +129,10 @@ class AllReduce:
         """Notes that something is not used since its trial failed."""
         self.report = replace(self.report, refused=(*self.report.refused, (name, why)))
 
+    def note(self, name: str) -> None:
+        """Counts a sum of a method that was called elsewhere."""
+        self._calls[name] += 1
+
     def method(self, num_bytes: int) -> SumMethod:
         """What sums tensors of so many bytes. O(choices)."""
         return _of(self._choices, num_bytes)

@@ -87,6 +87,10 @@ class Group:
         """This rank's rows of the sum over the ranks: [size * T, ...] -> [T, ...]."""
         return x
 
+    def reduce(self, x: Tensor, target: int) -> Tensor:
+        """Sums x over the ranks, in place, for the rank ``target``; elsewhere x is undefined then. Returns x."""
+        return x
+
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Overwrites x with that of the rank ``source``; returns x."""
         return x

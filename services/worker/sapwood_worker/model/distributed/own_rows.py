@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,12 +12,16 @@ from torch import Tensor
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.group import Group
 
+_LEAST_SAVED = 8 << 20
+"""Bytes of padding that each exchange by itself is to save, at least: about what a link carries while one begins."""
+
 
 class OwnRows:
     """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
 
-    Each rank sends as many rows as the rank that has most; rows that only pad are not computed. Before the first
-    :meth:`begin`, as where a graph is captured, every rank has as many.
+    Each rank sends as many rows as the rank that has most; rows that only pad are not computed. Where few ranks have many rows,
+    as of one long prompt, each of them sends its rows by itself, and the others none. Before the first :meth:`begin`, as where
+    a graph is captured, every rank has as many.
 
     Args:
         group: The ranks.
@@ -54,19 +58,48 @@ class OwnRows:
         return (self._own, self._most) if self._told else (rows, rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here."""
+        """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here. May
+        be x itself."""
         if not self._told:
             return self._group.gather_rows(x)
-        every = self._group.gather_rows(F.pad(x[: self._own], (0, 0, 0, self._most - self._own)))
+        own = x[: self._own]
+        if self._apart(x):
+            if self._own == sum(self._counts):
+                return self._group.broadcast(own.contiguous(), self._group.rank)
+            every = x.new_empty(sum(self._counts), x.shape[1])
+            for rank, rows in self._rows(every):
+                self._group.broadcast(rows.copy_(own) if rank == self._group.rank else rows, rank)
+            return every
+        every = self._group.gather_rows(_padded(own, self._most))
         return every if (filled := self._filled()) is None else every.index_select(0, filled)
 
     def scatter_sum(self, x: Tensor, rows: int) -> Tensor:
-        """This rank's part of the sum for all rows, in the order of :meth:`gather` -> the sum for its own: [rows, W]."""
+        """This rank's part of the sum for all rows, in the order of :meth:`gather` -> the sum for its own: [rows, W]; may
+        overwrite x."""
         if not self._told:
             return self._group.reduce_scatter(x)
+        if self._apart(x):
+            own = x[:0]
+            for rank, theirs in self._rows(x):
+                self._group.reduce(theirs, rank)
+                own = theirs if rank == self._group.rank else own
+            return _padded(own, rows)
         if (filled := self._filled()) is not None:
             x = x.new_zeros(self._most * self._group.size, x.shape[1]).index_copy_(0, filled, x)
-        return F.pad(self._group.reduce_scatter(x)[: self._own], (0, 0, 0, rows - self._own))
+        return _padded(self._group.reduce_scatter(x)[: self._own], rows)
+
+    def _apart(self, x: Tensor) -> bool:
+        """Whether ranks that have rows exchange them one by one. All ranks say the same of rows like x."""
+        size, most, rows = self._group.size, self._most, sum(self._counts)
+        padding = (size * most - rows) * x.shape[1] * x.element_size()
+        # Padded, each rank gets as many rows as the longest from each other, of all at once; one by one, all there are.
+        return rows <= (size - 1) * most and padding > sum(count > 0 for count in self._counts) * _LEAST_SAVED
+
+    def _rows(self, every: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The ranks that have rows, and theirs of all ranks'."""
+        for rank, rows in enumerate(every.split_with_sizes(list(self._counts))):
+            if len(rows):
+                yield rank, rows
 
     def _filled(self) -> Tensor | None:
         """int64 [sum of the counts]: which of all ranks' padded rows are rows; None: all. Made for the first layer that needs
@@ -75,6 +108,11 @@ class OwnRows:
             places = [np.arange(count) + rank * self._most for rank, count in enumerate(self._counts)]
             self._places = self._ops.to_device(np.concatenate(places))
         return self._places
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """[T, W] -> [rows, W], zero after the first T."""
+    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))
 
 
 class PartialSums(Group):

@@ -160,6 +160,14 @@ class TorchGroup(Group):
         self._count(x)
         return self.sums.scatter_sum(x)
 
+    def reduce(self, x: Tensor, target: int) -> Tensor:
+        if x.is_cpu:  # in the order of all other sums
+            return self.all_reduce(x)
+        self._count(x)
+        self.sums.note(self.backend.name)
+        dist.reduce(x, self.ranks[target], group=self._group)
+        return x
+
     def _count(self, x: Tensor) -> None:
         """Counts an exchange of tensors like this; on CPUs, where it is waited for, it is counted then."""
         if not x.is_cpu:

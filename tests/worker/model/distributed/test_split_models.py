@@ -115,6 +115,17 @@ def test_experts_that_cannot_be_handed_out_equally_are_refused(tiny_model):
         load(dense, Parallel(tp=rank, ep=rank))
 
 
+@pytest.mark.parametrize(("name", "whole_experts"), [("llama", False), ("mixtral", False), ("qwen3-moe", True)])
+def test_a_token_meets_an_even_part_of_the_layers_on_each_rank(tiny_model, name, whole_experts):
+    path = tiny_model(name, **SHAPE).path
+
+    def work(group: ThreadGroup) -> int:
+        parallel = Parallel(tp=group, ep=group) if whole_experts else Parallel(tp=group)
+        return load(path, parallel).model.layer_size()
+
+    assert run_ranks(2, work) == [load(path).model.layer_size() / 2] * 2
+
+
 def test_ranks_quantise_what_they_have(tiny_model):
     quantization = "fp8"
     path = tiny_model("llama", **SHAPE | {"intermediate_size": 64}).path

@@ -182,6 +182,7 @@ class DecoderModel(Layer):
         inside, vocabulary = context.inside("model"), context.attending
         self.link = StageLink(context.parallel.pp, width, context.dtype, context.ops)
         self._overlapping = context.parallel.tp
+        self._experts_over = context.parallel.tp.size if context.parallel.rows is None else 1
         self.own = context.parallel.own_layers([config.layer_cost(i) for i in range(config.num_layers)])
         tied = config.tie_word_embeddings and config.labels is None
         self.embedding: VocabParallelEmbedding | None = None
@@ -226,11 +227,12 @@ class DecoderModel(Layer):
         return others if self.embedding is not None else ("model.embed_tokens.", *others)
 
     def layer_size(self) -> int:
-        """Numbers of the layers' matrices that a token meets, however they are held: all but those of embedding and head."""
+        """Numbers of this rank's part of the layers' matrices that a token meets, however they are held: all but those of
+        embedding and head. Of its experts, an even part where all ranks have all tokens."""
         shapes = (each.shape for each in self.layers.modules() if isinstance(each, Linear))
         met = sum(shape.rows * shape.columns.size for shape in shapes)
         if (sparse := self.config.sparse) is not None:
-            expert = 3 * self.config.hidden_size * sparse.intermediate_size
+            expert = 3 * self.config.hidden_size * sparse.intermediate_size // self._experts_over
             met += sum(sparse.routing.chosen + each.joined for each in self._mixtures) * expert
         return met
 

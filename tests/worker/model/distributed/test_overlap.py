@@ -137,6 +137,13 @@ def test_products_are_cut_where_that_is_clearly_quicker() -> None:
     assert overlap.words == "products of 1024 tokens and more in 2 pieces, of 4096 tokens and more in 4 pieces"
     back = best_table([(512, 1, 1.0), (512, 2, 0.5), (1024, 1, 1.0), (1024, 2, 1.0)])
     assert back == [(512, 2), (1024, 1)]
+    assert best_table([(512, 1, 1.0), (512, 2, 0.5), (1024, 1, 1.0), (1024, 2, 0.5)], 700) == [
+        (512, 2),
+        (701, 1),
+        (1024, 2),
+    ]
+    assert best_table([(512, 1, 1.0), (512, 2, 0.5)], 700) == [(512, 2), (701, 1)]
+    assert best_table([(512, 1, 1.0), (512, 2, 1.0), (1024, 1, 1.0), (1024, 2, 0.5)], 700) == [(1024, 2)]
     overlap.cut(back)
     assert overlap.words == "products of 512 tokens and more in 2 pieces"
     assert sizes_tried(8191, "layers of experts") == [2048, 4096]
@@ -309,7 +316,7 @@ def test_pieces_are_left_out_on_all_ranks_where_one_sums_wrongly(
 ) -> None:
     asides: dict[int, SideThread] = {}
     monkeypatch.setattr(module, "_FEWEST_ROWS", 2)
-    monkeypatch.setattr(overlap_trial, "best_table", lambda seconds: [(8, 2)])
+    monkeypatch.setattr(overlap_trial, "best_table", lambda seconds, captured: [(8, 2)])
     monkeypatch.setattr(overlap_trial, "SideThread", lambda: asides[threading.get_ident()])
     path = tiny_model(name, **SHAPE).path
     words = f"{kind} of 8 tokens and more in 2 pieces" if wrong_rank is None else ""

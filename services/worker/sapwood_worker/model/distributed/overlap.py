@@ -189,14 +189,21 @@ def counts_tried(rows: int) -> list[int]:
     return [count for count in _COUNTS if rows // count >= _FEWEST_ROWS]
 
 
-def best_table(seconds: Sequence[tuple[int, int, float]]) -> list[tuple[int, int]]:
-    """What :meth:`Overlap.cut` takes, by the seconds of so many rows in so many pieces, in their order."""
+def best_table(seconds: Sequence[tuple[int, int, float]], captured: int = 0) -> list[tuple[int, int]]:
+    """What :meth:`Overlap.cut` takes.
+
+    Args:
+        seconds: Of so many rows in so many pieces, in their order.
+        captured: Up to so many rows they are a CUDA graph's, and tell nothing of more rows, which the host launches.
+    """
     table: list[tuple[int, int]] = []
     found: dict[int, tuple[int, float]] = {}
     for rows, count, each in seconds:
         if rows not in found or each <= _CLEARLY * found[rows][1]:
             found[rows] = count, each
-    for rows, (count, _) in found.items():
+    replayed = {rows: count for rows, (count, _) in found.items() if rows <= captured}
+    launched = {rows: count for rows, (count, _) in found.items() if rows > captured}
+    for rows, count in [*replayed.items(), *([(captured + 1, 1)] if replayed else []), *launched.items()]:
         if count != (table[-1][1] if table else 1):
             table.append((rows, count))
     return table

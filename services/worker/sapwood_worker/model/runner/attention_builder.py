@@ -142,6 +142,15 @@ class AttentionBuilder:
         return backend, graphs
 
     @torch.inference_mode()
+    def most_captured(self, most: int, *, float8: bool) -> int:
+        """Tokens of the largest step of prompts that has graphs; 0: none has. The arguments are those of :meth:`pieces`."""
+        if not self._captures or isinstance(self._model, Head):
+            return 0
+        from sapwood_worker.model.runner.graphs.piecewise_graphs import worth_capturing
+
+        size, layers = self._model.layer_size(), len(self._model.layers)
+        return min(most, worth_capturing(size, layers, float8=float8, sparse=self._config.sparse is not None))
+
     def pieces(
         self, backend: PagedAttention, pool: DevicePool, most: int, *, float8: bool, whole_ladder: bool
     ) -> PiecewiseGraphs | None:
@@ -154,13 +163,11 @@ class AttentionBuilder:
             float8: Whether linear layers are quantised.
             whole_ladder: Whether all sizes are made, or the largest only.
         """
-        if not self._captures:
+        largest = self.most_captured(most, float8=float8)
+        if not largest:
             return None
         assert not isinstance(self._model, Head)
-        from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+        from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs, token_ladder
 
-        size, layers = self._model.layer_size(), len(self._model.layers)
-        worth = worth_capturing(size, layers, float8=float8, sparse=self._config.sparse is not None)
-        largest = min(worth, most)
         sizes: Sequence[int] = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes, self._ops)

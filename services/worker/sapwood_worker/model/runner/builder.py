@@ -150,7 +150,6 @@ class _Builder:
         self._layout = layout.kept_whole() if options.one_table else layout
         self._sizes = chosen_sizes(options, self._config, self._layout, self._device, self._parallel)
         running = self._sizes.max_running
-        overlap_sums(self._parallel, self._model, self._ops, self._dtype, self._sizes.max_step_tokens)
         self._largest_graph = min(options.cuda_graph_max_batch or running, running)
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(running, dtype=torch.int64, device=self._device)
@@ -164,6 +163,8 @@ class _Builder:
         self._attention = AttentionBuilder(
             options, self._model, self._config, self._layout, self._dtype, cached, self._ops, beside
         )
+        most = self._sizes.max_step_tokens
+        overlap_sums(self._parallel, self._model, self._ops, self._dtype, most, captured=self._captured)
         if compiling is not None and self._attention.waits:
             compiling.wait(logger.info)
 
@@ -331,6 +332,13 @@ class _Builder:
             return None
         float8, most = self._quantization != "none", self._sizes.max_step_tokens
         return self._attention.pieces(backend, pool, most, float8=float8, whole_ladder=whole_ladder)
+
+    @property
+    def _captured(self) -> int:
+        """Tokens of the largest step of prompts that has graphs; 0: none has."""
+        if self._options.headed:
+            return 0
+        return self._attention.most_captured(self._sizes.max_step_tokens, float8=self._quantization != "none")
 
     def _identity(self) -> str:
         computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"

@@ -60,7 +60,9 @@ class _Measured:
 
 
 @torch.inference_mode()
-def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: torch.dtype, most: int) -> None:
+def overlap_sums(
+    parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: torch.dtype, most: int, *, captured: int = 0
+) -> None:
     """Has long products and layers of experts be summed in pieces where that is quicker; called by all ranks together.
 
     Args:
@@ -71,6 +73,7 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
         ops: The device's operations.
         dtype: Of activations.
         most: Tokens of the largest step.
+        captured: Tokens of the largest step of prompts whose layers are replayed as CUDA graphs: up to there graphs are timed.
     """
     group = parallel.tp
     if group.size == 1 or parallel.rows is not None:
@@ -80,8 +83,9 @@ def overlap_sums(parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: to
         return
     overlap = Overlap(group.all_reduce, SideThread() if ops.device.type == "cpu" else SideStream(ops.device))
     group.overlap = overlap
+    captured = min(group.exchange(captured))  # a rank with a head has none
     for each in measured:
-        _choose(each, group, overlap, ops, dtype)
+        _choose(each, group, overlap, ops, dtype, captured)
     overlap.summed = 0
     logger.info("all-reduce beside %s", overlap.words or "nothing: that is not quicker here, or not right")
 
@@ -117,7 +121,9 @@ def _outputs(layer: RowLinear | SparseMLP) -> int:
     return layer.shape.rows if isinstance(layer, RowLinear) else layer.hidden_size
 
 
-def _choose(measured: _Measured, group: Group, overlap: Overlap, ops: DeviceOps, dtype: torch.dtype) -> None:
+def _choose(
+    measured: _Measured, group: Group, overlap: Overlap, ops: DeviceOps, dtype: torch.dtype, captured: int
+) -> None:
     """Has what is measured, and all of its kind, be cut as is quickest, if that is right."""
     kind, sizes = measured.kind, measured.sizes
     # Alike on all ranks, and in no two rows: experts are to get tokens as they do from texts.
@@ -126,13 +132,16 @@ def _choose(measured: _Measured, group: Group, overlap: Overlap, ops: DeviceOps,
     residual = torch.zeros(sizes[-1], _outputs(measured.part), dtype=dtype, device=ops.device)
     tried = [(rows, count) for rows in sizes for count in counts_tried(rows)]
     own = []
+    call: Callable[[], None]
     for rows, count in tried:
         overlap.cut([(0, count)], kind)
-        call = partial(measured.run, x[:rows], None, residual[:rows])
-        own.append(min(_seconds(call, overlap, ops) for _ in range(_TRIES)))  # the first is slower
+        call = partial(_run, measured, x[:rows], residual[:rows], overlap)
+        if rows <= captured:
+            call = _captured(call)
+        own.append(min(_seconds(call, ops) for _ in range(_TRIES)))  # the first is slower
     # All ranks go by the slowest one's seconds, so that they cut alike.
     slowest = list(map(max, *group.exchange(own)))
-    table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)])
+    table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)], captured)
     trial = Trial(group, ops, (dtype,), timer=time_on_host, replay=as_it_is if ops.device.type == "cpu" else _captured)
     fault = trial.fault(_Pieces(group, measured, *each, dtype, ops) for each in table if each[1] > 1)
     if fault:
@@ -233,7 +242,12 @@ def _captured(call: Callable[[], None]) -> Callable[[], None]:
     return captured(call)
 
 
-def _seconds(call: Callable[[], object], overlap: Overlap, ops: DeviceOps) -> float:
+def _run(measured: _Measured, x: Tensor, residual: Tensor, overlap: Overlap) -> None:
+    measured.run(x, None, residual)
+    overlap.settle()
+
+
+def _seconds(call: Callable[[], object], ops: DeviceOps) -> float:
     fence = ops.fence()
     fence.set()
     fence.wait()
@@ -241,7 +255,6 @@ def _seconds(call: Callable[[], object], overlap: Overlap, ops: DeviceOps) -> fl
     began = time.perf_counter()
     for _ in range(calls):
         call()
-        overlap.settle()
     fence.set()
     fence.wait()
     return (time.perf_counter() - began) / calls

@@ -16,7 +16,8 @@ PARTS = {
     "head norm, rotation, KV write": r"_qkv_kernel",
     "widening float8 pages": r"_widen_kernel",
     "to float8, with norm or gate": r"_quantise_kernel",
-    "sums and exchanges of ranks": r"nccl|_rank_sum_kernel|_rank_normed_kernel|_row_exchange_kernel",
+    "sums and exchanges of ranks": r"nccl|_rank_sum_kernel|_rank_normed_kernel|_row_exchange_kernel"
+    r"|_dispatch_kernel|_combine_kernel",
     "experts": r"_product_kernel|_align_kernel|_route_kernel|_sum_kernel|_first_kernel|_second_kernel"
     r"|_grouped_kernel|_grouped_float8_kernel|_blocks_kernel|_pairs_kernel|_begins_kernel",
     "routers": r"_few_logits_kernel|_many_logits_kernel",

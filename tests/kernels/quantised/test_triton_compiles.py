@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_one_wide
-from sapwood_kernels.quantised import triton_permuted, triton_row
+from sapwood_kernels.quantised import triton_digits, triton_few, triton_grouped, triton_int8, triton_many, triton_one
+from sapwood_kernels.quantised import triton_one_wide, triton_permuted, triton_row
 
 def check(kernel, kinds, warps, stages=2, language=ASTSource, described={}, **constants):
     kinds = dict(each.split(":") for each in kinds.split()) | described
@@ -126,6 +126,16 @@ for count, gate in ((16, 0), (16, 1), (8192, 0), (8192, 1)):
         triton_int8._product_kernel, "x:*i8 x_scales:*fp32 weight:*i8 scales:*fp32 out:*bf16 M:i32 N:i32", warps, stages,
         K=K, EVEN=True, ADDS=not gate, GATE=gate, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8,
     )
+check(
+    triton_digits._digits_kernel, "x:*bf16 norm:*fp32 digits:*i8 units:*fp32 eps:fp32 x_stride:i32", 8, K=K, HAS_NORM=True,
+    BLOCK=4096, PDL=True,
+)
+for count in (1, 64, 256):
+    tall, wide, deep, warps, stages = triton_digits.block_shape(count)
+    check(
+        triton_digits._product_kernel, "digits:*i8 units:*fp32 weight:*i8 scales:*fp32 out:*bf16 T:i32 N:i32", warps, K=K,
+        EVEN=True, BLOCK_T=tall, BLOCK_N=wide, BLOCK_K=deep, STAGES=stages, AHEAD=512, PDL=count == 1,
+    )
 """
 
 
@@ -134,6 +144,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 34
+    assert len(lines) == 38
     for line in lines:
         assert int(line.split()[1]) <= SHARED_KIB * 1024, line

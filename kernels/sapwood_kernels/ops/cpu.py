@@ -15,8 +15,9 @@ from sapwood_kernels.native.library import NativeLibrary, load_library
 from sapwood_kernels.native.products import ALL, GgufProduct
 from sapwood_kernels.ops.contracts import Gate, KVDestination, StoredProduct, StoreHeads
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.quantised.cpu_grouped import can_pack, packed_product
+from sapwood_kernels.quantised.cpu_grouped import can_pack, packed_product, packed_weight
 from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.quantised.int8 import WeightProduct
 from sapwood_kernels.rotary_pairs import RotaryPairs
 
 
@@ -70,6 +71,11 @@ class CpuOps(DeviceOps):
         if self.native is not None and can_pack(weight):
             return packed_product(self.native, weight)
         return super().grouped(weight)
+
+    def weight_product(self, weight: Tensor, scales: Tensor) -> WeightProduct:
+        if self.native is not None and weight.shape[1] % 32 == 0:
+            return packed_weight(self.native, weight, scales)
+        return super().weight_product(weight, scales)
 
     def gguf_product(
         self, parts: Sequence[tuple[str, Tensor]], columns: int, *, digits: int = 0

@@ -52,8 +52,17 @@ from sapwood_kernels.ops.contracts import (
 from sapwood_kernels.ops.device import DeviceOps, ResultT
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.ops.side_queue import CudaSideQueue, SideQueue
-from sapwood_kernels.quantised import triton_few, triton_grouped, triton_int8, triton_many, triton_one, triton_row
+from sapwood_kernels.quantised import (
+    triton_digits,
+    triton_few,
+    triton_grouped,
+    triton_int8,
+    triton_many,
+    triton_one,
+    triton_row,
+)
 from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.quantised.int8 import WeightProduct
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
 from sapwood_kernels.triton_qkv import norm_rope_store
@@ -321,6 +330,9 @@ class CudaOps(DeviceOps):
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor, **others: Any) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors, **others)
+
+    def weight_product(self, weight: Tensor, scales: Tensor) -> WeightProduct:
+        return partial(triton_digits.product, weight=weight, scales=scales)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
         return torch._scaled_mm(

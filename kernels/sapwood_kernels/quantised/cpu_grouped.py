@@ -1,4 +1,4 @@
-"""Products with grouped weights in torch, for any device, and by our kernel of 4-bit groups on CPUs."""
+"""Products with weights in few bits: grouped ones in torch, for any device; 4-bit groups and int8 by our kernels on CPUs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels import reference
 from sapwood_kernels.native.library import NativeLibrary
-from sapwood_kernels.native.products import GgufProduct
+from sapwood_kernels.native.products import SMALL, GgufProduct
 from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
+from sapwood_kernels.quantised.int8 import WeightProduct
 
 Product = Callable[[Tensor], Tensor]
 """``x @ weight.T``: [T, K] -> [T, N], in x's dtype."""
@@ -68,5 +70,28 @@ def packed_product(library: NativeLibrary, weight: GroupedWeight) -> Product:
         if order is not None:
             x = x.index_select(1, order)
         return multiply(x.float()).to(x.dtype)
+
+    return product
+
+
+def packed_weight(library: NativeLibrary, weight: Tensor, scales: Tensor) -> WeightProduct:
+    """``int8.weight_product`` by the library's kernel of ``Q8_0``, whose blocks of 32 numbers all get the scale of their row.
+
+    Args:
+        library: The library.
+        weight: int8 [N, K] on a CPU, K a multiple of 32; may be freed.
+        scales: float32 [N, 1], which float16 holds.
+    """
+    rows, columns = weight.shape
+    blocks = torch.empty(rows, columns // _BLOCK, 2 + _BLOCK, dtype=torch.uint8)
+    blocks[..., :2] = scales.half().view(torch.uint8)[:, None]
+    blocks[..., 2:] = weight.view(torch.uint8).view(rows, -1, _BLOCK)
+    multiply = GgufProduct(library, [("Q8_0", blocks.flatten(1))], columns, digits=2)
+
+    def product(x: Tensor, /, *, norm: tuple[Tensor, float] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        wide = x.float()
+        if norm is not None and len(x) > SMALL:
+            wide, norm = reference.rms_norm(wide, *norm), None
+        return multiply(wide, norm=norm).to(dtype or x.dtype)
 
     return product

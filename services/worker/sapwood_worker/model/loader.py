@@ -45,6 +45,7 @@ class LoadedModel:
         eos_token_ids: Its own end tokens.
         quantization: The formats of its linear layers other than the model's dtype, joined by ``+``; ``none``: there are none.
         family: Its family.
+        rounds_head: Whether its output head was rounded as it was loaded.
         kv_scales: By layer the factors of a float8 cache's keys and values, where the checkpoint stores them.
     """
 
@@ -53,6 +54,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     quantization: str
     family: ModelFamily
+    rounds_head: bool = False
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -161,7 +163,8 @@ def load_model(
             load_weights(left, source, config.norm_offset, threads, (*model.elsewhere, *loaded))
     with torch.inference_mode():
         model.prepare()
-    return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family, kv_scales)
+    used = "+".join(sorted(linear.used - {"none"})) or "none"
+    return LoadedModel(model, config, eos, used, family, linear.rounds_head, kv_scales)
 
 
 def _read_gguf(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.quantised.grouped import dequantise, round_to_groups
+from sapwood_kernels.quantised.int8 import round_weight
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.distributed.group import Group
@@ -92,6 +93,9 @@ def oracle(tiny_model, tmp_path):
         for _, each in found:
             for matrix in each if each.dim() == 3 else [each]:
                 matrix.copy_(rounding(matrix.contiguous()))
+        if rounding is by_groups and everything:
+            codes, scales = round_weight(tensors["lm_head.weight"])
+            tensors["lm_head.weight"] = codes * scales
         save_file({name: each.contiguous() for name, each in tensors.items()}, wide / "model.safetensors")
         model = AutoModelForCausalLM.from_pretrained(wide, attn_implementation="eager", dtype=torch.float32).eval()
         with torch.inference_mode():
@@ -100,8 +104,10 @@ def oracle(tiny_model, tmp_path):
     return make
 
 
-def assert_near(ours, theirs, limit=2e-5):
-    assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+def assert_near(ours, theirs, limit=4e-5):
+    """The output head of an int4 model takes hidden states in 16 bits."""
+    worst = float((ours - theirs).abs().max() / theirs.abs().max())
+    assert worst <= limit, worst
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ class DecoderModel(Layer):
             inside, scale, softcap = vocabulary.inside("lm_head"), config.logit_scale, config.final_softcap
             self.head = VocabParallelHead(vocab, width, tied=table, softcap=softcap, scale=scale, context=inside)
         else:
-            count = len(config.labels.names)
-            self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=vocabulary.inside("score"))
+            count, score = len(config.labels.names), vocabulary.inside("score")
+            self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=score, labels=True)
         ropes = list(dict.fromkeys(config.ropes))
         dim, longest = config.head_dim, config.max_position
         self.rotary = nn.ModuleList(

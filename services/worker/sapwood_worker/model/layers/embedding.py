@@ -8,7 +8,7 @@ from torch import Tensor
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
-from sapwood_worker.model.quantization.linear_method import LinearShape, Part
+from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
 from sapwood_worker.model.weight_slot import WeightSlots, whole
 
 
@@ -27,8 +27,13 @@ class VocabTable:
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         self.part = context.parallel.shard_rows(vocab_size)
-        shape = LinearShape((Part(context.prefix, self.part),), whole(hidden_size))
-        self.method = context.linear.table(shape, -(-vocab_size // context.parallel.tp.size))
+        self.method = context.linear.table(*_shape(vocab_size, hidden_size, context))
+
+
+def _shape(vocab_size: int, hidden_size: int, context: LayerContext) -> tuple[LinearShape, int]:
+    """A rank's part of a weight with a row for each token, and how many rows any rank has at most."""
+    part = Part(context.prefix, context.parallel.shard_rows(vocab_size))
+    return LinearShape((part,), whole(hidden_size)), -(-vocab_size // context.parallel.tp.size)
 
 
 class VocabParallelEmbedding(Layer):
@@ -74,7 +79,8 @@ class VocabParallelHead(Layer):
         tied: The embedding's table, if it is the head's, too; checkpoints then have no tensor for the head.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         scale: Factor on logits before that.
-        context: Where and how it is built.
+        context: Where and how it is built: a head of its own after all layers that may be rounded.
+        labels: Whether there is a row for each of few labels, not for each token: then it is not rounded.
     """
 
     def __init__(
@@ -86,12 +92,18 @@ class VocabParallelHead(Layer):
         softcap: float | None,
         context: LayerContext,
         scale: float = 1.0,
+        labels: bool = False,
     ) -> None:
         super().__init__()
         self._scale = scale
         self._group = context.split_over
         self._vocab_size = vocab_size
-        self._method = (VocabTable(vocab_size, hidden_size, context) if tied is None else tied).method
+        self._method: LinearMethod
+        if tied is not None:
+            self._method = tied.method
+        else:
+            make = context.linear.table if labels else context.linear.head
+            self._method = make(*_shape(vocab_size, hidden_size, context))
         self._tied = tied is not None
         self._softcap = softcap
 

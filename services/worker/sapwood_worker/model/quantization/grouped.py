@@ -12,6 +12,7 @@ from torch import Tensor
 from sapwood_kernels.ops.contracts import FewRows, Gate, ManyRows, Norm
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
+from sapwood_worker.model.quantization.int8_head import Int8Head
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Stored
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
@@ -128,4 +129,4 @@ def _rounded(slot: WeightSlot) -> GroupedWeight:
     return round_to_groups(slot.target, GROUP)
 
 
-INT4 = LinearFormat(quantise=_quantised)
+INT4 = LinearFormat(quantise=_quantised, quantise_head=Int8Head)

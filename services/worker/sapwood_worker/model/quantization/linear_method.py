@@ -174,6 +174,8 @@ class LinearFormat:
     Attributes:
         quantise: Makes the method that loads weights in the model's dtype and quantises them. None: it cannot be asked for by
             ``--quantization``.
+        quantise_head: The same for an output head that is not the embedding, too; its second argument is the rows of every rank's
+            part, of which a rank with fewer has zeros. None: heads stay as they are.
         keep: Makes the method that takes weights as the checkpoint stores them. None: no checkpoint stores them so.
         keep_table: The same for a table with a row for each token. None: tables are read in the model's dtype.
         widens: Whether checkpoints can also be read in the model's dtype where they store this format.
@@ -183,6 +185,7 @@ class LinearFormat:
     """
 
     quantise: Callable[[LinearShape, torch.dtype, DeviceOps], LinearMethod | None] | None = None
+    quantise_head: Callable[[LinearShape, int, torch.dtype, DeviceOps], LinearMethod] | None = None
     keep: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None] | None = None
     keep_table: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], TableMethod | None] | None = None
     widens: bool = False

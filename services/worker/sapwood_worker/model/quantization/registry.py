@@ -67,6 +67,7 @@ class LinearMethods:
 
     Attributes:
         used: The formats that layers have; ``none``: the model's dtype.
+        rounds_head: Whether an output head was given a method that rounds it.
 
     Raises:
         ConfigError: There is no such format, or weights cannot be quantised to it; or the checkpoint is quantised in a way that
@@ -84,10 +85,11 @@ class LinearMethods:
         made_up: Callable[[LinearShape], Mapping[str, StoredTensor]] | None = None,
     ) -> None:
         formats = {name: find_part(GROUP, name, FORMATS) for name in part_names(GROUP, FORMATS)}
-        wanted = find_part(GROUP, quantization, FORMATS).quantise
+        asked = find_part(GROUP, quantization, FORMATS)
+        wanted = asked.quantise
         if wanted is None and quantization != "none":
             raise ConfigError(f"--quantization: weights are read in {quantization!r}, not quantised to it")
-        self._name, self._quantise = quantization, wanted
+        self._name, self._quantise, self._quantise_head = quantization, wanted, asked.quantise_head
         if stored is not None:
             _check_scheme(stored, formats.values())
         formats = {name: each for name, each in formats.items() if not (widen and each.widens)}
@@ -100,6 +102,7 @@ class LinearMethods:
         self._made_up, self._made = made_up, dict[str, StoredTensor]()
         self._stored = stored if made_up is None or stored is None else replace(stored, tensors=self._made)
         self.used: set[str] = set()
+        self.rounds_head = False
 
     def method(self, shape: LinearShape) -> LinearMethod:
         """The method of a layer.
@@ -203,12 +206,33 @@ class LinearMethods:
             shape: The table's, or that of a rank's part.
             rows: Rows of every rank's part; what ``shape`` has less is zeros.
         """
+        return self._kept_table(shape, rows) or self._wide_table(shape, rows)
+
+    def head(self, shape: LinearShape, rows: int) -> LinearMethod:
+        """The method of an output head that is no table of tokens as well; asked for after all layers'.
+
+        It is rounded if the format that was asked for rounds heads, and rounded any of the layers.
+
+        Args:
+            shape, rows: As of :meth:`table`.
+        """
+        kept = self._kept_table(shape, rows)
+        if kept is not None or self._quantise_head is None or self._name not in self.used:
+            return kept or self._wide_table(shape, rows)
+        self._assure_wide(shape)
+        self.rounds_head = True
+        return self._quantise_head(shape, rows, self._dtype, self._ops)
+
+    def _kept_table(self, shape: LinearShape, rows: int) -> TableMethod | None:
         if self._stored is not None and rows == shape.rows:
             for name, keep in self._keep_table:
                 kept = keep(shape, self._dtype, self._ops, self._stored)
                 if kept is not None:
                     self.used.add(name + AS_STORED)
                     return kept
+        return None
+
+    def _wide_table(self, shape: LinearShape, rows: int) -> TableMethod:
         self._assure_wide(shape)
         weight = torch.empty(rows, shape.columns.size, dtype=self._dtype, device=self._ops.device)
         weight[shape.rows :] = 0

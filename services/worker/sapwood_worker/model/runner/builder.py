@@ -143,6 +143,7 @@ class _Builder:
         self._eos_token_ids = loaded.eos_token_ids
         self._quantization = loaded.quantization
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
+        self._weights += ", output head int8" * loaded.rounds_head
         logger.info("linear layers: %s", self._weights)
         kept = "float8_e4m3fn" if float8 else self._dtype_name
         self._whole = loaded.family.kv_layout(self._config, kept, options.page_size)

@@ -30,10 +30,14 @@ from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.quantization.int8_head import Int8Head
+from sapwood_worker.model.quantization.linear_method import LinearShape
+from sapwood_worker.model.quantization.linear_method import Part as LinearPart
 from sapwood_worker.model.quantizer.layers import LayerRun
 from sapwood_worker.model.quantizer.schemes import scheme
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.model.weight_slot import whole
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -63,6 +67,8 @@ _CALIBRATION = 8
 
 
 GPTQ = "int4 weights, groups of 128, by GPTQ"
+HEADS = {"int8 output head": "as it is", "int4 linear and int8 output head": "int4 linear, groups of 128 with zeros"}
+"""Models whose head is rounded as int4 rounds one that is not the embedding, too -> the variant that the layers are of."""
 
 
 def gguf_numbers(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -94,6 +100,17 @@ def replace(linear: Any, numbers: torch.Tensor) -> None:
     """Gives a layer in the model's dtype other weights."""
     linear.method.weight.copy_(numbers)
     linear.method.finish()
+
+
+@torch.inference_mode()
+def round_head(model: DecoderModel) -> None:
+    """Rounds the head alone; where the embedding is the head, that stays as it is."""
+    weight = model.head._method.weight
+    shape = LinearShape((LinearPart("lm_head", whole(len(weight))),), whole(weight.shape[1]))
+    head = Int8Head(shape, len(weight), weight.dtype, device_ops(weight.device))
+    head.slots()["lm_head.weight"].target.copy_(weight)
+    head.finish()
+    model.head._method = head
 
 
 @torch.inference_mode()
@@ -131,7 +148,7 @@ def main() -> None:
     plain: list[torch.Tensor] = []
     types = [name for name in GGUF if name not in _INSTEAD or find_spec("llama_cpp")]
     words = (arguments.only or "").split(",")
-    for name in (*VARIANTS, *WEIGHTS, *types, GPTQ):
+    for name in (*VARIANTS, *HEADS, *WEIGHTS, *types, GPTQ):
         if name != "as it is" and not any(word in name for word in words):
             continue
         runner = build_runner(
@@ -140,13 +157,15 @@ def main() -> None:
                 device=arguments.device,
                 num_pages=64,
                 max_running=2,
-                **({"stored_weights": "widen"} | VARIANTS.get(name, {})),
+                **({"stored_weights": "widen"} | VARIANTS.get(HEADS.get(name, name), {})),
             )
         )
         model = runner._model
         if name in WEIGHTS:
             for linear in linears(model.layers):
                 replace(linear, WEIGHTS[name](linear.method.weight.float())[1])
+        if name in HEADS:
+            round_head(model)
         if name in GGUF:
             for linear in linears(model.layers):
                 replace(linear, gguf_numbers(name, linear.method.weight.float()))

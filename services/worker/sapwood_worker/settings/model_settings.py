@@ -44,8 +44,9 @@ class ModelSettings(ServiceConfig):
         "one scale for each token and each output channel. fp8_block: a scale for each 128 numbers of a token and each "
         "128 x 128 of a weight. "
         "fp8_tensor: one scale for all tokens of a step and one for a weight. int8: weights and activations in 8 bits, with "
-        "scales as fp8. int4: weights in 4 bits, with a scale and a zero for each 128 numbers. Embedding and output head stay as "
-        "they are, and so do weights that the checkpoint stores quantised. Packages can bring more formats.",
+        "scales as fp8. int4: weights in 4 bits, with a scale and a zero for each 128 numbers, and an output head that is not "
+        "the embedding, too, in 8 bits, with a scale for each token. Embedding and other output heads stay as they are, and so "
+        "do weights that the checkpoint stores quantised. Packages can bring more formats.",
     )
     stored_weights: Literal["keep", "widen"] = Field(
         "keep",

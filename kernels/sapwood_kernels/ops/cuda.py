@@ -332,6 +332,8 @@ class CudaOps(DeviceOps):
         return triton_int8.product(x, weight, scales, self.processors, **others)
 
     def weight_product(self, weight: Tensor, scales: Tensor) -> WeightProduct:
+        if not triton_digits.serves(weight):
+            return super().weight_product(weight, scales)
         return partial(triton_digits.product, weight=weight, scales=scales)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:

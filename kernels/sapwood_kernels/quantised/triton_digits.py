@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sapwood_kernels import dependent_launch
 
@@ -65,37 +66,31 @@ def _fetch(at):
 
 @triton.jit(do_not_specialize=["T"])
 def _product_kernel(
-    digits, units, weight, scales, out, T, N, K: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    digits, units, weight, codes, scales, out, T, N, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs that follow each other have the same rows of the weight.
     across = tl.cdiv(T, BLOCK_T)
-    first = tl.program_id(0) % across * BLOCK_T
-    rows = tl.program_id(0) // across * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows beyond the last are read, not written.
-    weight_row = weight + (rows % N).to(tl.int64)[:, None] * K
+    first_t = tl.program_id(0) % across * BLOCK_T
+    first_n = tl.program_id(0) // across * BLOCK_N
+    rows = first_n + tl.arange(0, BLOCK_N)
     if PDL:
         gdc_launch_dependents()
-        _fetch(weight_row + tl.minimum(tl.arange(0, AHEAD // 128) * 128, K - 1)[None, :])
+        line = tl.minimum(tl.arange(0, AHEAD // 128) * 128, K - 1)
+        _fetch(codes + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + line[None, :])
         gdc_wait()
-    column = tl.arange(0, BLOCK_K)
-    weight_at = weight_row + column[None, :]
-    digit_at = digits + ((2 * first + tl.arange(0, 2 * BLOCK_T)) % (2 * T)).to(tl.int64)[None, :] * K + column[:, None]
     total = tl.zeros((BLOCK_N, 2 * BLOCK_T), tl.int32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            taken = tl.load(weight_at + start)
-            digit = tl.load(digit_at + start)
-        else:
-            taken = tl.load(weight_at + start, mask=(start + column < K)[None, :], other=0)
-            digit = tl.load(digit_at + start, mask=(start + column < K)[:, None], other=0)
-        total = tl.dot(taken, digit, total, out_dtype=tl.int32)
+        total = tl.dot(weight.load([first_n, start]), digits.load([2 * first_t, start]).T, total, out_dtype=tl.int32)
     high, low = tl.split(tl.reshape(total, (BLOCK_N, BLOCK_T, 2)))
-    each = first + tl.arange(0, BLOCK_T)
-    unit = tl.load(units + each, mask=each < T, other=0.0)
-    result = (high.to(tl.float32) * 256.0 + low.to(tl.float32)) * tl.load(scales + rows % N)[:, None] * unit[None, :]
+    each = first_t + tl.arange(0, BLOCK_T)
+    there_n, there_t = (rows < N)[:, None], (each < T)[None, :]
+    scale = tl.load(scales + rows[:, None], mask=there_n, other=0.0) * tl.load(
+        units + each[None, :], mask=there_t, other=0.0
+    )
+    result = (high.to(tl.float32) * 256.0 + low.to(tl.float32)) * scale
     at = each.to(tl.int64)[None, :] * N + rows[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=(rows < N)[:, None] & (each < T)[None, :])
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=there_n & there_t)
 
 
 class Tile(NamedTuple):
@@ -118,15 +113,16 @@ class Tile(NamedTuple):
 
 def block_shape(count: int) -> Tile:
     """What a program takes where there are so many rows of inputs."""
-    if count <= 8:
-        return Tile(8, 128, 128, 4, 4)
     if count <= 16:
         return Tile(16, 128, 128, 4, 4)
     if count <= 32:
-        return Tile(32, 128, 128, 4, 4)
-    if count <= 64:
-        return Tile(64, 128, 128, 4, 4)
-    return Tile(128, 128, 128, 8, 4)
+        return Tile(32, 128, 128, 4, 3)
+    return Tile(64, 128, 128, 4, 3)
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether the copy engine takes its rows, and sums of a digit's products are exact."""
+    return weight.shape[1] % 16 == 0 and weight.shape[1] < 1 << 17
 
 
 def digits_of(x: Tensor, norm: tuple[Tensor, float] | None) -> tuple[Tensor, Tensor]:
@@ -157,7 +153,7 @@ def product(
 
     Args:
         x: [T, K]; rows may lie apart.
-        weight: int8 [N, K], contiguous, of fewer than 2^17 columns: sums are exact.
+        weight: int8 [N, K], contiguous, one that :func:`serves`.
         scales: float32 [N, 1].
         norm: An RMSNorm's weight, float32 [K], and eps.
         dtype: The result's; x's if not given.
@@ -171,8 +167,9 @@ def product(
     out = torch.empty(count, rows, dtype=dtype or x.dtype, device=x.device)
     tile = tile or block_shape(count)
     _product_kernel[(triton.cdiv(count, tile.inputs) * triton.cdiv(rows, tile.rows),)](
-        digits, units, weight, scales, out, count, rows, columns, EVEN=columns % tile.columns == 0, BLOCK_T=tile.inputs,
-        BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages, AHEAD=_AHEAD, num_warps=tile.warps,
+        TensorDescriptor.from_tensor(digits, [2 * tile.inputs, tile.columns]), units,
+        TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns]), weight, scales, out, count, rows, columns,
+        BLOCK_T=tile.inputs, BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages, AHEAD=_AHEAD, num_warps=tile.warps,
         **dependent_launch.options(x),
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ from triton import knobs
 
 from sapwood_kernels.attention.triton_decode import decode_attention
 from sapwood_kernels.compiled.side_by_side import Compilers, Kernel, _Elsewhere, noted
-from sapwood_kernels.quantised import triton_few, triton_many, triton_one
+from sapwood_kernels.quantised import triton_digits, triton_few, triton_many, triton_one
 from sapwood_kernels.quantised.grouped import round_to_groups
 
 class Driver(_Elsewhere):
@@ -44,7 +44,9 @@ with noted() as kernels:
     triton_few.few_rows(row, weight)
     triton_one.one_row(row, weight)
     triton_many.product(row.expand(20, -1), weight, 3)
+    triton_digits.product(row, torch.ones(128, 512, dtype=torch.int8), torch.ones(128, 1))
 names = ["_split_kernel", "_merge_kernel", "_few_kernel", "_one_kernel", "_permute_kernel", "_many_kernel"]
+names += ["_digits_kernel", "_product_kernel"]
 assert [kernel.name for kernel in kernels] == names, kernels
 assert knobs.runtime.jit_cache_hook is None
 compilers.compile([*kernels, Kernel("sapwood_kernels.triton_norm", "no_such_kernel", "{}")], print)
@@ -53,7 +55,7 @@ found = []
 knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
 for kernel in kernels:
     getattr(importlib.import_module(kernel.module), kernel.name).preload(kernel.variant)
-assert found == [True] * 6, found
+assert found == [True] * 8, found
 other = Compilers(1, (9, 0))
 other.close()  # with nothing to do
 print("fine")

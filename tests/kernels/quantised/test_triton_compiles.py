@@ -133,8 +133,9 @@ check(
 for count in (1, 64, 256):
     tall, wide, deep, warps, stages = triton_digits.block_shape(count)
     check(
-        triton_digits._product_kernel, "digits:*i8 units:*fp32 weight:*i8 scales:*fp32 out:*bf16 T:i32 N:i32", warps, K=K,
-        EVEN=True, BLOCK_T=tall, BLOCK_N=wide, BLOCK_K=deep, STAGES=stages, AHEAD=512, PDL=count == 1,
+        triton_digits._product_kernel, "units:*fp32 codes:*i8 scales:*fp32 out:*bf16 T:i32 N:i32", warps,
+        described={"digits": f"tensordesc<i8[{2 * tall}, {deep}]>", "weight": f"tensordesc<i8[{wide}, {deep}]>"},
+        K=K, BLOCK_T=tall, BLOCK_N=wide, BLOCK_K=deep, STAGES=stages, AHEAD=512, PDL=count == 1,
     )
 """
 

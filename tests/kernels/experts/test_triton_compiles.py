@@ -131,6 +131,11 @@ kinds = dict(x="*bf16", weight="*fp32", bias="*fp32", norm="*fp32", normed="*bf1
 constants = dict(EXPERTS=256, K=7168, HAS_BIAS=False)
 few = constants | dict(HAS_NORM=True, BLOCK_N=2, BLOCK_K=8192, PDL=True)
 print("router", 0, *compiled(triton_routing._few_logits_kernel, kinds, few, num_warps=8))
+for wide, deep in ((128, 2048), (64, 2048), (128, 7168)):
+    kinds |= dict(weight="*bf16")
+    narrow = dict(EXPERTS=wide, K=deep, HAS_BIAS=False, BLOCK_M=16, BLOCK_N=wide, BLOCK_K=256, SHARES=8, PDL=True)
+    print("narrow", wide + deep, *compiled(triton_routing._narrow_logits_kernel, kinds, narrow, num_warps=8))
+kinds |= dict(weight="*fp32")
 for height, width, depth, stages, shares in triton_routing.TILES:
     tile = constants | dict(BLOCK_M=height, BLOCK_N=width, BLOCK_K=depth, SHARES=shares)
     print("router", height + shares, *compiled(triton_routing._many_logits_kernel, kinds, tile, num_warps=4, num_stages=stages))
@@ -161,6 +166,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here():
         "many8",
         "route",
         "router",
+        "narrow",
         "turns",
         "digest",
     }

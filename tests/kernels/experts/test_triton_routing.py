@@ -41,6 +41,21 @@ def test_a_weight_is_narrowed_only_if_it_stays_the_same() -> None:
     assert triton_routing.narrowed(weight, torch.float32) is None, "that is the weight itself"
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "width", "experts"), [(17, 200, 20), (34, 600, 130)])
+def test_a_decodes_rows_by_a_weight_of_16_bits_have_the_logits_of_float32(
+    rows: int, width: int, experts: int, bias: bool
+) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    x = (torch.randn(rows, width, generator=draw) * 8).half().to(DEVICE)
+    weight = (torch.randn(experts, width, generator=draw) / 14).half().to(DEVICE)
+    shift = torch.randn(experts, generator=draw).to(DEVICE) if bias else None
+    parts = triton_routing.logits(x, weight.float(), shift, weight)
+    assert parts.shape == (rows, -(-width // 256), experts)
+    exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    assert (parts.double().sum(1) - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_many_rows_by_a_weight_of_16_bits_have_the_logits_of_float32() -> None:
     draw = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
@@ -219,14 +220,38 @@ def test_triton_computes_latent_attention_as_torch_does(tiny_model, make_runner,
     assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
+def each_by_itself(query, key, value, at, scale):
+    """What ``ragged.ragged_attention`` gives, of any device, dtype and size of heads."""
+    starts, ends = at.queries.tolist(), at.keys.tolist()
+    assert at.most_queries == max(np.diff(starts)) and at.most_keys == max(np.diff(ends))
+    assert (len(query), len(key)) == (starts[-1], ends[-1])
+    out = torch.empty_like(query)
+    for i in range(len(starts) - 1):
+        own, seen = slice(*starts[i : i + 2]), slice(*ends[i : i + 2])
+        mask = torch.ones(own.stop - own.start, seen.stop - seen.start, dtype=torch.bool, device=query.device)
+        mask = mask.tril(mask.shape[1] - mask.shape[0])
+        parts = (each.transpose(0, 1) for each in (query[own], key[seen], value[seen]))
+        out[own] = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["one by one", "together"])
 @pytest.mark.parametrize(("gathered", "expanded"), [(1 << 14, 1 << 27), (70, 2000)])
 def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(
-    gathered, expanded, tiny_model, make_runner, make_driver, monkeypatch
+    gathered, expanded, launched, tiny_model, make_runner, make_driver, monkeypatch
 ):
-    """Keys of all of them are made at once, for all heads; or of two at most, for some heads at a time."""
+    """Keys of all of them are made at once, for all heads; or of two at most, for some heads at a time. So they are attended to
+    one by one, or as on a GPU by a launch for all of which keys are made at once."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(latent_prefill, "_GATHERED", gathered)
     monkeypatch.setattr(latent_prefill, "_EXPANDED", expanded)
+    launches = []
+    if launched:
+        monkeypatch.setattr(latent_prefill, "serves", lambda query: True)
+        monkeypatch.setattr(
+            latent_prefill, "ragged_attention", lambda *each: launches.append(each[3]) or each_by_itself(*each)
+        )
+        monkeypatch.setattr(latent_prefill, "LEAST_PLANNED", 50)  # of which the chunk sees more, but computes fewer
     tiny = tiny_model("deepseek-v2")
     driver = make_driver(
         make_runner(tiny.path, attention_backend="prefill=triton,decode=torch", device=DEVICE, dtype="float32")
@@ -241,3 +266,5 @@ def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(
     got = torch.cat([driver.runner.logits(driver.output(each)) for each in steps]).cpu()
     expected = torch.cat((wanted, wanted[:40], wanted[:9]))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    sizes = {len(each.queries) - 1 for each in launches}
+    assert sizes == (({3} if gathered > 70 else {2}) if launched else set())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sapwood_kernels.attention.cudnn_lengths import padded, prefers_cudnn, rounded, without_cudnn
 from sapwood_kernels.attention.latent.cudnn import takes_narrow
+from sapwood_kernels.attention.latent.ragged import Ragged, ragged_attention, serves
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, PromptOrder
 from sapwood_worker.model.pools.device_pool import DevicePool
@@ -22,7 +23,7 @@ heads of 192 took an H200 24 us by it and 45 by flash attention at 1024 tokens, 
 _EXPANDED = 1 << 27
 """Numbers of keys and values that are expanded at once."""
 _GATHERED = 16384
-"""Keys of short requests, below ``LEAST_PLANNED`` of each, that are made at once."""
+"""Keys of short requests that are made at once: of those below ``LEAST_PLANNED``, and on a GPU of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +40,32 @@ class _Prompt:
     keys: int
     common: int
 
+    @property
+    def count(self) -> int:
+        """T."""
+        return int(self.tokens.stop - self.tokens.start)
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Requests whose keys are made together.
 
     Attributes:
-        prompts: Each has keys in common with the one before; or none has, and all are short.
-        rows: int64 [M - common] on the device, of each: the pool's rows of the keys after those in common; of several short ones
-            one tensor, one after the other.
+        prompts: Each has keys in common with the one before; or none has, and all are short, or chunks.
+        rows: int64 [M - common] on the device, of each: the pool's rows of the keys after those in common; of short ones one
+            tensor, one after the other.
+        together: Where each short one's are, if one launch attends to all, which lie side by side in the step; else None.
     """
 
     prompts: list[_Prompt]
     rows: list[Tensor]
+    together: Ragged | None = None
 
 
 class LatentPrefill:
-    """Implements ``StepAttention``, one request after the other: a prompt's work outweighs its launches. Keys and values of short
-    requests are made together. Those that neighbours of ``batch.prompts`` have in common are made once and stay in place for the
-    next.
+    """Implements ``StepAttention``: long prompts one after the other, as their work outweighs their launches. Keys and values of
+    short ones are made together, and on a GPU one launch attends to all of them, and to chunks. Keys that neighbours of
+    ``batch.prompts`` have in common are made once and stay in place for the next.
 
     Args:
         pool: The vectors.
@@ -75,17 +83,20 @@ class LatentPrefill:
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         assert layer.latent is not None
         if not self._groups:  # all latent layers keep alike
-            self._groups = self._find(layer.index)
+            self._groups = self._find(layer.index, launched=serves(query))
         alone = len(self._groups) == len(self._groups[0].prompts) == 1
         if out is None and not alone:
             out = layer.empty_result(query)
         for group in self._groups:
             stored = [self._pool.gather(layer.index, rows, query.dtype)[0] for rows in group.rows]
-            attend = _attend if len(stored) == len(group.prompts) else _attend_short
-            found = attend(layer, query, group.prompts, stored, out)
+            if len(stored) == len(group.prompts) and group.together is None:
+                found = _attend(layer, query, group.prompts, stored, out)
+            else:
+                assert out is not None
+                found = _attend_short(layer, query, group, stored[0], out)
         return found
 
-    def _find(self, layer: int) -> list[_Group]:
+    def _find(self, layer: int, *, launched: bool) -> list[_Group]:
         batch, size = self._batch, self._pool.page_size
         starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
         order = batch.prompts or PromptOrder(list(range(len(lengths))), [0] * len(lengths))
@@ -104,17 +115,22 @@ class LatentPrefill:
 
         def close() -> None:
             if short:
-                together = self._ops.to_device(np.concatenate([own for _, own in short]))
-                found.append(_Group([each for each, _ in short], [together]))
+                prompts, rows = [each for each, _ in short], np.concatenate([own for _, own in short])
+                tokens, keys = [each.count for each in prompts], [each.keys for each in prompts]
+                together = Ragged.of(tokens, keys, self._ops) if launched and len(prompts) > 1 else None
+                found.append(_Group(prompts, [self._ops.to_device(rows)], together))
                 short.clear()
 
         for group, own in zip(groups, rows, strict=True):
-            if len(group) > 1 or group[0].keys >= LEAST_PLANNED:
+            first = group[0]
+            alone = first.keys >= LEAST_PLANNED and (not launched or first.count == first.keys)
+            if len(group) > 1 or alone:
                 found.append(_Group(group, [self._ops.to_device(np.ascontiguousarray(each)) for each in own]))
                 continue
-            if sum(each.keys for each, _ in short) + group[0].keys > _GATHERED:
+            apart = launched and bool(short) and short[-1][0].tokens.stop != first.tokens.start
+            if apart or sum(each.keys for each, _ in short) + first.keys > _GATHERED:
                 close()
-            short.append((group[0], own[0]))
+            short.append((first, own[0]))
         close()
         return found
 
@@ -167,18 +183,21 @@ def _attend(
     return out
 
 
-def _attend_short(
-    layer: AttentionLayer, query: Tensor, group: list[_Prompt], stored: list[Tensor], out: Tensor | None
-) -> Tensor:
-    """:func:`_attend` of short requests that have nothing in common, whose vectors lie one after the other in one tensor."""
-    assert layer.latent is not None and out is not None
-    (vectors,), (heads, dim), value_dim = stored, query.shape[1:], layer.latent.value_dim
+def _attend_short(layer: AttentionLayer, query: Tensor, group: _Group, vectors: Tensor, out: Tensor) -> Tensor:
+    """:func:`_attend` of requests that have nothing in common, whose vectors lie one after the other in one tensor."""
+    assert layer.latent is not None
+    (heads, dim), value_dim = query.shape[1:], layer.latent.value_dim
+    every = slice(group.prompts[0].tokens.start, group.prompts[-1].tokens.stop)
     count = max(1, _EXPANDED // (len(vectors) * 2 * dim))
     for start in range(0, heads, count):
         some = slice(start, min(start + count, heads))
         keys, values = layer.latent.expand(vectors, some, wide=True)
+        if group.together is not None:
+            found = ragged_attention(query[every, some], keys, values, group.together, layer.scale)
+            out[every, some] = found[..., :value_dim]
+            continue
         end = 0
-        for each in group:
+        for each in group.prompts:
             own = slice(end, end + each.keys)
             end = own.stop
             found = _attended(query[each.tokens, some], keys[own], values[own], layer.scale, planned=False)

@@ -121,7 +121,8 @@ class LatentPrefill:
                 found.append(_Group(prompts, [self._ops.to_device(rows)], together))
                 short.clear()
 
-        for group, own in zip(groups, rows, strict=True):
+        # As they stand in the step, so that one launch may take neighbours.
+        for group, own in sorted(zip(groups, rows, strict=True), key=lambda each: each[0][0].tokens.start):
             first = group[0]
             alone = first.keys >= LEAST_PLANNED and (not launched or first.count == first.keys)
             if len(group) > 1 or alone:

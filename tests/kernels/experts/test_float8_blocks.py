@@ -36,7 +36,6 @@ def quantise(x, *, grouped):
 def _where_there_is_no_gpu(monkeypatch):
     """Many pairs are sorted in several parts."""
     monkeypatch.setattr(triton_align, "_BLOCK", 128)
-    monkeypatch.setattr(triton_align, "_PART", 64)
     if DEVICE == "cpu":
         monkeypatch.setattr(cuda.triton_float8, "quantise", quantise)
         of_tokens = {name: getattr(many_tokens, name) for name in ("_active", "_fill")}

@@ -23,7 +23,6 @@ GATES = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
 def _of_few_pairs_too(monkeypatch):
     """Sorted in several parts as many pairs are."""
     monkeypatch.setattr(triton_align, "_BLOCK", 128)
-    monkeypatch.setattr(triton_align, "_PART", 64)
     if DEVICE == "cpu":
         others = {name: getattr(many, name) for name in ("_active", "_fill", "_multiply")}
         monkeypatch.setattr(many, "_grouped_kernel", in_torch(many._grouped_kernel, **others))

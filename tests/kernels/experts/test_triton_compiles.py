@@ -90,12 +90,10 @@ for placed in (False, True):
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
 print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=4096, PDL=True), num_warps=8))
 kinds |= dict(counts="*i32", where="*i32", PARTS="i32")
-part = dict(PART=triton_align._PART)
-print("count", 0, *compiled(triton_align._count_pairs_kernel, kinds, part | dict(BINS=512)))
+print("count", 0, *compiled(triton_align._count_pairs_kernel, kinds, dict(BINS=256, BLOCK=4096), num_warps=8))
 kinds |= dict(begins="*i32")
-begins = dict(HEIGHT=128, BINS=256, BLOCK_PARTS=128, PARTS_AT_ONCE=triton_align._PARTS_AT_ONCE)
-print("begin", 0, *compiled(triton_align._begins_kernel, kinds, begins))
-print("place", 0, *compiled(triton_align._place_pairs_kernel, kinds, part | dict(BLOCK=triton_align._COMPARED), num_warps=8))
+print("begin", 0, *compiled(triton_align._begins_kernel, kinds, dict(HEIGHT=128, BINS=256, BLOCK_PARTS=16)))
+print("place", 0, *compiled(triton_align._place_pairs_kernel, kinds, dict(BLOCK=4096), num_warps=8))
 bulk = {
     rows: f"tensordesc<bf16[{rows},{columns}],{gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)!r}>"
     for rows, columns in ((128, 64), (64, 128))

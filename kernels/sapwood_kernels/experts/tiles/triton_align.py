@@ -2,8 +2,7 @@
 
 A program for each expert counts all pairs of a token and an expert, so that it knows where its tiles begin, and then writes its
 own pairs there in order. Reading all pairs for each expert costs less than the launches of a sort: 256 tokens have 8 KB of them.
-More than 4096 pairs are counted in parts by a launch of their own; a program places a part's, each after those of its expert
-that a comparison finds before it. A program for each expert and part would read all pairs for each expert.
+More than 4096 pairs are counted in parts by a launch of their own, so that programs share out an expert's, too.
 Shapes depend on the number of pairs only, and nothing waits for the host: it can be captured in a CUDA graph.
 """
 
@@ -24,8 +23,6 @@ LEAST = _BLOCK + 1
 """Pairs from which on it is told where each of them is."""
 _LEAST_BINS = 128
 """The fewest bins of a histogram: one for each thread of a program."""
-_PART, _COMPARED, _PARTS_AT_ONCE = 512, 64, 32
-"""Pairs of a part of many, with how many at once each of them is compared, and parts whose counts are added up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +82,26 @@ def _align_kernel(
             done += tl.sum(mine)
 
 
-@triton.jit(do_not_specialize=["COUNT"])
-def _count_pairs_kernel(ids, counts, COUNT, EXPERTS, BINS: tl.constexpr, PART: tl.constexpr):
-    at = tl.program_id(0) * PART + tl.arange(0, PART)
-    bins = tl.arange(0, BINS)
+@triton.jit
+def _count_pairs_kernel(ids, counts, COUNT, EXPERTS, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(ids + at, mask=at < COUNT, other=EXPERTS).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * EXPERTS + bins, tl.histogram(chosen, BINS), mask=bins < EXPERTS)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(chosen, BINS))
 
 
-@triton.jit(do_not_specialize=["COUNT", "TILES", "PARTS"])
+@triton.jit
 def _begins_kernel(
     counts, begins, places, experts, COUNT, TILES, EXPERTS, PARTS, HEIGHT: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     own = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    sizes = tl.zeros((BINS,), tl.int32)
-    for start in range(0, PARTS, PARTS_AT_ONCE):
-        some = (start + tl.arange(0, PARTS_AT_ONCE))[:, None]
-        there = (some < PARTS) & (bins < EXPERTS)[None, :]
-        sizes += tl.sum(tl.load(counts + some * EXPERTS + bins[None, :], mask=there, other=0), axis=0)
-    first = tl.sum(tl.where(bins < own, (sizes + HEIGHT - 1) // HEIGHT, 0))
-    size = tl.sum(tl.where(bins == own, sizes, 0))
-    parts = tl.arange(0, BLOCK_PARTS)
-    there = parts < tl.where(own < EXPERTS, PARTS, 0)
-    mine = tl.load(counts + parts * EXPERTS + own, mask=there, other=0)
-    tl.store(begins + parts * EXPERTS + own, first * HEIGHT + tl.cumsum(mine, 0) - mine, mask=there)
+    bins, parts = tl.arange(0, BINS), tl.arange(0, BLOCK_PARTS)
+    sizes = tl.load(counts + parts[:, None] * BINS + bins[None, :], mask=(parts < PARTS)[:, None], other=0)
+    sizes = tl.where((bins < EXPERTS)[None, :], sizes, 0)
+    first = tl.sum(tl.where(bins < own, (tl.sum(sizes, axis=0) + HEIGHT - 1) // HEIGHT, 0))
+    mine = tl.sum(tl.where(bins[None, :] == own, sizes, 0), axis=1)
+    size = tl.sum(mine)
+    tl.store(begins + own * PARTS + parts, first * HEIGHT + tl.cumsum(mine, 0) - mine, mask=parts < PARTS)
     end = tl.where(own == EXPERTS, TILES, first + (size + HEIGHT - 1) // HEIGHT)
     for start in range(first, end, BINS):
         tl.store(experts + start + bins, own + tl.zeros((BINS,), tl.int32), mask=start + bins < end)
@@ -119,40 +110,29 @@ def _begins_kernel(
     tl.store(places + nth, COUNT + tl.zeros((HEIGHT,), tl.int32), mask=nth < left)
 
 
-@triton.jit(do_not_specialize=["COUNT"])
-def _place_pairs_kernel(ids, begins, places, where, COUNT, EXPERTS, PART: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0) * PART
-    nth, others = tl.arange(0, PART), tl.arange(0, BLOCK)
-    at = start + nth
-    chosen = tl.load(ids + at, mask=at < COUNT, other=EXPERTS).to(tl.int32)
-    here = chosen < EXPERTS
-    place = tl.load(begins + tl.program_id(0) * EXPERTS + chosen, mask=here, other=0)
-    # After those of its expert that come before it in its part.
-    for first in range(0, PART, BLOCK):
-        each = first + others
-        other = tl.load(ids + start + each, mask=start + each < COUNT, other=EXPERTS).to(tl.int32)
-        before = (other[None, :] == chosen[:, None]) & (each[None, :] < nth[:, None])
-        place += tl.sum(before.to(tl.int32), axis=1)
-    tl.store(places + place, at, mask=here)
-    tl.store(where + at, place, mask=here)
+@triton.jit
+def _place_pairs_kernel(ids, begins, places, where, COUNT, PARTS, BLOCK: tl.constexpr):
+    own, part = tl.program_id(0), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    mine = (tl.load(ids + at, mask=at < COUNT, other=-1).to(tl.int32) == own).to(tl.int32)
+    place = tl.load(begins + own * PARTS + part) + tl.cumsum(mine, 0) - 1
+    tl.store(places + place, at, mask=mine > 0)
+    tl.store(where + at, place, mask=mine > 0)
 
 
 def _align_many(ids: Tensor, places: Tensor, of_tiles: Tensor, experts: int, height: int, bins: int) -> Tensor:
     """Counts parts of the pairs, tells where each part's begin, and places them; returns each pair's place."""
     count = ids.numel()
-    parts = triton.cdiv(count, _PART)
-    counts = torch.empty(parts, experts, dtype=torch.int32, device=ids.device)
-    begins = torch.empty(parts, experts, dtype=torch.int32, device=ids.device)
+    parts = triton.cdiv(count, _BLOCK)
+    counts = torch.empty(parts, bins, dtype=torch.int32, device=ids.device)
+    begins = torch.empty(experts + 1, parts, dtype=torch.int32, device=ids.device)
     where = torch.empty(count, dtype=torch.int32, device=ids.device)
-    _count_pairs_kernel[(parts,)](ids, counts, count, experts, BINS=bins, PART=_PART, num_warps=4)
+    _count_pairs_kernel[(parts,)](ids, counts, count, experts, BINS=bins, BLOCK=_BLOCK, num_warps=8)
     _begins_kernel[(experts + 1,)](
-        counts, begins, places, of_tiles, count, len(of_tiles), experts, parts, HEIGHT=height,
-        BINS=triton.next_power_of_2(experts), BLOCK_PARTS=triton.next_power_of_2(parts), PARTS_AT_ONCE=_PARTS_AT_ONCE,
-        num_warps=4,
+        counts, begins, places, of_tiles, count, len(of_tiles), experts, parts, HEIGHT=height, BINS=bins,
+        BLOCK_PARTS=triton.next_power_of_2(parts), num_warps=4,
     )  # fmt: skip
-    _place_pairs_kernel[(parts,)](
-        ids, begins, places, where, count, experts, PART=_PART, BLOCK=min(_PART, _COMPARED), num_warps=8
-    )
+    _place_pairs_kernel[(experts, parts)](ids, begins, places, where, count, parts, BLOCK=_BLOCK, num_warps=8)
     return where
 
 

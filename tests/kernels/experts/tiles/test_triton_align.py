@@ -35,7 +35,6 @@ def test_each_pair_has_one_place_in_a_tile_of_its_expert(tokens, chosen, height)
 @pytest.mark.parametrize(("tokens", "chosen"), [(33, 5), (90, 3)])
 def test_many_pairs_are_sorted_in_parts_and_know_their_places(tokens, chosen, monkeypatch):
     monkeypatch.setattr(triton_align, "_BLOCK", 128)
-    monkeypatch.setattr(triton_align, "_PART", 64)
     ids = made(tokens, chosen)
     ids[::7, 0] = EXPERTS  # which is not here
     tiles = triton_align.align(ids, EXPERTS, 16)

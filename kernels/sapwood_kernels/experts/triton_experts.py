@@ -24,12 +24,9 @@ from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable
 from sapwood_kernels.experts.tiles.triton_align import Tiles, align
 from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.experts.triton_widen import arguments, widened
-from sapwood_kernels.ops.contracts import FollowingNorm
 from sapwood_kernels.quantised import triton_int8
 
 _SUM_BLOCK = 512
-_DECODED, _WIDEST = 512, 8192
-"""Tokens up to which sums are normed in the same pass, and numbers of a row that a program then has at once."""
 _ROUNDED = 64
 """Places of a tile from which on inputs are rounded to 8 bits where they may be; with fewer, reading matrices takes longer."""
 
@@ -109,8 +106,8 @@ def _product_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts, ids, weights, out, where, norm, normed, eps, EXPERTS, N: tl.constexpr, CHOSEN: tl.constexpr, ADDS: tl.constexpr,
-    PLACED: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts, ids, weights, out, where, EXPERTS, N, CHOSEN: tl.constexpr, ADDS: tl.constexpr, PLACED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -127,16 +124,10 @@ def _sum_kernel(
             row = tl.load(where + pair, mask=end > 0, other=0).to(tl.int64)
         part = tl.load(parts + row * N + columns, mask=columns < end, other=0.0)
         total += tl.load(weights + pair) * part.to(tl.float32)
-    target, inside = out + token * N + columns, columns < N
+    target = out + token * N + columns
     if ADDS:
-        total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    rounded = total.to(out.dtype.element_ty)
-    tl.store(target, rounded, mask=inside)
-    if HAS_NORM:
-        values = rounded.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(values * values, axis=0) / N + eps)
-        factors = tl.load(norm + columns, mask=inside, other=0.0)
-        tl.store(normed + token * N + columns, (values * scale * factors).to(out.dtype.element_ty), mask=inside)
+        total += tl.load(target, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), mask=columns < N)
 
 
 def product(
@@ -174,31 +165,16 @@ def weighted_sum(
     experts: int,
     add_to: Tensor | None = None,
     where: Tensor | None = None,
-    following: FollowingNorm | None = None,
 ) -> Tensor:
-    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read.
-
-    Args:
-        parts, ids, weights: What experts made of each pair, and as ``reference.expert_sum`` has them.
-        experts: E.
-        add_to: As of :func:`expert_sum`.
-        where: Each pair's row of the parts, if they are not in the order of pairs.
-        following: As of :func:`expert_sum`.
-    """
+    """Each token's sum of its pairs, [T * k, N] -> [T, N], rounded once; those of expert ``experts`` are not read. Added to
+    ``add_to`` in place if that is given. ``where`` has each pair's row of the parts, if they are not in the order of pairs."""
     tokens, width = len(ids), parts.shape[1]
     out = torch.empty(tokens, width, dtype=parts.dtype, device=parts.device) if add_to is None else add_to
-    if tokens > _DECODED or width > _WIDEST:
-        following = None
-    norm, normed, eps, block = weights, out, 0.0, _SUM_BLOCK
-    if following is not None:
-        norm, normed, eps, block = following.weight, torch.empty_like(out), following.eps, triton.next_power_of_2(width)
-    _sum_kernel[(tokens, triton.cdiv(width, block))](
-        parts, ids, weights, out, ids if where is None else where, norm, normed, eps, experts, N=width, CHOSEN=ids.shape[1],
-        ADDS=add_to is not None, PLACED=where is not None, HAS_NORM=following is not None, BLOCK=block,
-        num_warps=max(4, block // 256), **dependent_launch.options(ids, dependent_launch.MIXTURE_ROWS),
+    _sum_kernel[(tokens, triton.cdiv(width, _SUM_BLOCK))](
+        parts, ids, weights, out, ids if where is None else where, experts, width, CHOSEN=ids.shape[1],
+        ADDS=add_to is not None, PLACED=where is not None, BLOCK=_SUM_BLOCK, num_warps=4,
+        **dependent_launch.options(ids, dependent_launch.MIXTURE_ROWS),
     )  # fmt: skip
-    if following is not None:
-        following.keep(out, normed)
     return out
 
 
@@ -211,7 +187,6 @@ def expert_sum(
     gate: Gate,
     tiles: Callable[[int], TilePlan] | None = None,
     add_to: Tensor | None = None,
-    following: FollowingNorm | None = None,
 ) -> Tensor:
     """Computes ``reference.expert_sum`` of at least one token; ``x`` is contiguous.
 
@@ -220,8 +195,6 @@ def expert_sum(
         gate: The activation.
         tiles: Gives them, by the number of pairs of tokens and experts; None: ``modelled_tiles`` does.
         add_to: [T, K], contiguous, to which the sum is added in place before it is rounded, and which is returned.
-        following: A norm that sees the result next. It is given it where it is computed in the same pass: of sorted tokens of a
-            decode.
     """
     pairs, chosen = ids.numel(), ids.shape[1]
     if tiles is None:
@@ -231,5 +204,4 @@ def expert_sum(
         return triton_few_tokens.expert_sum(x, ids, weights, gate_up, down, gate, plan, add_to)
     places = align(ids, gate_up.experts, plan.height)
     inner = product(x, gate_up, places, pairs, chosen, plan.gate_up, gate)
-    parts = product(inner, down, places, pairs, 1, plan.down)
-    return weighted_sum(parts, ids, weights, gate_up.experts, add_to, following=following)
+    return weighted_sum(product(inner, down, places, pairs, 1, plan.down), ids, weights, gate_up.experts, add_to)

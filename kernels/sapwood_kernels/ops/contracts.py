@@ -30,14 +30,6 @@ class Norm(Protocol):
     def __call__(self, x: Any, /) -> Any: ...
 
 
-class FollowingNorm(Norm, Protocol):
-    """A norm that whoever computes its input may compute, too."""
-
-    def keep(self, x: Tensor, normed: Tensor) -> None:
-        """Takes what is normed of x, until it is asked for."""
-        ...
-
-
 class OneRow(Protocol):
     """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row x [1, K], as ``triton_gemv.gemv`` computes it."""
 
@@ -150,20 +142,10 @@ queries as a new tensor. It takes vectors [T, R + E] and queries [T, H, N + E], 
 class ExpertSum(Protocol):
     """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own.
 
-    Added to ``add_to`` in place if that is given, which is returned then. ``following``, a norm that sees the result next, is
-    given it where it is computed in the same pass.
+    Added to ``add_to`` in place if that is given, which is returned then.
     """
 
-    def __call__(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        /,
-        *,
-        add_to: Tensor | None = None,
-        following: FollowingNorm | None = None,
-    ) -> Tensor: ...
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor: ...
 
 
 class RouteTokens(Protocol):

@@ -39,7 +39,6 @@ from sapwood_kernels.ops.contracts import (
     ExpertSum,
     FewRows,
     Float8,
-    FollowingNorm,
     Gate,
     LatentProducts,
     ManyRows,
@@ -298,18 +297,9 @@ class CudaOps(DeviceOps):
             return summed
         many = partial(kernel.expert_sum, gate_up=gate_up, down=down, gate=gate, processors=self.processors)
 
-        def either(
-            x: Tensor,
-            ids: Tensor,
-            weights: Tensor,
-            /,
-            *,
-            add_to: Tensor | None = None,
-            following: FollowingNorm | None = None,
-        ) -> Tensor:
+        def either(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
             takes = x.dtype.itemsize == 2 and kernel.takes(ids.numel(), gate_up.experts)
-            chosen = partial(many, add_to=add_to) if takes else partial(summed, add_to=add_to, following=following)
-            return chosen(x, ids, weights)
+            return (many if takes else summed)(x, ids, weights, add_to=add_to)
 
         return either
 

@@ -25,7 +25,6 @@ from sapwood_kernels.ops.contracts import (
     ExpertSum,
     FewRows,
     Float8,
-    FollowingNorm,
     Gate,
     KVDestination,
     LatentProducts,
@@ -274,15 +273,7 @@ class DeviceOps:
         """
         activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
 
-        def summed(
-            x: Tensor,
-            ids: Tensor,
-            weights: Tensor,
-            /,
-            *,
-            add_to: Tensor | None = None,
-            following: FollowingNorm | None = None,
-        ) -> Tensor:
+        def summed(x: Tensor, ids: Tensor, weights: Tensor, /, *, add_to: Tensor | None = None) -> Tensor:
             result = expert_sum(x, ids, weights, gate_up, down, activate)
             return result if add_to is None else add_to.add_(result)
 

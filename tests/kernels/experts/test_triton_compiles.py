@@ -81,12 +81,10 @@ for name, (stored, group, bits) in formats.items():
     print(name, 1, *compiled(triton_few_tokens._first_kernel, kinds, one, num_warps=4))
     two = constants | dict(CHOSEN=8, ADDS=True, BLOCK_CHOSEN=8) | second
     print(name, 2, *compiled(triton_few_tokens._second_kernel, kinds, two, num_warps=8))
-kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", where="*i32", EXPERTS="i32")
-kinds |= dict(norm="*fp32", normed="*bf16", eps="fp32")
+kinds = dict(parts="*bf16", ids="*i32", weights="*fp32", out="*bf16", where="*i32", EXPERTS="i32", N="i32")
 for placed in (False, True):
-    constants = dict(N=2048, CHOSEN=8, ADDS=True, PLACED=placed, HAS_NORM=not placed, PDL=not placed)
-    constants["BLOCK"] = 512 if placed else 2048
-    print("sum", placed + 0, *compiled(triton_experts._sum_kernel, kinds, constants, num_warps=4 if placed else 8))
+    constants = dict(CHOSEN=8, ADDS=True, PLACED=placed, BLOCK=512, PDL=not placed)
+    print("sum", placed + 0, *compiled(triton_experts._sum_kernel, kinds, constants))
 kinds = dict(ids="*i32", places="*i32", experts="*i32", COUNT="i32", TILES="i32", EXPERTS="i32")
 print("align", 0, *compiled(triton_align._align_kernel, kinds, dict(HEIGHT=16, BINS=512, BLOCK=4096, PDL=True), num_warps=8))
 kinds |= dict(counts="*i32", where="*i32", PARTS="i32")

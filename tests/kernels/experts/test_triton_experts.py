@@ -80,32 +80,6 @@ def test_the_sum_is_added_to_what_is_there(plan):
         near(again, total, 1e-5)
 
 
-class Following:
-    """A norm that is told of what was normed of it."""
-
-    def __init__(self):
-        self.weight = (torch.rand(72, generator=torch.Generator().manual_seed(2)) + 0.5).to(DEVICE)
-        self.eps, self.kept = 1e-3, None
-
-    def keep(self, x, normed):
-        self.kept = x, normed
-
-
-@pytest.mark.parametrize(("tokens", "plan"), [(9, None), (2, ALONE)])
-def test_the_norm_that_follows_is_computed_in_the_pass_of_sorted_tokens_sum(tokens, plan):
-    x, ids, weights, *stacks = made(tokens, 2, torch.float16)
-    residual, norm = torch.randn(tokens, 72, generator=torch.Generator().manual_seed(0)).half().to(DEVICE), Following()
-    plain, tiles = residual.clone(), None if plan is None else lambda pairs: plan
-    triton_experts.expert_sum(x, ids, weights, *stacks, "silu", tiles, plain)
-    triton_experts.expert_sum(x, ids, weights, *stacks, "silu", tiles, residual, norm)
-    assert torch.equal(plain, residual)
-    if plan is None:
-        assert norm.kept[0] is residual
-        near(norm.kept[1], reference.rms_norm(residual, norm.weight, norm.eps), 1e-3)
-    else:
-        assert norm.kept is None, "its programs have no whole rows"
-
-
 # The interpreter's products of bfloat16 are wrong.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16])
 def test_half_precision_with_biases_and_a_clamped_gate(dtype):

@@ -139,12 +139,8 @@ class DecoderLayer(Layer, ABC):
 
     def precedes(self, other: DecoderLayer) -> None:
         """Tells it which layer its output goes to."""
-        if other.first_norm is None or isinstance(self.mlp, JoinedMLP):
-            return
-        if self.mlp.ranks is not None:
+        if other.first_norm is not None and not isinstance(self.mlp, JoinedMLP) and self.mlp.ranks is not None:
             self.mlp.ranks.norm_follows(other.first_norm)
-        elif isinstance(self.mlp, SparseMLP) and isinstance(other.first_norm, RMSNorm):
-            self.mlp.norm_follows(other.first_norm)
 
     def norm(self, name: str) -> AnyNorm:
         """The norm of a name."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from sapwood_kernels.experts.stack import ExpertStack
-from sapwood_kernels.ops.contracts import FollowingNorm, Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.matrices import StackedMatrices, WideMatrices, expert_matrices
@@ -94,17 +94,10 @@ class Experts(Layer):
         stacks = wrap(self._gate_up.stack()), wrap(self._down.stack())
         self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context, self.shared)
 
-    def forward(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        add_to: Tensor | None = None,
-        following: FollowingNorm | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum; of one rank
-        it may be added to ``add_to`` in place, which is returned then; ``following``, a norm that is next, may be given it."""
-        return self._sum(x, ids, weights, add_to, following)
+        it may be added to ``add_to`` in place, which is returned then."""
+        return self._sum(x, ids, weights, add_to)
 
     def holders(self, ids: Tensor, first: int) -> Tensor:
         """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""

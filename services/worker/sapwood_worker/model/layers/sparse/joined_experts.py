@@ -11,7 +11,6 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts, StoredStack
-from sapwood_kernels.ops.contracts import FollowingNorm
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.matrices import finished, stack_of
@@ -164,17 +163,10 @@ class JoinedExperts(Layer):
         stacks = self._gate_up.stack(), self._down.stack()
         self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
 
-    def forward(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        add_to: Tensor | None = None,
-        following: FollowingNorm | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum; of one rank
-        it may be added to ``add_to`` in place, which is returned then; ``following``, a norm that is next, may be given it."""
-        return self._sum(x, ids, weights, add_to, following)
+        it may be added to ``add_to`` in place, which is returned then."""
+        return self._sum(x, ids, weights, add_to)
 
     def holders(self, ids: Tensor, first: int) -> Tensor:
         """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.stack import ExpertStack
-from sapwood_kernels.ops.contracts import FollowingNorm, Gate
+from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces
 from sapwood_worker.records.experts import ExpertMove
@@ -60,19 +60,12 @@ class PlacedSum:
         self._group = context.parallel.ep
         self.exchanges = places.movable and not context.ops.groups_experts and context.parallel.expert_exchange is None
 
-    def __call__(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        add_to: Tensor | None = None,
-        following: FollowingNorm | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], to be summed over the ranks; of one rank
-        it may be added to ``add_to`` in place, which is returned then; ``following``, a norm that is next, may be given it."""
+        it may be added to ``add_to`` in place, which is returned then."""
         local = self._places.local(ids)
         if not self.exchanges:
-            return self._sum(x, local, weights, add_to=add_to, following=following)
+            return self._sum(x, local, weights, add_to=add_to)
         each = self._sum(x.repeat_interleave(ids.shape[1], 0), local.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         parts = self._group.all_reduce(each).view(*ids.shape, -1)
         result = torch.bmm(weights.to(x.dtype).unsqueeze(1), parts).squeeze(1)

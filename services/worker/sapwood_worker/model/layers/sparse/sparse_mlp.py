@@ -124,7 +124,6 @@ class SparseMLP(Layer):
         self._exchange = context.parallel.expert_exchange
         group = context.split_over
         self.ranks = None if group is None else RankSum(group, "layers of experts")
-        self._following: tuple[RMSNorm, ...] = ()  # as a module it would be a part of this one
         self.shared: GatedMLP | None = None
         self._gate: WeightSlots = {}
         if config.shared is not None:
@@ -156,10 +155,6 @@ class SparseMLP(Layer):
             self.experts.join(*(each.weight for each in parts if isinstance(each, DenseMethod)))
             self.shared = None
 
-    def norm_follows(self, norm: RMSNorm) -> None:
-        """Tells which norm alone sees the residual next, that outputs are added to."""
-        self._following = (norm,)
-
     def forward(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
         if self.ranks is None:
@@ -189,8 +184,7 @@ class SparseMLP(Layer):
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         result: Tensor
         if self._exchange is None:
-            following = self._following if add_to is not None and self.shared is None else ()
-            result = self.experts(taken, ids, weights, add_to, *following)
+            result = self.experts(taken, ids, weights, add_to)
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
         if self.shared is not None and not self._gate:

@@ -83,7 +83,7 @@ def _block_of_words(
 
 
 @triton.jit
-def _fetch(
+def fetch_keys(
     pages_of_layer, own, at, end, page_stride, slot_stride, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Has the keys or values of a block come to the L2 cache; ``D`` counts numbers, or words where these are read."""
@@ -125,8 +125,8 @@ def _split_kernel(
         if PDL:
             if at < end:
                 words: tl.constexpr = D // 4 if WORDS else D
-                _fetch(keys, own, at, end, page_stride, slot_stride, words, PAGE, BLOCK)
-                _fetch(values, own, at, end, page_stride, slot_stride, words, PAGE, BLOCK)
+                fetch_keys(keys, own, at, end, page_stride, slot_stride, words, PAGE, BLOCK)
+                fetch_keys(values, own, at, end, page_stride, slot_stride, words, PAGE, BLOCK)
             gdc_wait()
         rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]

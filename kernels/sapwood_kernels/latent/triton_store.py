@@ -20,7 +20,7 @@ _HEADS = 8
 
 
 @triton.jit
-def _turned(source, target, cos, sin, inside, factor, E: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
+def rotate(source, target, cos, sin, inside, factor, E: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr,
             HALF: tl.constexpr):  # fmt: skip
     """Rotates [rows, E] from the pointers ``source`` [rows, 1] to ``target``, where pairs stand half of E apart."""
     half: tl.constexpr = E // 2
@@ -68,7 +68,7 @@ def _store_kernel(
         )
         tl.store(page + latent_columns, as_stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=within)
         row = tl.zeros((1, 1), tl.int64)
-        _turned(vector + R + row, page + R + row, cos, sin, row == 0, factor, E, INTERLEAVED, SCALED, HALF)
+        rotate(vector + R + row, page + R + row, cos, sin, row == 0, factor, E, INTERLEAVED, SCALED, HALF)
     else:
         heads = ((tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
         source = query + token * query_stride + heads * (N + E)
@@ -76,7 +76,7 @@ def _store_kernel(
         columns = tl.arange(0, BLOCK_N)[None, :]
         plain = (heads < HEADS) & (columns < N)
         tl.store(target + columns, tl.load(source + columns, mask=plain, other=0.0), mask=plain)
-        _turned(source + N, target + N, cos, sin, heads < HEADS, 1.0, E, INTERLEAVED, False, HALF)
+        rotate(source + N, target + N, cos, sin, heads < HEADS, 1.0, E, INTERLEAVED, False, HALF)
 
 
 def store_latent(

@@ -36,7 +36,7 @@ from sapwood_kernels.attention import triton_decode as decoding, triton_merge as
 from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
-from sapwood_kernels.attention.latent import triton_stream as streaming_latent
+from sapwood_kernels.attention.latent import triton_merge_values as adding, triton_stream as streaming_latent
 from sapwood_kernels.latent import triton_expand as expanding
 from sapwood_kernels.latent import triton_many_heads as heads_of, triton_store as store
 
@@ -138,12 +138,12 @@ check(
     BLOCK_D=128, BLOCK=32,
 )
 for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
-    for splits in (8, 32):
+    for splits, by_values in ((8, False), (32, False), (32, True)):
         block, warps, stages = latent.tile_of(splits)
         check(
             latent._latent_kernel, {**LATENT, "stored": cache}, warps, HEADS=128, R=512, E=64, PAGE=16, SPLITS=splits,
             SLOTS=splits + 16, LEAST=1, SHARED=True, FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64,
-            BLOCK=block, STAGES=stages, PDL=capability >= 90,
+            BLOCK=block, STAGES=stages, JOINED=by_values, PDL=capability >= 90,
         )
     requests = sharing_latent.requests_of(divmod(capability, 10))
     check(
@@ -155,6 +155,14 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
         store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,
         SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8, PDL=capability >= 90,
     )
+joined = kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 up:*bf16 out:*bf16")
+for rows, slots in ((16, 32), (128, 32), (16, 48)):
+    made = check(
+        adding._merge_values_kernel, joined, adding.WARPS, HEADS=16, N=128, V=128, R=512, SPLITS=32, SLOTS=slots, LEAST=1,
+        KEYS=32, SHARED=slots > 32, BLOCK=triton.next_power_of_2(slots), BLOCK_V=adding.numbers_of(rows), BLOCK_R=512,
+        PDL=capability >= 90,
+    )
+    assert stack(made) == 0, "a program's parts do not fit in its registers"
 heads = kinds("query:*bf16 summed:*bf16 up:*bf16 out:*bf16 T:i32 token_stride:i32 head_stride:i32")
 some = dict(HEADS=16, N=128, V=128, R=512, BLOCK_T=64, BLOCK_K=64, PDL=capability >= 90)
 check(heads_of._absorb_kernel, heads, 4, E=64, BLOCK_R=64, BLOCK_E=64, **some)

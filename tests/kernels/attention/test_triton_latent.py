@@ -86,6 +86,22 @@ def test_vectors_are_stored_and_queries_turned_as_by_the_reference(interleaved: 
     assert float((~near).float().mean()) <= (0.01 if float8 and DEVICE == "cpu" else 0.0)
 
 
+@pytest.mark.parametrize(("splits", "least"), [(4, 1), (8, 40), (16, 1)])
+def test_parts_are_added_where_values_are_made_of_them(splits: int, least: int):
+    torch.manual_seed(splits)
+    heads, rank, rotary, nope, value, lengths = 3, 24, 8, 12, 20, [1, 70, 130]
+    counts = torch.tensor([-(-length // 16) for length in lengths])
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    ints = [each.to(DEVICE, torch.int32) for each in (indptr, torch.randperm(int(indptr[-1])), torch.tensor(lengths))]
+    stored, up = torch.randn(int(indptr[-1]), 16, 1, rank + rotary), torch.randn(heads, nope + value, rank)
+    query, stored, up = (each.to(DEVICE) for each in (torch.randn(len(lengths), heads, rank + rotary), stored, up))
+
+    def found(by: tuple[torch.Tensor, int] | None) -> torch.Tensor:
+        return kernel.latent_decode(query, stored, rank, *ints, splits=splits, least=least, scale=0.3, values_by=by)
+
+    torch.testing.assert_close(found((up, nope)), LatentHeads(up, nope).values(found(None)), rtol=1e-4, atol=1e-4)
+
+
 def test_a_float8_cache_is_scaled():
     check([70, 5], float8=True)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, StoredPages, Variant
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.reference import quantise
@@ -54,6 +55,9 @@ def check(*, heads: int, rank: int, rotary: int, float8: bool = False, padded: i
         made = kernel(len(table) if padded else None, indices, shape, Variant(0.3, None, None, False), OPS)
         made.plan(torch.arange(len(table) + 1, dtype=torch.int32), PagedKeys(indptr, indices, last, runs))
         results.append(made.run(query, cache))
+    heads_of = LatentHeads(torch.randn(heads, 20, rank).to(DEVICE), 12)
+    values = made.values(query, cache, heads_of)
+    torch.testing.assert_close(values, heads_of.values(results[1]), rtol=1e-3, atol=1e-3)
     assert made._shared.starts.tolist()[:6] == [48, 80, 80, 80, 48, 0]
     alone, together = results
     torch.testing.assert_close(together, alone, rtol=2e-3 if float8 else 1e-4, atol=1e-2 if float8 else 1e-5)

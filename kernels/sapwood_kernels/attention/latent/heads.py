@@ -13,11 +13,13 @@ In shapes: H heads, T queries, M keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.attention.planned import PlannedAttention, StoredPages
 from sapwood_kernels.ops.contracts import LatentProducts
 
 
@@ -74,3 +76,11 @@ class LatentHeads:
         rotary = stored[:, None, self.rank :].expand(-1, len(up), -1)
         key, value = torch.cat((both[..., : self.nope], rotary), -1), both[..., self.nope :]
         return key, F.pad(value, (0, key.shape[2] - self.value_dim)) if wide else value
+
+
+class PlannedLatentAttention(PlannedAttention, Protocol):
+    """A planned attention of absorbed queries."""
+
+    def values(self, query: Tensor, cache: StoredPages, heads: LatentHeads) -> Tensor:
+        """:meth:`LatentHeads.values` of what :meth:`run` gives: [T, H, V]."""
+        ...

@@ -15,9 +15,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
+from sapwood_kernels.attention.latent.triton_merge_values import keys_of_stretch, merge_values
 from sapwood_kernels.attention.latent.triton_shared import HEADS_OF_BLOCK, attend_latent, attend_shared_latent
 from sapwood_kernels.attention.triton_block import LOG2_E
-from sapwood_kernels.attention.triton_decode import SharedWork
+from sapwood_kernels.attention.triton_decode import SharedWork, fetch_keys
 from sapwood_kernels.attention.triton_parts import first_own_key, merge_parts, num_stretches
 
 _MANY = 16
@@ -29,7 +30,7 @@ def _latent_kernel(
     query, stored, indptr, lengths, starts, counts, pages, part, sums, out, scale, value_scale, page_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     LEAST: tl.constexpr, SHARED: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, JOINED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -40,11 +41,15 @@ def _latent_kernel(
     start = first_own_key(length, starts, request, 0, SHARED)
     count = num_stretches(length - start, LEAST, SPLITS)
     others = tl.load(counts + request) if SHARED else 0
+    share = keys_of_stretch(length - start, count, BLOCK)
+    if JOINED:
+        count = tl.cdiv(length - start, share)
     if split < count:
-        share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK
         at = start + split * share
         end = tl.minimum(at + share, length)
         if PDL:
+            if at < end:
+                fetch_keys(stored, own, at, end, page_stride, slot_stride, R + E, PAGE, BLOCK)
             gdc_wait()
         heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns, ends = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E)
@@ -61,7 +66,7 @@ def _latent_kernel(
         )  # fmt: skip
         empty = total == 0.0
         result = result / tl.where(empty, 1.0, total)[:, None] * value_scale
-        if count + others == 1:
+        if count + others == 1 and not JOINED:
             tl.store(out + rows[:, None] * R + columns[None, :], result.to(out.dtype.element_ty), mask=wanted)
         else:
             slots = rows * SLOTS + split
@@ -88,6 +93,7 @@ def latent_decode(
     least: int = 1,
     kv_scale: float = 1.0,
     shared: SharedWork | None = None,
+    values_by: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """What the absorbed queries of one token for each request sum up of cached vectors; does not wait for the device.
 
@@ -103,9 +109,10 @@ def latent_decode(
         least: Fewest keys of a program, likewise.
         kv_scale: Factor of the stored numbers.
         shared: What several requests have in common and is read once; None: each request reads all that is its own.
+        values_by: ``up`` and ``nope`` of ``LatentHeads``: the sum is expanded to the heads' values where its parts are added.
 
     Returns:
-        [B, H, R].
+        [B, H, R]; [B, H, V] with ``values_by``.
     """
     batch, heads, dim = query.shape
     assert stored.stride(3) == 1 and query.is_contiguous()
@@ -135,8 +142,15 @@ def latent_decode(
         query, stored, indptr, lengths, starts, counts, pages, part, sums, out, scale * kv_scale, kv_scale, *stored.stride()[:2],
         HEADS=heads, R=rank, E=dim - rank, PAGE=stored.shape[1], SPLITS=splits, SLOTS=slots, LEAST=least,
         SHARED=shared is not None, FLOAT8=stored.dtype == torch.float8_e4m3fn, ROWS=HEADS_OF_BLOCK, BLOCK_R=block_r,
-        BLOCK_E=block_e, BLOCK=block, STAGES=stages if query.is_cuda else 0, num_warps=warps, **dependent_launch.options(query),
+        BLOCK_E=block_e, BLOCK=block, STAGES=stages if query.is_cuda else 0, JOINED=values_by is not None, num_warps=warps,
+        **dependent_launch.options(query),
     )  # fmt: skip
+    if values_by is not None:
+        up, nope = values_by
+        return merge_values(
+            part, sums, lengths, starts, counts, up, nope, splits=splits, least=least, keys=block, shared=shared is not None,
+            dtype=query.dtype,
+        )  # fmt: skip
     if slots > 1:
         merge_parts(part, sums, lengths, starts, counts, out, splits=splits, least=least, shared=shared is not None)
     return out

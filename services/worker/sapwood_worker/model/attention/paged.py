@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.latent.heads import PlannedLatentAttention
 from sapwood_kernels.attention.planned import (
     AdvancingAttention,
     PagedKeys,
@@ -33,8 +34,10 @@ from sapwood_worker.model.attention.backend import (
 from sapwood_worker.model.attention.shared_prefix import Runs, SharedPrefixes
 from sapwood_worker.model.pools.device_pool import DevicePool
 
+KernelT = TypeVar("KernelT", bound=PlannedAttention)
 
-class KernelAttention:
+
+class KernelAttention(Generic[KernelT]):
     """Implements ``StepAttention`` by a planned kernel for each kind of layer.
 
     Args:
@@ -45,14 +48,15 @@ class KernelAttention:
         advances: Whether :meth:`advance` may be called.
     """
 
-    def __init__(self, pool: DevicePool, kernels: Mapping[Variant, PlannedAttention]) -> None:
+    def __init__(self, pool: DevicePool, kernels: Mapping[Variant, KernelT]) -> None:
         self._pool = pool
         self._kernels = kernels
         # To ask whether an object implements a protocol takes longer than to launch a kernel: it is asked once.
-        self._advancing = [each for each in kernels.values() if isinstance(each, AdvancingAttention)]
+        each_kernel: list[PlannedAttention] = list(kernels.values())
+        self._advancing = [each for each in each_kernel if isinstance(each, AdvancingAttention)]
         self.advances = len(self._advancing) == len(kernels)
         # Each layer's are looked up once: between the layers of a prompt the device waits for the host.
-        self._found: dict[int, tuple[PlannedAttention, StoredPages]] = {}
+        self._found: dict[int, tuple[KernelT, StoredPages]] = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         assert batch.keys is not None
@@ -70,6 +74,10 @@ class KernelAttention:
             kernel.advance(by)
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
+        kernel, cache = self._of(layer)
+        return kernel.run(query.contiguous(), cache, out)
+
+    def _of(self, layer: AttentionLayer) -> tuple[KernelT, StoredPages]:
         found = self._found.get(layer.index)
         if found is None:
             pool, index = self._pool, layer.index
@@ -78,10 +86,16 @@ class KernelAttention:
                 values = values[..., : layer.latent.rank]
             cache = StoredPages(pool.key_pages(index), values, pool.scales.of(index), layer.sinks)
             found = self._found[index] = self._kernels[layer.kind], cache
-        kernel, cache = found
-        if layer.latent is None:
-            return kernel.run(query.contiguous(), cache, out)
-        result = layer.latent.values(kernel.run(layer.latent.absorb(query), cache))
+        return found
+
+
+class LatentKernelAttention(KernelAttention[PlannedLatentAttention]):
+    """Implements ``StepAttention`` for decodes of latent layers."""
+
+    def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
+        assert layer.latent is not None
+        kernel, cache = self._of(layer)
+        result = kernel.values(layer.latent.absorb(query), cache, layer.latent)
         return result.flatten(1) if out is None else out.copy_(result)
 
 

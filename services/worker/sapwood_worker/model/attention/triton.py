@@ -18,7 +18,7 @@ from sapwood_worker.model.attention.backend import (
     StepAttention,
 )
 from sapwood_worker.model.attention.latent_prefill import LEAST_PLANNED, LatentPrefill
-from sapwood_worker.model.attention.paged import KernelAttention
+from sapwood_worker.model.attention.paged import KernelAttention, LatentKernelAttention
 
 _LEAST = (8, 0)
 """The first compute capability with asynchronous copies and bfloat16 matrix units."""
@@ -98,11 +98,15 @@ def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
     from sapwood_kernels.attention.latent.decode import LatentDecodeAttention
     from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 
-    needs, ops = parts.needs, parts.ops
-    kernel = LatentDecodeAttention if needs.latent else SplitDecodeAttention
-    return lambda batch: KernelAttention(
-        parts.pool, {kind: kernel(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds}
-    )
+    needs, ops, pool = parts.needs, parts.ops, parts.pool
+
+    def made(batch: int | None) -> StepAttention:
+        args = batch, parts.indices, needs.shape
+        if needs.latent:
+            return LatentKernelAttention(pool, {kind: LatentDecodeAttention(*args, kind, ops) for kind in needs.kinds})
+        return KernelAttention(pool, {kind: SplitDecodeAttention(*args, kind, ops) for kind in needs.kinds})
+
+    return made
 
 
 def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
@@ -110,11 +114,17 @@ def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttentio
     from sapwood_kernels.attention.latent.decode import SharedLatentDecodeAttention
     from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
 
-    needs, ops = parts.needs, parts.ops
-    kernel = SharedLatentDecodeAttention if needs.latent else SharedDecodeAttention
-    return lambda batch: KernelAttention(
-        parts.pool, {kind: kernel(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds}
-    )
+    needs, ops, pool = parts.needs, parts.ops, parts.pool
+
+    def made(batch: int | None) -> StepAttention:
+        args = batch, parts.indices, needs.shape
+        if needs.latent:
+            return LatentKernelAttention(
+                pool, {kind: SharedLatentDecodeAttention(*args, kind, ops) for kind in needs.kinds}
+            )
+        return KernelAttention(pool, {kind: SharedDecodeAttention(*args, kind, ops) for kind in needs.kinds})
+
+    return made
 
 
 TRITON = AttentionBackend(

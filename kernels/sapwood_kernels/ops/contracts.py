@@ -139,6 +139,19 @@ queries as a new tensor. It takes vectors [T, R + E] and queries [T, H, N + E], 
 [T, 1, E]."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreAbsorbed:
+    """:data:`StoreLatent` and ``LatentHeads.absorb`` of the queries that it returns, in one.
+
+    Attributes:
+        store: What does both; of the arguments of :data:`StoreLatent` it makes [T, H, R + E].
+        most: Largest T.
+    """
+
+    store: StoreLatent
+    most: int
+
+
 class ExpertSum(Protocol):
     """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own.
 

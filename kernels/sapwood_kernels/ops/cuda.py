@@ -33,7 +33,7 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, 
 from sapwood_kernels.experts.tiles.plan import FEW_TOKENS, TileTable
 from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
-from sapwood_kernels.latent import triton_expand, triton_heads, triton_many_heads
+from sapwood_kernels.latent import triton_absorb, triton_expand, triton_heads, triton_many_heads
 from sapwood_kernels.latent.triton_store import store_latent
 from sapwood_kernels.ops.contracts import (
     ExpertSum,
@@ -46,6 +46,7 @@ from sapwood_kernels.ops.contracts import (
     NormedLogits,
     OneRow,
     RouteTokens,
+    StoreAbsorbed,
     StoreHeads,
     StoreLatent,
 )
@@ -180,6 +181,13 @@ class CudaOps(DeviceOps):
     def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
         store = partial(store_latent, weight=weight, eps=eps, interleaved=interleaved)
         return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
+
+    def store_absorbed(self, weight: Tensor, eps: float, up: Tensor, *, interleaved: bool) -> StoreAbsorbed:
+        store = partial(triton_absorb.store_absorbed, weight=weight, eps=eps, up=up, interleaved=interleaved)
+        return StoreAbsorbed(
+            lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0]),
+            triton_absorb.MOST,
+        )
 
     def latent_products(self, up: Tensor, nope: int) -> LatentProducts:
         def absorb(query: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from sapwood_kernels.ops.contracts import (
     NormedLogits,
     OneRow,
     RouteTokens,
+    StoreAbsorbed,
     StoredProduct,
     StoreHeads,
     StoreLatent,
@@ -198,6 +199,15 @@ class DeviceOps:
             return torch.cat((query[..., :-rotary], turned(query[..., -rotary:], cos, sin)), 2)
 
         return store
+
+    def store_absorbed(self, weight: Tensor, eps: float, up: Tensor, *, interleaved: bool) -> StoreAbsorbed | None:
+        """What stores the vectors of a step whose queries are all absorbed; None: nothing does both.
+
+        Args:
+            weight, eps, interleaved: As :meth:`store_latent` takes them.
+            up: As :meth:`latent_products` takes it.
+        """
+        return None
 
     def latent_products(self, up: Tensor, nope: int) -> LatentProducts | None:
         """The products of few tokens with the matrix of latent attention's heads; None: there are none.

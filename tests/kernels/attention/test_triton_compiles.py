@@ -37,7 +37,7 @@ from sapwood_kernels.attention import triton_prefill as prefilling
 from sapwood_kernels.attention.shared import triton_shared as sharing
 from sapwood_kernels.attention.latent import triton_decode as latent, triton_shared as sharing_latent
 from sapwood_kernels.attention.latent import triton_merge_values as adding, triton_stream as streaming_latent
-from sapwood_kernels.latent import triton_expand as expanding
+from sapwood_kernels.latent import triton_absorb as absorbing, triton_expand as expanding
 from sapwood_kernels.latent import triton_many_heads as heads_of, triton_store as store
 
 capability = int(sys.argv[1])
@@ -155,7 +155,19 @@ for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
         store._store_kernel, {**STORE, "pages": cache}, 2, HEADS=128, R=512, N=128, E=64, PAGE=16, INTERLEAVED=True,
         SCALED="fp8" in cache, BLOCK_R=512, BLOCK_N=128, HALF=32, BLOCK=8, PDL=capability >= 90,
     )
-joined = kinds("part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 counts:*i32 up:*bf16 out:*bf16")
+joined = kinds(
+    "vectors:*bf16 query:*bf16 up:*bf16 out:*bf16 pages:*bf16 slots:*i64 cos:*bf16 sin:*bf16 weight:*fp32 eps:fp32 factor:fp32 "
+    "T:i32 vector_stride:i32 query_stride:i32 page_stride:i32 slot_stride:i32 part:*fp32 sums:*fp32 lengths:*i32 starts:*i32 "
+    "counts:*i32"
+)
+for tokens, nope, value, cache in (
+    (16, 128, 128, "*bf16"), (64, 192, 256, "*bf16"), (16, 128, 128, "*fp8e4nv"),
+)[: 2 + (capability >= 89)]:
+    check(
+        absorbing._absorb_kernel, {**joined, "pages": cache}, 4, HEADS=16, R=512, N=nope, V=value, E=64, PAGE=16,
+        INTERLEAVED=True, SCALED="fp8" in cache, BLOCK_T=tokens, OWN=tokens // 8, BLOCK_N=triton.next_power_of_2(nope),
+        BLOCK_R=64, WHOLE=512, HALF=32, PDL=capability >= 90,
+    )
 for rows, slots in ((16, 32), (128, 32), (16, 48)):
     made = check(
         adding._merge_values_kernel, joined, adding.WARPS, HEADS=16, N=128, V=128, R=512, SPLITS=32, SLOTS=slots, LEAST=1,

@@ -86,6 +86,37 @@ def test_vectors_are_stored_and_queries_turned_as_by_the_reference(interleaved: 
     assert float((~near).float().mean()) <= (0.01 if float8 and DEVICE == "cpu" else 0.0)
 
 
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "interleaved"), [(1, 5, True), (9, 3, False), (70, 1, True)])
+def test_vectors_stored_and_queries_absorbed_at_once(tokens: int, heads: int, interleaved: bool, float8: bool):
+    generator = torch.Generator().manual_seed(tokens)
+    rank, nope, ends, value = 72, 12, 8, 20
+
+    def numbers(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(DEVICE)
+
+    down = numbers(tokens, heads * (nope + ends) + rank + ends)
+    query, vectors = down[:, : -rank - ends].unflatten(1, (heads, -1)), down[:, -rank - ends :]
+    cos, sin, weight, up = (
+        numbers(*sizes)
+        for sizes in ((tokens, 1, ends // 2), (tokens, 1, ends // 2), (rank,), (heads, nope + value, rank))
+    )
+    cos, sin = torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
+    kind, slots = torch.float8_e4m3fn if float8 else torch.float32, torch.randperm(96, generator=generator)[:tokens]
+    to, wanted = (
+        KVDestination(pages, pages, slots.to(DEVICE), (0.5, 0.5))
+        for pages in torch.zeros(2, 6, 16, 1, rank + ends, device=DEVICE).to(kind)
+    )
+    both, apart = cuda.CudaOps(torch.device(DEVICE)), DeviceOps(torch.device(DEVICE))
+    assert apart.store_absorbed(weight, 1e-6, up, interleaved=interleaved) is None
+    found = both.store_absorbed(weight, 1e-6, up, interleaved=interleaved).store(vectors, query, cos, sin, to)
+    stores = [each.store_latent(weight, 1e-6, torch.float32, interleaved=interleaved) for each in (both, apart)]
+    expected = LatentHeads(up, nope).absorb(stores[1](vectors, query, cos, sin, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    stores[0](vectors, query, cos, sin, wanted)  # which way a float8 is rounded, a last bit may decide
+    assert torch.equal(to.keys.float(), wanted.keys.float())
+
+
 @pytest.mark.parametrize(("splits", "least"), [(4, 1), (8, 40), (16, 1)])
 def test_parts_are_added_where_values_are_made_of_them(splits: int, least: int):
     torch.manual_seed(splits)

@@ -134,11 +134,24 @@ def in_tables(batches: Sequence[AttentionBatch]) -> AttentionBatch:
     return batches[0] if len(batches) == 1 else replace(batches[0], windows=tuple(batches[1:]))
 
 
+class AbsorbedAttention(Protocol):
+    """Attention of decodes whose latent layers' queries come as they meet cached vectors."""
+
+    def attend_absorbed(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        """:meth:`AttentionPlan.attend_cached` of queries [T, H, R + E], as ``LatentHeads.absorb`` makes them: [T, H, V]."""
+        ...
+
+
 class AttentionPlan(Protocol):
     """A planned step, as layers see it: a layer writes its keys and values to ``destination``, then calls ``attend_cached``.
 
     All work is queued on the device's current stream; a result is valid for what is queued after it.
     """
+
+    @property
+    def absorbed(self) -> AbsorbedAttention | None:
+        """What a latent layer may call in place of ``attend_cached`` with all queries absorbed; None: nothing."""
+        ...
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
         """Where a layer's keys and values of this step go; waits, on the device, for pages of that layer still being loaded."""

@@ -90,13 +90,17 @@ class KernelAttention(Generic[KernelT]):
 
 
 class LatentKernelAttention(KernelAttention[PlannedLatentAttention]):
-    """Implements ``StepAttention`` for decodes of latent layers."""
+    """Implements ``StepAttention`` for decodes of latent layers, and ``AbsorbedAttention``."""
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         assert layer.latent is not None
-        kernel, cache = self._of(layer)
-        result = kernel.values(layer.latent.absorb(query), cache, layer.latent)
+        result = self.attend_absorbed(layer, layer.latent.absorb(query))
         return result.flatten(1) if out is None else out.copy_(result)
+
+    def attend_absorbed(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        assert layer.latent is not None
+        kernel, cache = self._of(layer)
+        return kernel.values(query, cache, layer.latent)
 
 
 class GroupedAttention:
@@ -137,6 +141,7 @@ class PagedPlan:
 
     Attributes:
         whole: What computes the attention of all tokens, if they are all of the first requests.
+        absorbed: The same, if it takes absorbed queries.
     """
 
     def __init__(
@@ -151,6 +156,7 @@ class PagedPlan:
         self._decode, self._prefill = decode, prefill
         self._decodes = decodes
         self.whole = decode if decodes is None else None
+        self.absorbed = self.whole if isinstance(self.whole, LatentKernelAttention) else None
         self._cache_slots = cache_slots
 
     def destination(self, layer: AttentionLayer) -> KVDestination:

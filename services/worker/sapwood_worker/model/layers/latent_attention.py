@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sapwood_kernels.attention.latent.heads import LatentHeads
-from sapwood_kernels.ops.contracts import StoreLatent
+from sapwood_kernels.ops.contracts import StoreAbsorbed, StoreLatent
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
@@ -97,6 +97,7 @@ class LatentAttention(Layer):
         self.latent_norm = RMSNorm(rank, _EPS, context.inside("kv_a_layernorm"))
         up = Part(context.inside("kv_b_proj").prefix, heads(latent.qk_nope_head_dim + latent.v_head_dim))
         self._store: StoreLatent
+        self._store_absorbed: StoreAbsorbed | None = None
         self._up = context.linear.dense(LinearShape((up,), whole(rank)))
         self.output = RowLinear(heads(latent.v_head_dim), "o_proj", hidden_size, False, context)
         self.ranks = self.output.ranks
@@ -110,6 +111,7 @@ class LatentAttention(Layer):
         self._constants = replace(self._constants, latent=LatentHeads(up, nope, ops.latent_products(up, nope)))
         norm, interleaved = self.latent_norm, self._latent.rope_interleave
         self._store = ops.store_latent(norm.weight, norm.eps, self._context.dtype, interleaved=interleaved)
+        self._store_absorbed = ops.store_absorbed(norm.weight, norm.eps, up, interleaved=interleaved)
 
     def forward(
         self,
@@ -128,6 +130,11 @@ class LatentAttention(Layer):
         if self.query_up is not None:
             query = self.query_up(query, self.query_norm)
         query = query.view(len(query), self._heads, -1)
-        query = self._store(vectors, query, angles.cos, angles.sin, plan.destination(self._constants))
-        result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
+        step = vectors, query, angles.cos, angles.sin, plan.destination(self._constants)
+        both = self._store_absorbed
+        if both is not None and plan.absorbed is not None and len(query) <= both.most:
+            found = plan.absorbed.attend_absorbed(self._constants, both.store(*step)).flatten(1)
+        else:
+            found = plan.attend_cached(self._constants, self._store(*step))
+        result: Tensor = self.output(found, None, residual)
         return result

@@ -46,6 +46,8 @@ class TrialPlan:
         largest: For each layer that has attended, float32 [2]: its largest key and value.
     """
 
+    absorbed = None
+
     def __init__(self, layout: KVLayout, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.largest: dict[int, Tensor] = {}
         self._stored: dict[int, KVDestination] = {}

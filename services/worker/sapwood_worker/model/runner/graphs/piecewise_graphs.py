@@ -67,6 +67,8 @@ class _Cut:
         memory: The graphs' memory pool; None: nothing is captured, the pieces run as they are.
     """
 
+    absorbed = None
+
     def __init__(self, pool: DevicePool, slots: Sequence[Tensor], query: Tensor, context: Tensor, memory: Any) -> None:
         self._pool = pool
         self._slots = slots

@@ -65,8 +65,6 @@ TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
 (``benchmarks/gpu/bench_few_rows.py``), which computes all other weights. These are those of an 8B of Llama's shape, but for its
 queries, keys and values, where cuBLAS is as fast, those of a fourth of a 70B, and, on an H100 and behind a norm, Qwen3-30B-A3B's
 output projection (9.9 us with the norm, cuBLAS 11.1) and DeepSeek-V2-Lite's two projections (8.7 for 9.3, 7.0 for 7.7)."""
-NORMED = {(3648, 2048): 16}
-"""[N, K] of a weight -> the most rows with which the norm before it goes along."""
 _AHEAD = 512
 """Columns of a tile's weights that come to the L2 cache while the kernel ahead runs, at most."""
 
@@ -81,9 +79,9 @@ def _fetch(at):
 
 @triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
-    x, weight, norm, residual, out, parts, ended, eps, M, x_stride, N, K, HAS_NORM: tl.constexpr, ADDS: tl.constexpr,
-    GATE: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    x, weight, residual, out, parts, ended, M, x_stride, N, K, ADDS: tl.constexpr, GATE: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     tile, share = tl.program_id(0), tl.program_id(1)
     rows, columns, each = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
@@ -103,19 +101,12 @@ def _rows_kernel(
     x_at = x + each[None, :] * x_stride + columns[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
     for step in tl.range(steps * share // SHARES, steps * (share + 1) // SHARES, num_stages=STAGES):
         at = step * BLOCK_K
         taken = tl.load(x_at + at, mask=there, other=0.0)
-        if HAS_NORM:
-            wide = taken.to(tl.float32)
-            squares += wide * wide
-            taken = (wide * tl.load(norm + at + columns)[:, None]).to(taken.dtype)
         total = tl.dot(tl.load(weight_at + at), taken, total)
         if GATE != 0:
             up = tl.dot(tl.load(up_at + at), taken, up)
-    if HAS_NORM:
-        total *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[None, :]
     at_out = each[None, :] * N + rows[:, None]
     last = True
     if SHARES > 1:
@@ -153,25 +144,19 @@ def few_rows(weight: Tensor) -> tuple[Callable[..., Tensor], int] | None:
     return partial(_product, weight=weight, ended=ended, tiles=tiles), tiles[-1][0]
 
 
-def normed_rows(weight: Tensor) -> int:
-    """The most rows with which :func:`few_rows` takes the norm before it along. Not in float16, which what the norm has not
-    scaled yet could exceed."""
-    return NORMED.get((weight.shape[0], weight.shape[1]), 0) if weight.dtype == torch.bfloat16 else 0
-
-
 def _product(
     x: Tensor,
     *,
     weight: Tensor,
     ended: Tensor,
     tiles: tuple[tuple[int, Tile], ...],
-    norm: tuple[Tensor, float] | None = None,
+    norm: None = None,
     gate: Gate | None = None,
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     tile = next(tile for most, tile in tiles if len(x) <= most)
-    return product(x, weight, ended, tile, norm=norm, gate=gate, add_to=add_to, dtype=dtype)
+    return product(x, weight, ended, tile, gate=gate, add_to=add_to, dtype=dtype)
 
 
 def product(
@@ -180,12 +165,11 @@ def product(
     ended: Tensor,
     tile: Tile,
     *,
-    norm: tuple[Tensor, float] | None = None,
     gate: Gate | None = None,
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``gate(norm(x) @ weight.T) + add_to`` for a few rows.
+    """``gate(x @ weight.T) + add_to`` for a few rows.
 
     Args:
         x: [M, K], 16-bit; rows may lie apart.
@@ -193,7 +177,6 @@ def product(
         ended: int32, zeros, one for each tile: what programs of a tile count in. It is zeros again afterwards, so that
             launches may share it that follow each other.
         tile: Its rows divide N, its columns K.
-        norm: Norms x before the product (RMSNorm): the norm's weight, float32 [K], and eps. Neither ``gate`` nor shares then.
         gate: The activation, for ``activation(first half) * second half``.
         add_to: [M, N], contiguous: the result is added to it in place, and it is returned.
         dtype: The result's dtype; x's if not given.
@@ -206,14 +189,10 @@ def product(
     assert rows % tile.rows == 0 and width % tile.columns == 0, "the tile is of another size"
     out = torch.empty(count, rows, dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
     size = tile.shares * count * weight.shape[0] if tile.shares > 1 else 0
-    assert norm is None or (gate is None and tile.shares == 1), (
-        "a norm goes along with all inputs of a program, and no gate"
-    )
-    norm_weight, eps = norm if norm is not None else (x, 0.0)
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     _rows_kernel[(rows // tile.rows, tile.shares)](
-        x, weight, norm_weight, out, out, parts, ended, eps, count, x.stride(0), rows, width, HAS_NORM=norm is not None,
-        ADDS=add_to is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SHARES=tile.shares,
+        x, weight, out, out, parts, ended, count, x.stride(0), rows, width, ADDS=add_to is not None,
+        GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SHARES=tile.shares,
         BLOCK_M=max(_LEAST_ROWS, triton.next_power_of_2(count)), BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages,
         num_warps=tile.warps, AHEAD=_AHEAD, **dependent_launch.options(x),
     )  # fmt: skip

@@ -43,17 +43,6 @@ def test_products_are_those_of_all_rows_whatever_shares_them_out(count: int, sha
     assert not ended.any(), "the next launch could not count"
 
 
-@pytest.mark.parametrize("count", [2, 16])
-def test_a_norm_before_the_product_goes_along(count: int):
-    torch.manual_seed(count)
-    weight, norm = drawn(32, 256) / 16, torch.rand(256, device=DEVICE) + 0.5
-    x = drawn(count, 512)[:, 256:]
-    expected = reference.rms_norm(x.float(), norm, 1e-5) @ weight.float().t()
-    ended = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    got = triton_rows.product(x, weight, ended, triton_rows.Tile(16, 64, 1, 4, 3), norm=(norm, 1e-5))
-    assert (got.float() - expected).norm() < LIMIT * expected.norm()
-
-
 def test_the_tile_of_a_size_is_used_up_to_its_rows_and_results_may_be_wider(monkeypatch: pytest.MonkeyPatch):
     tiles = ((4, triton_rows.Tile(16, 64, 2, 4, 3)), (16, triton_rows.Tile(64, 128, 1, 4, 3)))
     monkeypatch.setattr(triton_rows, "TILES", {(64, 256): tiles})
@@ -82,10 +71,6 @@ def test_measured_tiles_fit_their_weights_gated_or_not():
     for (rows, columns), tiles in triton_rows.TILES.items():
         assert all(rows // 2 % tile.rows == columns % tile.columns == 0 for _, tile in tiles)
         assert [most for most, _ in tiles] == sorted({most for most, _ in tiles})
-    for size, rows in triton_rows.NORMED.items():
-        assert all(tile.shares == 1 for most, tile in triton_rows.TILES[size] if most <= rows)
-        weight = torch.empty(size, dtype=torch.bfloat16, device="meta")
-        assert (triton_rows.normed_rows(weight), triton_rows.normed_rows(weight.half())) == (rows, 0)
 
 
 COMPILED = """
@@ -110,8 +95,8 @@ def show(kernel, words, warps, **constants):
 
 for tile in triton_rows.TILES[14336, 8192][0][1:]:
     show(
-        triton_rows._rows_kernel, "prefetch.global.L2", tile.warps, HAS_NORM=False, ADDS=False, GATE=1, SHARES=1, BLOCK_M=16,
-        BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages, PDL=True, AHEAD=512,
+        triton_rows._rows_kernel, "prefetch.global.L2", tile.warps, ADDS=False, GATE=1, SHARES=1, BLOCK_M=16, BLOCK_N=tile.rows,
+        BLOCK_K=tile.columns, STAGES=tile.stages, PDL=True, AHEAD=512,
     )
 show(
     triton_gemv._gemv_kernel, "ld.global", 2, N=7168, K=8192, HAS_NORM=False, HAS_BIAS=False, ADDS=False, GATE=1, SCALED=0,

@@ -207,7 +207,7 @@ class CudaOps(DeviceOps):
 
     def few_rows(self, weight: Tensor, bias: Tensor | None) -> FewRows | None:
         found = triton_rows.few_rows(weight) if self._hopper and bias is None else None
-        return None if found is None else FewRows(*found, norm=triton_rows.normed_rows(weight))
+        return None if found is None else FewRows(*found, norm=0)
 
     def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
         if not triton_grouped.serves(weight):

@@ -39,7 +39,12 @@ def route_uniformly(most_tokens: int, rank: int = 0, skew: float = 0.0) -> None:
         if skew:
             likely = torch.randn(routing.experts, device=ops.device, generator=numbers) * skew
             noise = likely - noise.log().neg().log()  # Gumbel's: without replacement, by their weights
-        return lambda logits: choose(noise[before * len(logits) : (before + 1) * len(logits)])
+
+        def choose_evenly(logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+            start = before * len(logits) + first
+            return choose(noise[start : start + len(logits)], first)
+
+        return choose_evenly
 
     def of_checkpoint(
         ops: CudaOps, weight: Tensor, bias: Tensor | None, dtype: torch.dtype

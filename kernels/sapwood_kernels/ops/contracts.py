@@ -163,9 +163,9 @@ class ExpertSum(Protocol):
 
 class RouteTokens(Protocol):
     """Each token's experts, integers [T, k], and their weights, float32 [T, k], of a router's logits, float32 [T, E], or of parts
-    of them, [T, S, E]."""
+    of them, [T, S, E]. They are a step's rows from ``first`` on, which tells those that only pad it."""
 
-    def __call__(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, logits: Tensor, /, first: int = 0) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,8 @@ class CudaOps(DeviceOps):
 
     def router(self, routing: Routing, correction: Tensor | None, counts: Tensor, ranks: int = 1) -> RouteTokens:
         live = self._live.setdefault(ranks, torch.full((ranks,), _ALL, dtype=torch.int32, device=self.device))
-        return partial(triton_routing.route, routing=routing, correction=correction, counts=counts, live=live)
+        choose = partial(triton_routing.route, routing=routing, correction=correction, counts=counts)
+        return lambda logits, first=0: choose(logits, live=live - first if first else live)
 
     @contextmanager
     def padded(self, tokens: int, of_ranks: Sequence[int] = ()) -> Iterator[None]:

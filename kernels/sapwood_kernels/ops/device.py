@@ -313,7 +313,7 @@ class DeviceOps:
             ranks: Of so many ranks it gets the rows, one rank's after the other's.
         """
 
-        def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        def choose(logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
             ids, weights = route(logits, routing, correction)
             chosen = ids[:, : routing.chosen].flatten()
             counts.scatter_add_(0, chosen, torch.ones_like(chosen))

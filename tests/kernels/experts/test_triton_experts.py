@@ -297,7 +297,9 @@ def test_rows_that_pad_a_step_go_to_no_expert(shared):
     logits = torch.randn(9, EXPERTS, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     with ops.padded(5):
         ids, _ = route(logits)
-    assert ids[:5].max() < every and bool((ids[5:] == every).all()) and int(counts.sum()) == 10
+        pieces = [route(logits[first : first + 3].contiguous(), first)[0] for first in (0, 3, 6)]
+    assert ids[:5].max() < every and bool((ids[5:] == every).all()) and int(counts.sum()) == 2 * 10
+    assert torch.equal(torch.cat(pieces), ids), "in pieces, too"
     tiles = triton_experts.align(ids, every, 16)
     used = tiles.places.view(-1, 16)[tiles.experts < every].flatten().tolist()
     assert sorted(pair for pair in used if pair < ids.numel()) == list(range(5 * (2 + shared)))

@@ -141,7 +141,6 @@ class AttentionBuilder:
         )
         return backend, graphs
 
-    @torch.inference_mode()
     def most_captured(self, most: int, *, float8: bool) -> int:
         """Tokens of the largest step of prompts that has graphs; 0: none has. The arguments are those of :meth:`pieces`."""
         if not self._captures or isinstance(self._model, Head):
@@ -151,6 +150,7 @@ class AttentionBuilder:
         size, layers = self._model.layer_size(), len(self._model.layers)
         return min(most, worth_capturing(size, layers, float8=float8, sparse=self._config.sparse is not None))
 
+    @torch.inference_mode()
     def pieces(
         self, backend: PagedAttention, pool: DevicePool, most: int, *, float8: bool, whole_ladder: bool
     ) -> PiecewiseGraphs | None:

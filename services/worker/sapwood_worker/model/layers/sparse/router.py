@@ -70,13 +70,13 @@ class Router(Layer):
     def finish(self) -> None:
         self._logits = self._context.ops.router_logits(self._weight, self._bias, self._context.dtype)
 
-    def forward(self, hidden: Tensor, norm: AnyNorm | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden_size] -> the same, normed by ``norm`` if it is given; each token's experts, integers [T, k], and their
-        weights, float32 [T, k]."""
+    def forward(self, hidden: Tensor, norm: AnyNorm | None, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden_size], a step's rows from ``first`` on -> the same, normed by ``norm`` if it is given; each token's experts,
+        integers [T, k], and their weights, float32 [T, k]."""
         fused = self._normed
         if fused is not None and len(hidden) <= fused.most and isinstance(norm, RMSNorm) and norm.computes(hidden):
             x, logits = fused.product(hidden, norm.weight, norm.eps)
         else:
             x = hidden if norm is None else norm(hidden)
             logits = self._logits(x)
-        return x, *self._route(logits)
+        return x, *self._route(logits, first=first)

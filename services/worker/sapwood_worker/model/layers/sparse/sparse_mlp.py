@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +162,14 @@ class SparseMLP(Layer):
         pieces = None if self.experts.exchanges else self.ranks.pieces(hidden, norm)
         if pieces is None:
             return self.ranks(self._part(hidden, norm), residual)
-        return self.ranks.of_pieces(partial(self._part, norm=None), pieces, residual)
+        done = 0
+
+        def next_part(rows: Tensor) -> Tensor:
+            nonlocal done
+            first, done = done, done + len(rows)
+            return self._part(rows, None, first=first)
+
+        return self.ranks.of_pieces(next_part, pieces, residual)
 
     def _alone(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """:meth:`forward` where nothing is left to sum."""
@@ -175,10 +181,10 @@ class SparseMLP(Layer):
         residual += result
         return residual
 
-    def _part(self, hidden: Tensor, norm: RMSNorm | None, add_to: Tensor | None = None) -> Tensor:
-        """[T, hidden_size], normed first by ``norm`` -> this rank's part of the sum, [T, hidden_size]; of one rank it may be
-        added to ``add_to`` in place, which is returned then."""
-        x, ids, weights = self.router(hidden, norm)
+    def _part(self, hidden: Tensor, norm: RMSNorm | None, add_to: Tensor | None = None, *, first: int = 0) -> Tensor:
+        """[T, hidden_size], a step's rows from ``first`` on, normed first by ``norm`` -> this rank's part of the sum,
+        [T, hidden_size]; of one rank it may be added to ``add_to`` in place, which is returned then."""
+        x, ids, weights = self.router(hidden, norm, first)
         taken = x
         if self._scales_inputs:
             taken, weights = x * weights.to(x.dtype), torch.ones_like(weights)

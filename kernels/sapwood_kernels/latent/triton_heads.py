@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sapwood_kernels import dependent_launch
 
 MOST = 8
-"""Tokens up to which they are used: half a layer of DeepSeek-V2-Lite takes an H200 47 us for 8, and 65 for 16, as for 64 on tensor
-cores."""
+"""Tokens up to which they are used: half a layer of DeepSeek-V2-Lite took an H200 47 us for 8 and 65 for 16, as long as for 64 on
+tensor cores."""
 _LATENT, _VALUES = 64, 16  # numbers of a program's results
 
 

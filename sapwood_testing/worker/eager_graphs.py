@@ -10,16 +10,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.attention.planned import PagedKeys, StoredPages, Variant
 from sapwood_worker.model.attention.backend import AttentionParts, StepAttention
-from sapwood_worker.model.attention.paged import KernelAttention, PagedAttention, PagedPlan
+from sapwood_worker.model.attention.paged import KernelAttention, LatentKernelAttention, PagedAttention, PagedPlan
 from sapwood_worker.model.attention.torch_native import TORCH
 from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, DecodeResult, _Captured
 from sapwood_worker.model.runner.model_runner import ModelRunner
 
 
 class GatheredAttention:
-    """Implements ``AdvancingAttention`` of decodes at fixed addresses: keys are gathered page by page.
+    """Implements ``PlannedLatentAttention``, which advances, of decodes at fixed addresses: keys are gathered page by page.
 
     Args:
         batch: The decodes.
@@ -51,6 +52,9 @@ class GatheredAttention:
             weights = torch.einsum("hd,nhd->hn", query[at], keys).mul(self._scale).softmax(-1)
             rows.append(torch.einsum("hn,nhd->hd", weights, values))
         return torch.stack(rows) if out is None else out.copy_(torch.stack(rows))
+
+    def values(self, query: Tensor, cache: StoredPages, heads: LatentHeads) -> Tensor:
+        return heads.values(self.run(query, cache))
 
 
 class _Replay:
@@ -99,9 +103,9 @@ def with_graphs(runner: ModelRunner, sizes: Sequence[int], *, capture: bool = Tr
     """Gives a runner on a CPU graphs of these sizes, ascending; or, without ``capture``, computes such steps once."""
 
     def decodes(parts: AttentionParts) -> Callable[[int], StepAttention]:
-        kinds = parts.needs.kinds
-        return lambda batch: KernelAttention(
-            parts.pool, {kind: GatheredAttention(batch, parts, kind) for kind in kinds}
+        kind_of = LatentKernelAttention if parts.needs.latent else KernelAttention
+        return lambda batch: kind_of(
+            parts.pool, {kind: GatheredAttention(batch, parts, kind) for kind in parts.needs.kinds}
         )
 
     needs, pool, ops = runner._backend._parts[0].needs, runner._pool, runner.ops

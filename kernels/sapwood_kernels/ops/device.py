@@ -43,7 +43,6 @@ from sapwood_kernels.ops.side_queue import SideQueue
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
-from sapwood_kernels.quantised.int8 import WeightProduct
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import cpu_sampling, token_bitmask
 
@@ -359,7 +358,7 @@ class DeviceOps:
             result = self.gated(gate_after)(result)
         return result if add_to is None else add_to.add_(result)
 
-    def weight_product(self, weight: Tensor, scales: Tensor) -> WeightProduct:
+    def weight_product(self, weight: Tensor, scales: Tensor) -> int8.WeightProduct:
         """The product with an int8 weight [N, K] by scales, float32 [N, 1], which float16 holds. It may hold them otherwise."""
         return partial(int8.weight_product, weight=weight, scales=scales)
 

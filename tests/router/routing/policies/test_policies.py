@@ -61,9 +61,11 @@ def test_round_robin_keeps_numbers_even_however_unequal_the_loads_are() -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_least_load_takes_fewest_requests_then_fewest_tokens_then_takes_turns() -> None:
+def test_least_load_takes_what_has_least_to_do_in_requests_and_prompts_then_takes_turns() -> None:
     policy = LeastLoad()
     assert policy.choose(views(3, 1, 2), PROMPT).address == "w1"
+    one, many = WorkerView("a", requests=1, queued_tokens=9000), WorkerView("b", requests=6)
+    assert policy.choose([one, many], PROMPT).address == "b", "a long prompt is more than five answers"
     busy, calm = WorkerView("a", requests=1, queued_tokens=900), WorkerView("b", requests=1, queued_tokens=10)
     assert policy.choose([busy, calm], PROMPT).address == "b"
     given, spared = WorkerView("a", recent_work=10), WorkerView("b", recent_work=5)

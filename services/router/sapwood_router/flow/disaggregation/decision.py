@@ -18,8 +18,9 @@ less. That is the least of what the cheapest pair and the cheapest worker alone 
 chooses whom, of the role that costs least, or of all where their costs are nearly the same).
 
 Nothing is weighed while many wait for their first token beside those that generate, as when many come at once: what such a fleet
-will do in a second is not what it did in the last ones, and the policy, which counts requests, spreads them more evenly. Nor is
-anything weighed where no worker has a request: there is none that a pair could spare anything, and the next may be one of many.
+will do in a second is not what it did in the last ones, and the policy, which counts requests and their tokens, spreads them more
+evenly. Nor is anything weighed where no worker has a request: there is none that a pair could spare anything, and the next may be
+one of many.
 
 What a hand-over takes is measured on those that are made. Until enough were measured, and where none was for long, it is taken
 to cost nothing, now and then: so one is begun only to measure it where it could pay at all, and none where it could not.

@@ -157,9 +157,16 @@ class Forgetful:
         """Nothing to hand on."""
 
 
-LoadKey = tuple[int, int, float]
+REQUEST_TOKENS = 1024
+"""A worker's request counts as so many prompt tokens to compute, beside those of its prompt: about what its answer takes.
+
+Found by simulation of 48 requests that come at once (``Fleet.burst`` of ``tests/router/flow/disaggregation/test_mixes.py``): with
+512 to 2048 the last of them is answered up to 14 % sooner than where requests are counted, if their lengths differ much, and
+nowhere more than 1 % later."""
+
+LoadKey = tuple[float, float]
 
 
 def load_key(view: WorkerView) -> LoadKey:
-    """Sorts workers by load: requests, then tokens to prefill, then work given lately, so that idle ones take turns."""
-    return (view.requests, view.queued_tokens, view.recent_work)
+    """Sorts workers by load: what they have to do, in prompt tokens, then work given lately, so that idle ones take turns."""
+    return (view.queued_tokens + REQUEST_TOKENS * view.requests, view.recent_work)

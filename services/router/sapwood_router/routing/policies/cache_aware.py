@@ -15,8 +15,8 @@ Algorithm: for each worker, cost in tokens =
 The lowest cost wins. The last term spreads prefixes that many conversations share, such as a system prompt, over the workers, so
 that the conversations spread too. The prefix of a single conversation always outweighs that term, and in quiet times the
 term is nearly 0. When a worker drains, its latest prompts are handed on to others (``index/hot.py``) and count half there.
-If no worker holds a page of the prompt, load alone decides. A worker with far more requests than the least loaded one is never
-chosen, whatever it holds: so a hot prefix gets as many holders as it needs.
+If no worker holds a page of the prompt, the one with least to do gets it (``load_key``). A worker with far more requests than the
+one with fewest is never chosen, whatever it holds: so a hot prefix gets as many holders as it needs.
 
 In a large fleet it looks at three groups only: some workers that hold the longest prefixes by their events; some that are drawn
 by the prompt's own hashes, beyond what the first group holds (prompts with the same prefix were sent to the same ones); and
@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.index.hot import HotPrefixes
 from sapwood_router.routing.index.prefixes import Insertion, PrefixIndex
-from sapwood_router.routing.policies.base import Choice, LoadKey, PromptPages, load_key
+from sapwood_router.routing.policies.base import Choice, PromptPages, load_key
 from sapwood_router.routing.shortlist import draw, drawn_by_prefix
 from sapwood_router.routing.worker_view import WorkerView
 
@@ -95,15 +95,13 @@ class CacheAware:
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """Reasons: cache_hit, cache_spill, cache_miss; cache_handed: a worker that drains handed the prefix on."""
-        loads = [(view.requests, view.queued_tokens, view.recent_work) for view in workers]
-        least = min(loads)
         held = self._held(workers, prompt)
         most = max([saved for _, saved in held])
         if most == 0:
-            return Choice(workers[loads.index(least)].address, "cache_miss")
-        limit = least[0] * _SLACK_SHARE + _SLACK_REQUESTS
-        costs = self._costs(loads, held, len(prompt.token_ids))
-        _, _, at = min([(costs[at], load, at) for at, load in enumerate(loads) if load[0] <= limit])
+            return Choice(min(workers, key=load_key).address, "cache_miss")
+        limit = min([view.requests for view in workers]) * _SLACK_SHARE + _SLACK_REQUESTS
+        costs = self._costs(workers, held, len(prompt.token_ids))
+        _, _, at = min([(costs[at], load_key(view), at) for at, view in enumerate(workers) if view.requests <= limit])
         tokens, saved = held[at]
         if saved < most:
             return Choice(workers[at].address, "cache_spill", tokens)
@@ -111,7 +109,7 @@ class CacheAware:
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         held = self._held(workers, prompt)
-        costs = self._costs([load_key(view) for view in workers], held, len(prompt.token_ids))
+        costs = self._costs(workers, held, len(prompt.token_ids))
         return {view.address: (tokens, cost) for view, (tokens, _), cost in zip(workers, held, costs, strict=True)}
 
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
@@ -143,13 +141,16 @@ class CacheAware:
         return result
 
     @staticmethod
-    def _costs(loads: Sequence[LoadKey], held: Sequence[_Held], length: int) -> list[float]:
-        given = [work for _, _, work in loads]
+    def _costs(workers: Sequence[WorkerView], held: Sequence[_Held], length: int) -> list[float]:
+        given = [view.recent_work for view in workers]
         least = min(given)
         share = BALANCE / (sum(given) / len(given) + QUIET)
         return [
-            RECOMPUTE_WEIGHT * (length - saved) + queued + REQUEST_COST * requests + share * (work - least)
-            for (requests, queued, work), (_, saved) in zip(loads, held, strict=True)
+            RECOMPUTE_WEIGHT * (length - saved)
+            + view.queued_tokens
+            + REQUEST_COST * view.requests
+            + share * (view.recent_work - least)
+            for view, (_, saved) in zip(workers, held, strict=True)
         ]
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from sapwood_router.routing.policies.base import Choice, Forgetful, LoadKey, PromptPages, load_key
+from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages, load_key
 from sapwood_router.routing.shortlist import DRAWS, draw
 from sapwood_router.routing.worker_view import WorkerView
 
@@ -13,7 +13,7 @@ from sapwood_router.routing.worker_view import WorkerView
 class _Least(Forgetful):
     """The least worker by a key. O(workers); of a large fleet the least of some drawn ones, O(1)."""
 
-    def __init__(self, reason: str, key: Callable[[WorkerView], LoadKey], rng: random.Random | None) -> None:
+    def __init__(self, reason: str, key: Callable[[WorkerView], tuple[float, ...]], rng: random.Random | None) -> None:
         self._reason = reason
         self._key = key
         self._rng = rng or random.Random()
@@ -26,7 +26,7 @@ class _Least(Forgetful):
 
 
 class LeastLoad(_Least):
-    """The worker with the fewest requests; see :func:`~sapwood_router.routing.policies.base.load_key` for ties.
+    """The worker with the least to do, prompts and answers; see :func:`~sapwood_router.routing.policies.base.load_key`.
 
     Args:
         rng: Draws.
@@ -48,5 +48,5 @@ class LeastTokens(_Least):
         super().__init__("least_tokens", _tokens_key, rng)
 
 
-def _tokens_key(view: WorkerView) -> LoadKey:
+def _tokens_key(view: WorkerView) -> tuple[float, ...]:
     return (view.queued_tokens, view.requests, view.recent_work)

@@ -185,14 +185,16 @@ for wide in (False, True):
         E=64, WIDE=wide, BLOCK_N=128, BLOCK_E=64, BLOCK_V=256, BLOCK=16,
     )
 if capability == 90:
-    tile = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    def tile(rows):
+        return f"tensordesc<bf16[{rows}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+
     stream = kinds(
-        "query:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 flags:*i32 out:*bf16 scale:fp32 batch:i32"
+        "indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 flags:*i32 out:*bf16 scale:fp32 batch:i32"
     )
     for heads in (8, 16):
         check(
-            streaming_latent._latent_stream_kernel, {**stream, "stored": tile}, 4, GluonASTSource, HEADS=heads, R=512,
-            PAGE_ROWS=16, ROWS=heads, STAGES=2, BATCH=256,
+            streaming_latent._latent_stream_kernel, {**stream, "query": tile(heads), "stored": tile(16)}, 4, GluonASTSource,
+            HEADS=heads, R=512, PAGE_ROWS=16, ROWS=heads, STAGES=2, BATCH=256, BEGIN=2,
         )
 for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
     check(

@@ -75,7 +75,7 @@ def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: in
         stored: As for :func:`tile_shapes`.
         filled: Pairs of more than which a tile has 32 places at least: all tokens go to some of the experts; 0: to none.
     """
-    height = 1 if (4 if stored else 2) * pairs <= experts else tile_height(pairs, experts)
+    height = 1 if (4 if stored else 3) * pairs <= experts else tile_height(pairs, experts)
     if filled and pairs > filled:
         height = max(height, 32)
     return TilePlan(height, *tile_shapes(height, stored=stored))

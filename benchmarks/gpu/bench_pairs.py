@@ -9,8 +9,9 @@ decode  ``--streams`` answers of ``--outputs`` tokens, and the 99th percentile o
         prompts of ``--long`` tokens come ``--rate`` a second to a prefill worker (1 + 1), and while they come to two workers that
         do both. ``ratio`` is to that alone
 mixes   answers a second of four mixes of prompts and answers, all ``--requests`` at once, with ``--disaggregate`` always, never
-        and auto in turns (not more of always or never than two starts if it is far behind). Routers are started anew after
-        ``--start-seconds``, since two processes of one program need not be equally fast; clients start once. ``ratio`` is auto's
+        and auto in turns (of always or never no more than of the first starts if it is far behind). Two processes of one program
+        need not be equally fast: so ``--routers`` of each way are started together, one of each way is a start, and after
+        ``--start-seconds`` for each of these others are started; clients start once. ``ratio`` is auto's
         to the better of the two: the Hodges-Lehmann estimate of the starts' ratios, each of medians, which lies between ``low``
         and ``high`` in 95 of 100 such measurements (``serving_load/comparison.py``); the rates beside it are medians of starts.
         A mix has ``--mix-seconds``, and what the mixes before it left when their ratios were known to one in a hundred. ``pairs``
@@ -110,23 +111,28 @@ class Pair:
                 worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest(), timeout=60)
 
     @contextmanager
-    def routers(self, *ways: str) -> Iterator[dict[str, Front]]:
-        """A router in front of the workers for each way to disaggregate, with empty caches."""
+    def routers(self, *ways: str, count: int = 1) -> Iterator[list[dict[str, Front]]]:
+        """So many routers in front of the workers for each way to disaggregate, with empty caches."""
         self.empty_caches()
         with ExitStack() as stack:
-            services = {}
-            for way in ways:
-                flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
-                flags += ["--disaggregate", way, "--workers", *self.workers]
-                services[way] = Service(f"router-{way}", "sapwood_router", flags, self.logs)
-                stack.callback(services[way].stop)
-            fronts = {
-                way: Front(service.address("gRPC"), service.address("HTTP"), self._clients)
-                for way, service in services.items()
-            }
-            for front in fronts.values():
+            started = [{way: self._router(way, number, stack) for way in ways} for number in range(count)]
+            starts = [
+                {
+                    way: Front(service.address("gRPC"), service.address("HTTP"), self._clients)
+                    for way, service in services.items()
+                }
+                for services in started
+            ]
+            for front in (front for fronts in starts for front in fronts.values()):
                 front.ask([Planned(self.prompt(32), 2) for _ in range(4)])
-            yield fronts
+            yield starts
+
+    def _router(self, way: str, number: int, stack: ExitStack) -> Service:
+        flags = ["--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer]
+        flags += ["--disaggregate", way, "--workers", *self.workers]
+        service = Service(f"router-{way}-{number}", "sapwood_router", flags, self.logs)
+        stack.callback(service.stop)
+        return service
 
     def burst(self, front: Front, shapes: Sequence[tuple[int, int]]) -> float:
         """Answers a second of new prompts, and answers, of such lengths that are asked for at once; caches are empty."""
@@ -192,7 +198,7 @@ def decode(pair: Pair, say: Say) -> None:
         ("two both", ("both", "both"), "never", True),
     ):
         pair.set_roles(*roles)
-        with pair.routers(mode) as fronts:
+        with pair.routers(mode) as [fronts]:
             streams = [pair.planned(128, options.outputs) for _ in range(options.streams)]
             draw, at, prompts = random.Random(2), 1.0, []
             while loaded and at < options.seconds:
@@ -235,7 +241,7 @@ def mixes(pair: Pair, say: Say) -> None:
 def _mix(pair: Pair, name: str, shapes: Sequence[tuple[int, int]], until: float, say: Say) -> None:
     starts: list[dict[str, float]] = []
     while True:
-        starts.append(_rates(pair, shapes, _worth_it(starts), partial(say, what=f"{name}, a round")))
+        starts += _rates(pair, shapes, _worth_it(starts), partial(say, what=f"{name}, a round"))
         better = max(("always", "never"), key=lambda way: _median(starts, way))
         compared = compare([(rates["auto"], rates[better]) for rates in starts if better in rates])
         if len(starts) >= 2 and (time.monotonic() > until or compared.known_within(_KNOWN)):
@@ -246,19 +252,22 @@ def _mix(pair: Pair, name: str, shapes: Sequence[tuple[int, int]], until: float,
 
 def _rates(
     pair: Pair, shapes: Sequence[tuple[int, int]], ways: Sequence[str], say: Callable[..., None]
-) -> dict[str, float]:
-    """Answers a second of each way, by routers that are started for it: the median of some rounds, of which each is told."""
-    rounds: list[dict[str, float]] = []
-    with pair.routers(*ways) as fronts:
-        until = time.monotonic() + pair.options.start_seconds
-        for front in fronts.values():
+) -> list[dict[str, float]]:
+    """Answers a second of each way by some starts of routers: of each the medians of some rounds, which are told one by one."""
+    options = pair.options
+    rounds: list[list[dict[str, float]]] = [[] for _ in range(options.routers)]
+    with pair.routers(*ways, count=options.routers) as starts:
+        until = time.monotonic() + options.start_seconds * options.routers
+        for front in (front for fronts in starts for front in fronts.values()):
             pair.burst(front, shapes[: max(1, len(shapes) // 4)])  # what auto measures of the mix
-        while not rounds or time.monotonic() < until:
-            before = _counts(fronts["auto"])
-            rounds.append({way: pair.burst(fronts[way], shapes) for way in ways[:: -1 if len(rounds) % 2 else 1]})
-            pairs, weighed = (b - a for a, b in zip(before, _counts(fronts["auto"]), strict=True))
-            say(**rounds[-1], pairs=pairs, weighed=weighed)
-    return {way: _median(rounds, way) for way in ways}
+        while not rounds[0] or time.monotonic() < until:
+            for number, (fronts, found) in enumerate(zip(starts, rounds, strict=True)):
+                before = _counts(fronts["auto"])
+                order = ways[:: -1 if (number + len(found)) % 2 else 1]
+                found.append({way: pair.burst(fronts[way], shapes) for way in order})
+                pairs, weighed = (b - a for a, b in zip(before, _counts(fronts["auto"]), strict=True))
+                say(**found[-1], pairs=pairs, weighed=weighed)
+    return [{way: _median(found, way) for way in ways} for found in rounds]
 
 
 def _counts(front: Front) -> tuple[int, int]:
@@ -267,12 +276,12 @@ def _counts(front: Front) -> tuple[int, int]:
 
 
 def _worth_it(starts: Sequence[dict[str, float]]) -> tuple[str, ...]:
-    """The ways to measure once more, in an order that turns: not the one of ``always`` and ``never`` that is far behind."""
+    """The ways to measure once more: not the one of ``always`` and ``never`` that is far behind."""
     behind = ""
     if len(starts) >= 2:
         always, never = _median(starts, "always"), _median(starts, "never")
         behind = "always" if always < _BEHIND * never else "never" if never < _BEHIND * always else ""
-    return tuple(way for way in WAYS[:: -1 if len(starts) % 2 else 1] if way != behind)
+    return tuple(way for way in WAYS if way != behind)
 
 
 def _median(found: Sequence[dict[str, float]], way: str) -> float:
@@ -306,8 +315,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
     parser.add_argument("--requests", type=int, default=48, help="Of a mix.")
     parser.add_argument("--mix-seconds", type=float, default=45.0, help="For each mix, on average.")
+    parser.add_argument("--routers", type=int, default=3, help="Of each way in a mix that run at a time.")
     parser.add_argument(
-        "--start-seconds", type=float, default=4.0, help="So long routers run before others are started."
+        "--start-seconds", type=float, default=4.0, help="So long each of these runs before others are started."
     )
     parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
     parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")

@@ -201,6 +201,26 @@ def test_experts_that_may_move_are_not_cut(tiny_model: Any) -> None:
         assert summed == 3 * load(path).config.num_layers  # those of attention
 
 
+def test_attention_beside_experts_that_may_move_is_cut_as_other_products(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(overlap_trial, "best_table", lambda seconds, captured: [(8, 2)])
+    path = tiny_model("qwen2-moe", **SHAPE).path
+
+    def work(group: ThreadGroup) -> tuple[str, int]:
+        parallel = Parallel(tp=group, ep=group, redundant_experts=2)
+        loaded = load(path, parallel)
+        group.sums = AllReduce([Choice(math.inf, cast(SumMethod, Backend(group)))])
+        overlap_sums(parallel, loaded.model, device_ops("cpu"), torch.float32, 16)
+        assert group.overlap is not None
+        logits_of(loaded, TOKENS, parallel)
+        return group.overlap.words, group.overlap.summed
+
+    layers = load(path).config.num_layers
+    assert run_ranks(2, work) == [("products of 8 tokens and more in 2 pieces", 2 * layers)] * 2
+
+
 class TellingAside(SideThread):
     """Attributes: said: Which sums were begun and awaited, by their number, in order."""
 

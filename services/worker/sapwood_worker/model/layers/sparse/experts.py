@@ -106,7 +106,7 @@ class Experts(Layer):
     @property
     def exchanges(self) -> bool:
         """Whether ranks exchange something in :meth:`forward`."""
-        return self._sum.exchanges
+        return self._places.exchanges
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""

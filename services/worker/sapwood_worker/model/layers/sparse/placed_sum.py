@@ -32,9 +32,6 @@ class PlacedSum:
         context: Where and how it is built.
         shared: To how many of them, the last ones, all tokens go.
 
-    Attributes:
-        exchanges: Whether ranks exchange something in it.
-
     Raises:
         ConfigError: They are held in a way in which they cannot move, but are to.
     """
@@ -58,13 +55,12 @@ class PlacedSum:
             )
         self._sum = context.ops.expert_sum(gate_up, down, activation, chosen, shared)
         self._group = context.parallel.ep
-        self.exchanges = places.movable and not context.ops.groups_experts and context.parallel.expert_exchange is None
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], to be summed over the ranks; of one rank
         it may be added to ``add_to`` in place, which is returned then."""
         local = self._places.local(ids)
-        if not self.exchanges:
+        if not self._places.exchanges:
             return self._sum(x, local, weights, add_to=add_to)
         each = self._sum(x.repeat_interleave(ids.shape[1], 0), local.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         parts = self._group.all_reduce(each).view(*ids.shape, -1)

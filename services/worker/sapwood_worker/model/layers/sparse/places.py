@@ -28,6 +28,7 @@ class ExpertPlaces:
         own: The experts that the checkpoint fills here; they are in the first slots.
         size: Slots of a rank.
         slots: The expert in each slot, rank after rank; -1: none.
+        exchanges: Whether ranks hand each other what experts made of tokens, as :class:`PlacedSum` tells.
     """
 
     def __init__(self, experts: int, parallel: Parallel, ops: DeviceOps) -> None:
@@ -40,6 +41,7 @@ class ExpertPlaces:
         self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=ops.device)
         self._copies = torch.ones(experts + 1, dtype=torch.int64, device=ops.device)
         self._ranks = torch.full_like(self._local, parallel.ep.size)
+        self.exchanges = self.movable and not ops.groups_experts and parallel.expert_exchange is None
         if parallel.ep.size > 1:
             self._fill()
 

@@ -33,7 +33,7 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _MOST_SENT = 16
-"""Tensors that a rank sends on a CPU before it waits for the first of them to be received."""
+"""Tensors that a rank sends on a CPU before it waits for the first of them to be received. Gloo does not tell which were."""
 
 
 class BackendSum:
@@ -158,11 +158,15 @@ class TorchGroup(Group):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self._count(x)
-        return self.sums.scatter_sum(x)
+        found = self.sums.scatter_sum(x)
+        self._let_go()
+        return found
 
     def reduce(self, x: Tensor, target: int) -> Tensor:
         if x.is_cpu:  # in the order of all other sums
-            return self.all_reduce(x)
+            self.all_reduce(x)
+            self._let_go()
+            return x
         self._count(x)
         self.sums.note(self.backend.name)
         dist.reduce(x, self.ranks[target], group=self._group)
@@ -175,7 +179,9 @@ class TorchGroup(Group):
 
     def _gathered(self, x: Tensor) -> Tensor:
         self._count(x)
-        return self.sums.method(self.size * x.nbytes).gather(x)
+        found = self.sums.method(self.size * x.nbytes).gather(x)
+        self._let_go()
+        return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         self._count(x)
@@ -201,6 +207,13 @@ class TorchGroup(Group):
                 with self._waits.exchange(1 << receiver):
                     work.wait()
         self._sent.append((dist.isend(x, self.ranks[target], group=self._group), x, self.ranks[target]))
+
+    def _let_go(self) -> None:
+        """Forgets what this rank has sent on a CPU, after an exchange of all ranks: each had received it before it came there."""
+        while self._sent:
+            work, _, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         with self._waits.exchange(1 << self.ranks[source]):

@@ -16,7 +16,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.quantised.int8 import round_weight
 from sapwood_testing.worker.split_models import load, logits_of
-from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_testing.worker.thread_ranks import run_grid, run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelHead
@@ -79,6 +79,13 @@ def test_a_head_of_its_own_is_rounded_where_layers_are_in_4_bits(tiny_model, nam
 def test_a_head_stays_where_no_layer_is_rounded(tiny_model):
     narrow = load(tiny_model("llama").path, quantization="int4")
     assert (narrow.quantization, narrow.rounds_head) == ("none", False), "groups of 128 do not divide 48"
+
+
+def test_stages_round_the_head_alike_if_but_one_of_them_has_layers_that_are_rounded(tiny_model):
+    path = tiny_model("deepseek-v3", intermediate_size=256, num_hidden_layers=3).path  # the dense layer's is the first
+    found = run_grid(1, 2, lambda rank, parallel: load(path, parallel, "int4"))
+    assert [each.quantization for each in found] == ["int4", "none"], "experts' widths are no groups of 128"
+    assert [each.rounds_head for each in found] == [True, True]
 
 
 @pytest.mark.parametrize("labels", [False, True])

@@ -201,6 +201,8 @@ class DecoderModel(Layer):
         # Looked for once: a walk over all modules takes the host milliseconds, and experts may move before each step.
         self._mixtures = tuple(each for each in self.layers.modules() if isinstance(each, SparseMLP))
         self.norm = _norm(config, inside.inside("norm"))
+        # A stage may have none of the layers that are rounded, but each has the head, and all are to give the same logits.
+        context.linear.rounds_layers = any(context.parallel.pp.exchange(context.linear.rounds_layers))
         if config.labels is None:
             table = self.embedding.table if tied and self.embedding is not None else None
             inside, scale, softcap = vocabulary.inside("lm_head"), config.logit_scale, config.final_softcap

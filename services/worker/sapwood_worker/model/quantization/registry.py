@@ -67,7 +67,8 @@ class LinearMethods:
 
     Attributes:
         used: The formats that layers have; ``none``: the model's dtype.
-        rounds_head: Whether an output head was given a method that rounds it.
+        rounds_layers: Whether any layer was given a method that rounds it; who builds a part of a model says it of the rest.
+        rounds_head: Whether an output head was given such a method.
 
     Raises:
         ConfigError: There is no such format, or weights cannot be quantised to it; or the checkpoint is quantised in a way that
@@ -102,7 +103,7 @@ class LinearMethods:
         self._made_up, self._made = made_up, dict[str, StoredTensor]()
         self._stored = stored if made_up is None or stored is None else replace(stored, tensors=self._made)
         self.used: set[str] = set()
-        self.rounds_head = False
+        self.rounds_layers = self.rounds_head = False
 
     def method(self, shape: LinearShape) -> LinearMethod:
         """The method of a layer.
@@ -197,6 +198,7 @@ class LinearMethods:
         """What quantises a weight that is read in the model's dtype; None: it stays so."""
         quantised = None if self._quantise is None else self._quantise(shape, self._dtype, self._ops)
         self.used.add("none" if quantised is None else self._name)
+        self.rounds_layers |= quantised is not None
         return quantised
 
     def table(self, shape: LinearShape, rows: int) -> TableMethod:
@@ -217,7 +219,7 @@ class LinearMethods:
             shape, rows: As of :meth:`table`.
         """
         kept = self._kept_table(shape, rows)
-        if kept is not None or self._quantise_head is None or self._name not in self.used:
+        if kept is not None or self._quantise_head is None or not self.rounds_layers:
             return kept or self._wide_table(shape, rows)
         self._assure_wide(shape)
         self.rounds_head = True

@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
-from sapwood_kernels.latent.triton_store import rotate
-from sapwood_kernels.triton_qkv import as_stored
+from sapwood_kernels.latent.triton_store import rotate, store_tile
 
 MOST = 64
 """Tokens up to which it is used: of 64 it takes as long as two launches, of 256 longer (133 us for 129 of half a layer, H200)."""
@@ -24,25 +23,6 @@ _FEW, _TOKENS = 16, 64
 """Tokens of a tile."""
 _LATENT = 64
 """Numbers of a program's results."""
-
-
-@triton.jit
-def _store(
-    vectors, pages, slots, cos, sin, weight, eps, factor, tokens, there, vector_stride, page_stride, slot_stride, R: tl.constexpr,
-    E: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
-    """Norms and rotates the vectors of int64 ``tokens`` [n, 1], and writes those that are ``there`` to the cache."""
-    columns = tl.arange(0, WHOLE)[None, :]
-    within = columns < R
-    slot = tl.load(slots + tokens)
-    page = pages + slot // PAGE * page_stride + slot % PAGE * slot_stride
-    vector = vectors + tokens * vector_stride
-    latent = tl.load(vector + columns, mask=within, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(latent * latent, axis=1) / R + eps)
-    normed = (latent * scale[:, None] * tl.load(weight + columns, mask=within, other=0.0)).to(vectors.dtype.element_ty)
-    tl.store(page + columns, as_stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=there & within)
-    rotate(vector + R, page + R, cos + tokens * E, sin + tokens * E, there, factor, E, INTERLEAVED, SCALED, HALF)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,7 +42,7 @@ def _absorb_kernel(
         in_tile = part * OWN + tl.arange(0, OWN)[:, None]
         own = tl.minimum(first + in_tile, T - 1).to(tl.int64)
         known = (in_tile < BLOCK_T) & (first + in_tile < T)
-        _store(
+        store_tile(
             vectors, pages, slots, cos, sin, weight, eps, factor, own, known, vector_stride, page_stride, slot_stride, R, E, PAGE,
             INTERLEAVED, SCALED, WHOLE, HALF,
         )  # fmt: skip

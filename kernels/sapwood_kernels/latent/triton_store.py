@@ -43,6 +43,25 @@ def rotate(source, target, cos, sin, inside, factor, E: tl.constexpr, INTERLEAVE
 
 
 @triton.jit
+def store_tile(
+    vectors, pages, slots, cos, sin, weight, eps, factor, tokens, there, vector_stride, page_stride, slot_stride, R: tl.constexpr,
+    E: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Norms and rotates the vectors of int64 ``tokens`` [n, 1], and writes those that are ``there`` to the cache."""
+    columns = tl.arange(0, WHOLE)[None, :]
+    within = columns < R
+    slot = tl.load(slots + tokens)
+    page = pages + slot // PAGE * page_stride + slot % PAGE * slot_stride
+    vector = vectors + tokens * vector_stride
+    latent = tl.load(vector + columns, mask=within, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(latent * latent, axis=1) / R + eps)
+    normed = (latent * scale[:, None] * tl.load(weight + columns, mask=within, other=0.0)).to(vectors.dtype.element_ty)
+    tl.store(page + columns, as_stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=there & within)
+    rotate(vector + R, page + R, cos + tokens * E, sin + tokens * E, there, factor, E, INTERLEAVED, SCALED, HALF)
+
+
+@triton.jit
 def _store_kernel(
     vectors, query, turned, pages, slots, cos, sin, weight, eps, factor, vector_stride, query_stride, page_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -53,22 +72,12 @@ def _store_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    cos += token * E
-    sin += token * E
     if tl.program_id(1) == 0:
-        slot = tl.load(slots + token)
-        page = pages + slot // PAGE * page_stride + slot % PAGE * slot_stride
-        vector = vectors + token * vector_stride
-        latent_columns = tl.arange(0, BLOCK_R)
-        within = latent_columns < R
-        latent = tl.load(vector + latent_columns, mask=within, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(latent * latent, axis=0) / R + eps)
-        normed = (latent * scale * tl.load(weight + latent_columns, mask=within, other=0.0)).to(
-            vectors.dtype.element_ty
-        )
-        tl.store(page + latent_columns, as_stored(normed, factor, SCALED).to(pages.dtype.element_ty), mask=within)
-        row = tl.zeros((1, 1), tl.int64)
-        rotate(vector + R + row, page + R + row, cos, sin, row == 0, factor, E, INTERLEAVED, SCALED, HALF)
+        own = tl.full((1, 1), token, tl.int64)
+        store_tile(
+            vectors, pages, slots, cos, sin, weight, eps, factor, own, own >= 0, vector_stride, page_stride, slot_stride, R, E,
+            PAGE, INTERLEAVED, SCALED, BLOCK_R, HALF,
+        )  # fmt: skip
     else:
         heads = ((tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
         source = query + token * query_stride + heads * (N + E)
@@ -76,7 +85,9 @@ def _store_kernel(
         columns = tl.arange(0, BLOCK_N)[None, :]
         plain = (heads < HEADS) & (columns < N)
         tl.store(target + columns, tl.load(source + columns, mask=plain, other=0.0), mask=plain)
-        rotate(source + N, target + N, cos, sin, heads < HEADS, 1.0, E, INTERLEAVED, False, HALF)
+        rotate(
+            source + N, target + N, cos + token * E, sin + token * E, heads < HEADS, 1.0, E, INTERLEAVED, False, HALF
+        )
 
 
 def store_latent(

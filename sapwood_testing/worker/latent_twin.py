@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sapwood_common.models.model_files import demo_path
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig

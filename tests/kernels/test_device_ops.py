@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling.cpu_sampling import SamplingBatch

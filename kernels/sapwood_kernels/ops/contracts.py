@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from sapwood_kernels import reference
+from sapwood_kernels.kv_destination import KVDestination
 
 Gate = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP."""
@@ -100,31 +100,6 @@ class StoredProduct(Protocol):
     def rows(self, ids: Tensor, /) -> Tensor:
         """Rows of the first matrix, float32: int64 [T] -> [T, K]."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """Where a layer's keys and values of a step go.
-
-    Attributes:
-        keys: [P, page size, K, D], in any order but for D: the layer's key pages.
-        values: The same, in the same order, for values.
-        slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
-        scales: What keys and values are divided by on the way into a float8 cache.
-    """
-
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-    scales: tuple[float, float] = (1.0, 1.0)
-
-    def store(self, key: Tensor, value: Tensor) -> None:
-        """Writes the step's keys and values, [T, K, D] each, to their slots."""
-        reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
-
-    def store_vectors(self, vectors: Tensor) -> None:
-        """Writes the step's vectors [T, K, D] where a token leaves but one, read as key and as value."""
-        reference.store_vectors(vectors, self.keys, self.slots, self.scales[0])
 
 
 StoreHeads = Callable[[Tensor, Tensor, Tensor, KVDestination], Tensor]

@@ -20,13 +20,13 @@ from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.experts.tiles.tuning import Tuning
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.contracts import (
     GROUP,
     ExpertSum,
     FewRows,
     Float8,
     Gate,
-    KVDestination,
     LatentProducts,
     ManyRows,
     Norm,

@@ -7,7 +7,7 @@ import torch
 
 from sapwood_kernels import reference
 from sapwood_kernels.attention.latent.heads import LatentHeads
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedRuns, Variant
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.settings.names import Half

@@ -20,7 +20,7 @@ from sapwood_kernels.attention.planned import (
     StoredPages,
     Variant,
 )
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,

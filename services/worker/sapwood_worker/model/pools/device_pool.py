@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_worker.records.kv_layout import KVLayout
 
 IntArray = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel

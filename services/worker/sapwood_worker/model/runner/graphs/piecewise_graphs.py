@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.contracts import KVDestination
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.attention.paged import PagedAttention

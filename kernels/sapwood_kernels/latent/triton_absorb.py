@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.latent.triton_store import rotate, store_tile
 
 MOST = 64
@@ -69,9 +70,7 @@ def store_absorbed(
     query: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
-    slots: Tensor,
-    scale: float = 1.0,
+    to: KVDestination,
     *,
     weight: Tensor,
     eps: float,
@@ -81,7 +80,7 @@ def store_absorbed(
     """Computes ``LatentHeads.absorb`` of what :func:`triton_store.store_latent` returns, and what that writes.
 
     Args:
-        vectors, query, cos, sin, pages, slots, scale, weight, eps, interleaved: As :func:`triton_store.store_latent` takes them.
+        vectors, query, cos, sin, to, weight, eps, interleaved: As :func:`triton_store.store_latent` takes them.
         up: [H, N + V, R], contiguous.
 
     Returns:
@@ -89,15 +88,15 @@ def store_absorbed(
     """
     tokens, heads, dim = query.shape
     (_, both, rank), ends = up.shape, cos.shape[-1]
-    nope = dim - ends
+    nope, pages = dim - ends, to.keys
     assert (
         vectors.stride(1) == query.stride(2) == pages.stride(3) == 1 and query.stride(1) == dim and up.is_contiguous()
     )
     out = torch.empty(tokens, heads, rank + ends, dtype=query.dtype, device=query.device)
     block, parts = _FEW if tokens <= _FEW else _TOKENS, triton.cdiv(rank, _LATENT)
     _absorb_kernel[(parts, 1 + heads, triton.cdiv(tokens, block))](
-        vectors, query, up, out, pages, slots, cos, sin, weight, eps, 1.0 / scale, tokens, vectors.stride(0), query.stride(0),
-        *pages.stride()[:2],
+        vectors, query, up, out, pages, to.slots, cos, sin, weight, eps, 1.0 / to.scales[0], tokens, vectors.stride(0),
+        query.stride(0), *pages.stride()[:2],
         HEADS=heads, R=rank, N=nope, V=both - nope, E=ends, PAGE=pages.shape[1], INTERLEAVED=interleaved,
         SCALED=pages.dtype == torch.float8_e4m3fn, BLOCK_T=block, OWN=triton.next_power_of_2(triton.cdiv(block, parts)),
         BLOCK_N=max(16, triton.next_power_of_2(nope)), BLOCK_R=_LATENT, WHOLE=triton.next_power_of_2(rank),

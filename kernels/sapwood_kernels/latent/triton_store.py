@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sapwood_kernels import dependent_launch
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.triton_qkv import as_stored
 
 _HEADS = 8
@@ -95,9 +96,7 @@ def store_latent(
     query: Tensor,
     cos: Tensor,
     sin: Tensor,
-    pages: Tensor,
-    slots: Tensor,
-    scale: float = 1.0,
+    to: KVDestination,
     *,
     weight: Tensor,
     eps: float,
@@ -110,9 +109,7 @@ def store_latent(
         query: [T, H, N + E], rows contiguous.
         cos: [T, 1, E], contiguous, as ``reference.rope`` takes it.
         sin: Likewise.
-        pages: [P, S, 1, R + E], mutated at ``slots``; of the vectors' dtype or float8_e4m3fn.
-        slots: int64 [T]: ``page * S + offset``.
-        scale: What vectors are divided by for a cache of float8.
+        to: Where vectors go: its ``keys``, [P, S, 1, R + E], of the vectors' dtype or float8_e4m3fn, are mutated.
         weight: float32 [R]: the norm's.
         eps: Added to the mean square in the norm.
         interleaved: Whether pairs stand side by side in vectors and queries; afterwards they are half of E apart.
@@ -121,11 +118,11 @@ def store_latent(
         [T, H, N + E].
     """
     tokens, heads, dim = query.shape
-    rank, ends = len(weight), cos.shape[-1]
+    rank, ends, pages = len(weight), cos.shape[-1], to.keys
     assert vectors.stride(1) == query.stride(2) == pages.stride(3) == 1 and query.stride(1) == dim
     turned = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
     _store_kernel[(tokens, 1 + triton.cdiv(heads, _HEADS))](
-        vectors, query, turned, pages, slots, cos, sin, weight, eps, 1.0 / scale, vectors.stride(0), query.stride(0),
+        vectors, query, turned, pages, to.slots, cos, sin, weight, eps, 1.0 / to.scales[0], vectors.stride(0), query.stride(0),
         *pages.stride()[:2],
         HEADS=heads, R=rank, N=dim - ends, E=ends, PAGE=pages.shape[1], INTERLEAVED=interleaved,
         SCALED=pages.dtype == torch.float8_e4m3fn, BLOCK_R=triton.next_power_of_2(rank),

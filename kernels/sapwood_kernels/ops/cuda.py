@@ -179,15 +179,11 @@ class CudaOps(DeviceOps):
         return lambda qkv, cos, sin, to: store(qkv, cos, sin, to.keys, to.values, to.slots, to.scales)
 
     def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
-        store = partial(store_latent, weight=weight, eps=eps, interleaved=interleaved)
-        return lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0])
+        return partial(store_latent, weight=weight, eps=eps, interleaved=interleaved)
 
     def store_absorbed(self, weight: Tensor, eps: float, up: Tensor, *, interleaved: bool) -> StoreAbsorbed:
         store = partial(triton_absorb.store_absorbed, weight=weight, eps=eps, up=up, interleaved=interleaved)
-        return StoreAbsorbed(
-            lambda vectors, query, cos, sin, to: store(vectors, query, cos, sin, to.keys, to.slots, to.scales[0]),
-            triton_absorb.MOST,
-        )
+        return StoreAbsorbed(store, triton_absorb.MOST)
 
     def latent_products(self, up: Tensor, nope: int) -> LatentProducts:
         def absorb(query: Tensor) -> Tensor:

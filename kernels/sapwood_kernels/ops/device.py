@@ -20,7 +20,6 @@ from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.experts.tiles.tuning import Tuning
-from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.contracts import (
     GROUP,
     ExpertSum,
@@ -40,6 +39,7 @@ from sapwood_kernels.ops.contracts import (
 )
 from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
 from sapwood_kernels.ops.side_queue import SideQueue
+from sapwood_kernels.ops.stores import Rope, heads_store, latent_store, rope_of
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -153,27 +153,14 @@ class DeviceOps:
             dtype: The heads'.
             pairs: What is turned together; None: the halves of a head.
         """
-        rotated = num_heads + num_kv_heads
         heads_norm: Callable[[Tensor], Tensor] | None = None
-        partners = None if pairs is None or pairs.are_halves else pairs.partners().to(self.device)
         if norm is not None:
             parts = norm[0].expand(num_heads, -1), norm[1].expand(num_kv_heads, -1)
             heads_norm = self.rms_norm(torch.cat(parts), norm[2], dtype)
-
-        def store(qkv: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
-            heads = qkv.view(len(qkv), rotated + num_kv_heads, -1)
-            query_key = heads[:, :rotated]
-            if heads_norm is not None:
-                query_key = heads_norm(query_key)
-            if partners is None:
-                query_key = self.rope(query_key, cos, sin)
-            else:
-                query_key = reference.rope(query_key, cos[:, 0], sin[:, 0], partners)
-            query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-            reference.store_kv(key, heads[:, rotated:], to.keys, to.values, to.slots, to.scales)
-            return query
-
-        return store
+        rope: Rope = self.rope
+        if pairs is not None and not pairs.are_halves:
+            rope = rope_of(pairs.partners().to(self.device))
+        return heads_store(num_heads, num_kv_heads, heads_norm, rope)
 
     def store_latent(self, weight: Tensor, eps: float, dtype: torch.dtype, *, interleaved: bool) -> StoreLatent:
         """A function that norms, rotates and stores the vectors of a step.
@@ -184,20 +171,7 @@ class DeviceOps:
             dtype: The vectors'.
             interleaved: Whether the two numbers that are turned together stand side by side, not half of E apart.
         """
-        norm, rank = self.rms_norm(weight, eps, dtype), len(weight)
-
-        def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            if interleaved:
-                x = torch.cat((x[..., 0::2], x[..., 1::2]), 2)
-            return self.rope(x, cos, sin)
-
-        def store(vectors: Tensor, query: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
-            rotary = vectors.shape[1] - rank
-            end = turned(vectors[:, None, rank:], cos, sin)
-            to.store_vectors(torch.cat((norm(vectors[:, :rank])[:, None], end), 2))
-            return torch.cat((query[..., :-rotary], turned(query[..., -rotary:], cos, sin)), 2)
-
-        return store
+        return latent_store(len(weight), self.rms_norm(weight, eps, dtype), self.rope, interleaved=interleaved)
 
     def store_absorbed(self, weight: Tensor, eps: float, up: Tensor, *, interleaved: bool) -> StoreAbsorbed | None:
         """What stores the vectors of a step whose queries are all absorbed; None: nothing does both.

@@ -124,10 +124,9 @@ class DecoderLayer(Layer, ABC):
         self.first_norm = None
         self.attention = self_attention(config, index, context.attending.inside("self_attn"))
         self.mlp = feed_forward(config, index, context)
-        mlp, sums = self.mlp, self.attention.ranks
-        # Attention before experts is cut as they are; before those that exchange something, which are not cut, as other products.
-        if isinstance(mlp, SparseMLP) and mlp.ranks is not None and sums is not None and not mlp.experts.exchanges:
-            sums.kind = mlp.ranks.kind
+        # Before experts that are cut attention is cut as they are, before others as products are.
+        if isinstance(self.mlp, SparseMLP) and self.mlp.kind is not None and self.attention.ranks is not None:
+            self.attention.ranks.kind = self.mlp.kind
         self.norms = nn.ModuleDict({name: _norm(config, context.inside(name)) for name in self.norm_names()})
 
     @staticmethod

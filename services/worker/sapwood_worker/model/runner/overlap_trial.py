@@ -108,9 +108,9 @@ def _measured(model: nn.Module, most: int) -> Iterator[_Measured]:
 
 def _kind(layer: RowLinear | GatedMLP | SparseMLP) -> CutKind | None:
     """Of what kind its pieces would be; None: it has none."""
-    if layer.ranks is None or (isinstance(layer, SparseMLP) and layer.experts.exchanges):
-        return None
-    return layer.ranks.kind
+    if isinstance(layer, SparseMLP):
+        return layer.kind
+    return None if layer.ranks is None else layer.ranks.kind
 
 
 def _inputs(layer: RowLinear | SparseMLP) -> int:

@@ -21,7 +21,7 @@ def placed(group, redundant):
 
 
 def layers_of(loaded):
-    return [each.experts._places for each in loaded.model.modules() if isinstance(each, SparseMLP)]
+    return [each.experts.places for each in loaded.model.modules() if isinstance(each, SparseMLP)]
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 2), ("qwen3-moe", 4), ("gpt-oss", 2), ("deepseek-v3", 2)])

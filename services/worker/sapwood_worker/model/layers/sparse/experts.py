@@ -35,6 +35,7 @@ class Experts(Layer):
         context: Where and how it is built.
 
     Attributes:
+        places: Where they are.
         shared: The argument; 0 where they are not held in the model's dtype.
 
     Raises:
@@ -57,12 +58,12 @@ class Experts(Layer):
         super().__init__()
         self._context, self._activation = context, activation
         inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
-        self._places = ExpertPlaces(count, context.parallel, context.ops)
+        self.places = ExpertPlaces(count, context.parallel, context.ops)
         outer = whole(hidden_size)
         self.projections = gate, up, down = projections
         made = StackedMatrices if stacked and not context.linear.stores(self.name(0, gate)) else expert_matrices
-        self._gate_up = made((gate, up), self._places, inner, outer, context, shared)
-        self._down = made((down,), self._places, outer, inner, context, shared)
+        self._gate_up = made((gate, up), self.places, inner, outer, context, shared)
+        self._down = made((down,), self.places, outer, inner, context, shared)
         self.shared = min(self._gate_up.room, self._down.room)
         for each in (self._gate_up, self._down):
             if not self.shared and isinstance(each, WideMatrices):
@@ -92,21 +93,12 @@ class Experts(Layer):
     def ready(self, wrap: Callable[[ExpertStack], ExpertStack] = lambda stack: stack) -> None:
         """Readies the sum, with something around the matrices before the activation, and around those after it."""
         stacks = wrap(self._gate_up.stack()), wrap(self._down.stack())
-        self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context, self.shared)
+        self._sum = PlacedSum(self.places, *stacks, self._activation, self._chosen, self._context, self.shared)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum; of one rank
         it may be added to ``add_to`` in place, which is returned then."""
         return self._sum(x, ids, weights, add_to)
-
-    def holders(self, ids: Tensor, first: int) -> Tensor:
-        """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""
-        return self._places.holders(ids, first)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange something in :meth:`forward`."""
-        return self._places.exchanges
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""

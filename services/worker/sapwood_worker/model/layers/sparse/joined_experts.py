@@ -128,6 +128,9 @@ class JoinedExperts(Layer):
         activation: What gate and up are joined by.
         context: Where and how it is built.
 
+    Attributes:
+        places: Where they are.
+
     Raises:
         ConfigError: They cannot be split over so many ranks.
     """
@@ -145,15 +148,15 @@ class JoinedExperts(Layer):
         super().__init__()
         self._context, self._activation, self._chosen = context, activation, chosen
         inner, outer = context.parallel.shard_expert("intermediate_size", intermediate_size), whole(hidden_size)
-        self._places = ExpertPlaces(count, context.parallel, context.ops)
+        self.places = ExpertPlaces(count, context.parallel, context.ops)
         both = Span(2 * inner.start, 2 * inner.size, 2 * inner.total)
         names = f"{context.prefix}.gate_up_proj", f"{context.prefix}.down_proj"
         stored = context.linear.keeps("fp4", f"{names[0]}_blocks")
         if not stored:
             context.linear.check_experts(names)
         kind = _Mxfp4Stack if stored else _WideStack
-        self._gate_up = kind(names[0], self._places, both, outer, context)
-        self._down = kind(names[1], self._places, outer, inner, context)
+        self._gate_up = kind(names[0], self.places, both, outer, context)
+        self._down = kind(names[1], self.places, outer, inner, context)
         self._sum: PlacedSum
 
     def slots(self) -> WeightSlots:
@@ -161,21 +164,12 @@ class JoinedExperts(Layer):
 
     def finish(self) -> None:
         stacks = self._gate_up.stack(), self._down.stack()
-        self._sum = PlacedSum(self._places, *stacks, self._activation, self._chosen, self._context)
+        self._sum = PlacedSum(self.places, *stacks, self._activation, self._chosen, self._context)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, add_to: Tensor | None = None) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum; of one rank
         it may be added to ``add_to`` in place, which is returned then."""
         return self._sum(x, ids, weights, add_to)
-
-    def holders(self, ids: Tensor, first: int) -> Tensor:
-        """Integers [T, k], experts -> the ranks where they are computed for rows that are ``first`` and after among all."""
-        return self._places.holders(ids, first)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange something in :meth:`forward`."""
-        return self._places.exchanges
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.contracts import Gate
+from sapwood_worker.model.distributed.overlap import CutKind
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.mlp import GatedMLP
@@ -144,6 +145,12 @@ class SparseMLP(Layer):
             context=context.inside(config.router),
         )
 
+    @property
+    def kind(self) -> CutKind | None:
+        """By which table many rows are computed in pieces; None: all at once, where there is nothing to sum, or where experts
+        exchange something, which must not meet sums that are under way."""
+        return None if self.ranks is None or self.experts.places.exchanges else self.ranks.kind
+
     def slots(self) -> WeightSlots:
         return self._gate
 
@@ -158,8 +165,7 @@ class SparseMLP(Layer):
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
         if self.ranks is None:
             return self._alone(hidden, norm, residual)
-        # What experts exchange must not meet sums that are under way.
-        pieces = None if self.experts.exchanges else self.ranks.pieces(hidden, norm)
+        pieces = None if self.kind is None else self.ranks.pieces(hidden, norm)
         if pieces is None:
             return self.ranks(self._part(hidden, norm), residual)
         done = 0
@@ -192,7 +198,7 @@ class SparseMLP(Layer):
         if self._exchange is None:
             result = self.experts(taken, ids, weights, add_to)
         else:
-            result = self._exchange(taken, ids, weights, self.experts, self.experts.holders, self.router.counts)
+            result = self._exchange(taken, ids, weights, self.experts, self.experts.places.holders, self.router.counts)
         if self.shared is not None and not self._gate:
             result = self.shared(x, None, result)  # adds in the pass of its last product where there is one that does
         elif self.shared is not None:

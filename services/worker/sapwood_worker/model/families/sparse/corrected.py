@@ -15,18 +15,15 @@ from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
 
-def corrected_experts(found: HfValues, experts: str, shared: str, correction: str = CORRECTION) -> SparseConfig:
+def corrected_routing(found: HfValues, experts: str) -> Routing:
     """Sigmoid scores that are corrected where experts are chosen, in groups, by their two best.
 
     Args:
         found: The settings.
         experts: Which of them is the number of experts.
-        shared: Which is the number of shared ones.
-        correction: What checkpoints call what scores are corrected by.
     """
     values = found.values
-    width, count = int(values["moe_intermediate_size"]), int(values.get(shared) or 0)
-    routing = Routing(
+    return Routing(
         int(values[experts]),
         int(values["num_experts_per_tok"]),
         scores="sigmoid",
@@ -36,10 +33,23 @@ def corrected_experts(found: HfValues, experts: str, shared: str, correction: st
         chosen_groups=int(values["topk_group"]),
         group_score="two_best",
     )
+
+
+def corrected_experts(found: HfValues, experts: str, shared: str, correction: str = CORRECTION) -> SparseConfig:
+    """Experts that are chosen by :func:`corrected_routing`.
+
+    Args:
+        found: The settings.
+        experts: Which of them is the number of experts.
+        shared: Which is the number of shared ones.
+        correction: What checkpoints call what scores are corrected by.
+    """
+    values = found.values
+    width, count = int(values["moe_intermediate_size"]), int(values.get(shared) or 0)
     first = int(values["first_k_dense_replace"])
     kinds = values.get("mlp_layer_types") or ["dense" if at < first else "sparse" for at in range(found.layers)]
     return SparseConfig(
-        routing,
+        corrected_routing(found, experts),
         width,
         dense_layers=frozenset(at for at, kind in enumerate(kinds) if kind == "dense"),
         shared=SharedExpert("shared_experts", width * count) if count else None,

@@ -16,6 +16,7 @@ from sapwood_worker.model.families.latent_values import (
     read_latent,
 )
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.sparse.corrected import corrected_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
 
@@ -77,19 +78,9 @@ def _routing_v2(found: HfValues) -> Routing:
 
 
 def _routing_v3(found: HfValues) -> Routing:
-    values = found.values
     _expect(found, "topk_method", "noaux_tc")
     _expect(found, "scoring_func", "sigmoid")
-    return Routing(
-        int(values["n_routed_experts"]),
-        int(values["num_experts_per_tok"]),
-        scores="sigmoid",
-        renormalise=bool(values["norm_topk_prob"]),
-        scale=float(values["routed_scaling_factor"]),
-        groups=int(values["n_group"]),
-        chosen_groups=int(values["topk_group"]),
-        group_score="two_best",
-    )
+    return corrected_routing(found, "n_routed_experts")
 
 
 def _expect(found: HfValues, key: str, only: object) -> None:

@@ -8,25 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, pack4
-from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart
-from sapwood_worker.model.quantization.linear_method import LinearFormat, LinearMethod, LinearShape, Part, Stored
+from sapwood_worker.model.quantization.grouped import GroupedPart, words_format
+from sapwood_worker.model.quantization.linear_method import Part, Stored
 from sapwood_worker.model.quantization.packing import divided, stored_slot, unpacked
 from sapwood_worker.model.weight_slot import Span
 
 _EACH = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the outputs of it stand."""
-
-
-def _keep(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
-    if stored.quant_method != "awq":
-        return None
-    if not all(f"{part.name}.qweight" in stored.tensors for part in shape.parts):
-        return None
-    parts = [_part(part, shape.columns, stored, ops.device) for part in shape.parts]
-    return GroupedMethod(shape, parts, dtype, ops, stored)
 
 
 def _part(part: Part, columns: Span, stored: Stored, device: torch.device) -> GroupedPart:
@@ -63,4 +53,4 @@ def _in_order(words: Tensor) -> Tensor:
     return unpacked(words, 4, 1).view(len(words), -1, _EACH)[..., list(_PLACES)].flatten(1)
 
 
-AWQ = LinearFormat(keep=_keep, quant_methods=("awq",))
+AWQ = words_format(("awq",), _part)

@@ -10,26 +10,15 @@ from typing import Literal
 
 import torch
 
-from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, pack4
-from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart
-from sapwood_worker.model.quantization.linear_method import LinearFormat, LinearMethod, LinearShape, Part, Stored
+from sapwood_worker.model.quantization.grouped import GroupedPart, words_format
+from sapwood_worker.model.quantization.linear_method import Part, Stored
 from sapwood_worker.model.quantization.packing import column_order, divided, stored_slot, unpacked
 from sapwood_worker.model.weight_slot import Span
 
-_NAMES = ("gptq", "gptqmodel")
 _WORD = 32
 _ONES = {4: 0x11111111, 8: 0x01010101}
 """Words of ones."""
-
-
-def _keep(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
-    if stored.quant_method not in _NAMES:
-        return None
-    if not all(f"{part.name}.qweight" in stored.tensors for part in shape.parts):
-        return None
-    parts = [_part(part, shape.columns, stored, ops.device) for part in shape.parts]
-    return GroupedMethod(shape, parts, dtype, ops, stored)
 
 
 def _part(part: Part, columns: Span, stored: Stored, device: torch.device) -> GroupedPart:
@@ -99,4 +88,4 @@ def _group(stored: Stored, name: str, columns: int) -> int:
     return group
 
 
-GPTQ = LinearFormat(keep=_keep, quant_methods=_NAMES)
+GPTQ = words_format(("gptq", "gptqmodel"), _part)

@@ -13,8 +13,15 @@ from sapwood_kernels.ops.contracts import FewRows, Gate, ManyRows, Norm
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
 from sapwood_worker.model.quantization.int8_head import Int8Head
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Stored
-from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
+from sapwood_worker.model.quantization.linear_method import (
+    Fuses,
+    LinearFormat,
+    LinearMethod,
+    LinearShape,
+    Part,
+    Stored,
+)
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
 
 GROUP = 128
 """Inputs that share a scale where we choose."""
@@ -127,6 +134,27 @@ def _quantised(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps) -> Linear
 
 def _rounded(slot: WeightSlot) -> GroupedWeight:
     return round_to_groups(slot.target, GROUP)
+
+
+def words_format(
+    quant_methods: tuple[str, ...], read: Callable[[Part, Span, Stored, torch.device], GroupedPart]
+) -> LinearFormat:
+    """The format of checkpoints that have words of codes, ``qweight``, for each projection that is quantised.
+
+    Args:
+        quant_methods: What ``config.json`` may call it.
+        read: A projection of these inputs, as the checkpoint stores it.
+    """
+
+    def keep(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
+        if stored.quant_method not in quant_methods:
+            return None
+        if not all(f"{part.name}.qweight" in stored.tensors for part in shape.parts):
+            return None
+        parts = [read(part, shape.columns, stored, ops.device) for part in shape.parts]
+        return GroupedMethod(shape, parts, dtype, ops, stored)
+
+    return LinearFormat(keep=keep, quant_methods=quant_methods)
 
 
 INT4 = LinearFormat(quantise=_quantised, quantise_head=Int8Head)

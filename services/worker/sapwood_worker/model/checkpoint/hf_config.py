@@ -10,6 +10,7 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.counts import check_counts
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues, read_json
 from sapwood_worker.model.families.label_head import read_labels
@@ -37,6 +38,7 @@ def read_hf_config(directory: Path) -> tuple[ModelFamily, ModelConfig]:
     given = {**raw, **nested} if isinstance(nested, dict) else raw
     values = {**family.defaults, **{key: value for key, value in given.items() if value is not None}}
     try:
+        check_counts(values, family.defaults)
         found = HfValues(family.name, given, values)
         config = family.from_hf(found)
         if names[0] in family.classifiers:

@@ -41,6 +41,11 @@ class LatentConfig:
     q_lora_rank: int | None = None
     rope_interleave: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if values are wider than keys, up to whose size a GPU fills them."""
+        if self.v_head_dim > self.query_dim:
+            raise ValueError(f"v_head_dim {self.v_head_dim} above a key's {self.query_dim} numbers is not supported")
+
     @property
     def query_dim(self) -> int:
         """Size of a query head."""

@@ -97,8 +97,21 @@ def test_deepseek_v2_lite_makes_queries_of_the_layers_input(tmp_path):
         (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
         (V2_LITE, {"num_experts_per_tok": None}, "'num_experts_per_tok' is missing"),
+        (V2_LITE, {"n_group": 0}, "n_group is 0; it can be a whole number from 1 on"),
+        (V2_LITE, {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        (V3, {"num_experts_per_tok": "all"}, "num_experts_per_tok is 'all'"),
+        (V3, {"hidden_size": -1}, "hidden_size is -1"),
+        (V3, {"kv_lora_rank": 1.5}, "kv_lora_rank is 1.5"),
+        (V3, {"n_shared_experts": -1}, "n_shared_experts is -1; it can be a whole number from 0 on"),
+        (V3, {"v_head_dim": 200}, "v_head_dim 200 above a key's 192 numbers is not supported"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(tmp_path, settings, changes, message):
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, settings | changes)
+
+
+def test_files_of_models_without_experts_may_say_that_there_are_none(tmp_path):
+    llama = {key: V3[key] for key in V3 if "rank" not in key and key != "rope_scaling"}
+    config = read(tmp_path, llama | {"architectures": ["LlamaForCausalLM"], "num_experts": 0, "num_experts_per_tok": 0})
+    assert config.sparse is None

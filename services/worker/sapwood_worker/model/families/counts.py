@@ -1,0 +1,37 @@
+"""Settings of ``config.json`` that count something: each has to be a whole number, and not too low."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+_EXPERTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
+_OF_EXPERTS = (
+    "num_experts_per_tok", "moe_k", "moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group",
+    "moe_layer_freq", "decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "no_rope_layer_interval",
+)  # fmt: skip
+_MAY_BE_NONE = (
+    "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers",
+)  # fmt: skip
+"""The number of these may be 0."""
+
+
+def check_counts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises ValueError if a setting that is there cannot be a number of something; names it.
+
+    Args:
+        values: The settings.
+        defaults: The family's, which tell whether it has experts: files of others may say that there are 0.
+    """
+    least = dict.fromkeys(_SIZES, 1)
+    if not defaults.keys().isdisjoint(_EXPERTS):
+        least |= dict.fromkeys((*_EXPERTS, *_OF_EXPERTS), 1) | dict.fromkeys(_MAY_BE_NONE, 0)
+    for name in values.keys() & least.keys():
+        value = values[name]
+        whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
+        if not whole or value < least[name]:
+            raise ValueError(f"{name} is {value!r}; it can be a whole number from {least[name]} on")

@@ -43,6 +43,14 @@ def test_a_step_that_samples_nothing_and_an_empty_step(runner, make_driver):
     assert runner.execute(step_for(runner.info, 8, driver.table, [])).token_ids == []
 
 
+def test_layers_without_experts_have_nothing_to_tell_of_any(tiny_model, make_runner):
+    """As of a pipeline's first stage whose layers are all dense: the scheduler is not to ask it."""
+    dense = make_runner(tiny_model("qwen3-moe-plain", mlp_only_layers=[0, 1, 2, 3]).path)
+    assert dense.experts is None
+    some = make_runner(tiny_model("qwen3-moe-plain").path)
+    assert some.experts is not None and some.experts()() == [[0] * 8] * 2
+
+
 def test_greedy_and_sampled_requests_share_a_batch(runner, make_driver):
     prompts = {slot: [3 + slot, 20, 40 + slot] for slot in range(6)}
     settings = {slot: GREEDY if slot % 2 else SamplingParams(temperature=1.5, seed=slot) for slot in prompts}

@@ -168,6 +168,7 @@ class DecoderModel(Layer):
         own: The layers that this rank's stage has.
         exchange: Takes rows to the ranks of their experts; None: they go to all ranks, or there is one.
         taps: Keep hidden states for a head that drafts; None: there is none.
+        mixtures: Those of its layers that have experts; none may have, as of a stage of a pipeline.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class DecoderModel(Layer):
             layer.precedes(following)
         self.layers = nn.ModuleList(layers)
         # Looked for once: a walk over all modules takes the host milliseconds, and experts may move before each step.
-        self._mixtures = tuple(each for each in self.layers.modules() if isinstance(each, SparseMLP))
+        self.mixtures = tuple(each for each in self.layers.modules() if isinstance(each, SparseMLP))
         self.norm = _norm(config, inside.inside("norm"))
         # A stage may have none of the layers that are rounded, but each has the head, and all are to give the same logits.
         context.linear.rounds_layers = any(context.parallel.pp.exchange(context.linear.rounds_layers))
@@ -236,21 +237,21 @@ class DecoderModel(Layer):
         met = sum(shape.rows * shape.columns.size for shape in shapes)
         if (sparse := self.config.sparse) is not None:
             expert = 3 * self.config.hidden_size * sparse.intermediate_size // self._experts_over
-            met += sum(sparse.routing.chosen + each.joined for each in self._mixtures) * expert
+            met += sum(sparse.routing.chosen + each.joined for each in self.mixtures) * expert
         return met
 
     def expert_tokens(self) -> Tensor:
-        """int64 [layers with experts, E]: how many tokens each expert has got so far."""
-        return torch.stack([each.router.counts for each in self._mixtures])
+        """int64 [layers with experts, E]: how many tokens each expert has got so far; there is such a layer."""
+        return torch.stack([each.router.counts for each in self.mixtures])
 
     def move_experts(self, moves: Sequence[ExpertMove]) -> None:
         """Moves experts between ranks; all ranks make the same call."""
         for layer in dict.fromkeys(move.layer for move in moves):
-            self._mixtures[layer].experts.move([move for move in moves if move.layer == layer])
+            self.mixtures[layer].experts.move([move for move in moves if move.layer == layer])
 
     def forget_expert_tokens(self) -> None:
         """Begins anew to count the tokens of experts."""
-        for each in self._mixtures:
+        for each in self.mixtures:
             each.router.counts.zero_()
         if self.exchange is not None:
             self.exchange.forget()

@@ -101,7 +101,7 @@ class ModelRunner:
         self.info = info
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
-        self.experts = None if isinstance(model, Head) or model.config.sparse is None else self._ask_experts
+        self.experts = None if isinstance(model, Head) or not model.mixtures else self._ask_experts
         self.sums: Callable[[], dict[str, int]] | None = None
         if parallel.tp.sums is not None:
             self.sums = partial(ops.aside, parallel.tp.counts)

@@ -22,7 +22,7 @@ from sapwood_worker.model.distributed.own_rows import OwnRows
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 128 << 20
-"""Bytes of a rank's region, about: 512 rows of DeepSeek-V3's width for each of 8 ranks."""
+"""Bytes of a rank's region, about: 580 rows of DeepSeek-V3's width for each of 8 ranks."""
 _MOST_ROWS = 1024
 _SECONDS = 1800.0
 """Seconds after which a CPU rank that does not come is an error: another may yet read its weights."""

@@ -61,7 +61,7 @@ def divided(stored: Stored, name: str, span: Span, by: int) -> Span:
     end = span.start + span.size
     if span.start % by or (end % by and end != span.total):
         raise stored.refusal(
-            name, f"ranks cannot share it: a part begins at {span.start}, in the middle of {by} numbers"
+            name, f"ranks cannot share it: a part, numbers {span.start} to {end}, divides {by} that belong together"
         )
     return Span(span.start // by, -(-span.size // by), -(-span.total // by))
 

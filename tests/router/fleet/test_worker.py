@@ -33,6 +33,17 @@ def test_a_lease_counts_until_it_is_released_once() -> None:
     assert (one.view().requests, one.view().queued_tokens) == (0, 0)
 
 
+def test_embeddings_of_which_some_have_come_do_not_count_as_generating() -> None:
+    one = worker()
+    embeds, generates = one.lease(100, embeds=True), one.lease(10)
+    for lease in (embeds, generates):
+        lease.prefilled()
+    assert (one.in_flight, one.embedding, one.generating) == (2, 1, 1)
+    for lease in (embeds, generates):
+        lease.release()
+    assert (one.in_flight, one.embedding, one.generating) == (0, 0, 0)
+
+
 def test_a_report_adds_what_other_routers_do_but_not_what_this_one_counted_already() -> None:
     one = worker()
     lease = one.lease(100)

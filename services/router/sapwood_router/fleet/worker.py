@@ -45,9 +45,9 @@ class Lease:
         worker.pending_tokens += tokens
 
     def prefilled(self) -> None:
-        """The first token came: nothing of the prompt is left to do. May be called again."""
+        """The first output came: nothing of the prompt is left to do. May be called again."""
         self._prompt_is_over()
-        if self._held and not self._generating:
+        if self._held and not self._generating and not self._embeds:
             self._generating = True
             self._worker.generating += 1
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
+from sapwood.cli.main import main
 from sapwood_testing.router.handoff_fleet import PAGE, Worker, expected, front, new_prompt, started, tokens_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NONE_FITS = "no prefill worker's pages fit those of a decode worker"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -43,9 +48,26 @@ async def test_nothing_is_handed_off_where_no_pages_fit_and_explain_says_so(work
         prompt = new_prompt()
         explained = await router.explain(prompt)
         assert not explained.disaggregated
-        assert explained.disaggregation == "no prefill worker's pages fit those of a decode worker"
+        assert explained.disaggregation == NONE_FITS
         assert tokens_of(await router.answer(prompt)) == expected(prompt)
         assert router.count("handoffs") == 0
+
+
+async def test_a_worker_that_got_its_role_while_it_ran_is_not_paired_where_its_pages_do_not_fit(
+    workers: dict[str, Worker],
+) -> None:
+    late = Worker("both", "--host-cache-ratio", "1", "--page-size", str(PAGE // 2))
+    async with started(late), front([workers["prefill"], late]) as router:
+        assert await asyncio.to_thread(main, ["worker", "role", "decode", "--worker", late.address]) == 0
+        for _ in range(2):
+            async with asyncio.timeout(60):
+                while (await router.explain(new_prompt())).disaggregation != NONE_FITS:
+                    await asyncio.sleep(0.01)
+            assert tokens_of(await router.answer(prompt := new_prompt())) == expected(prompt)
+            assert router.count("handoffs") == 0
+            late.send_to_scheduler(signal.SIGKILL)  # the next one is what this one was made
+            await router.available(1)
+            await router.available(2)
 
 
 async def test_a_worker_whose_pages_do_not_fit_goes_on_where_nobody_else_is_left(workers: dict[str, Worker]) -> None:

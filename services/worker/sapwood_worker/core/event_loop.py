@@ -58,7 +58,7 @@ _STORAGE_WAIT_SECONDS = 0.001
 """Seconds that a loop with nothing to compute waits for the KV cache's third tier before it looks at its messages again."""
 
 
-_WITHOUT_TIERS = (("stats", ""), ("clear", "device"), ("clear", "all"), ("role", "both"))
+_WITHOUT_TIERS = (("stats", ""), ("clear", "device"), ("clear", "all"), ("role", "both"), ("restore_role", "both"))
 """Commands on the cache's tiers that need none but the device's."""
 
 
@@ -162,9 +162,9 @@ class EventLoop:
 
     @property
     def _busy(self) -> bool:
-        """Whether a step is due, or a store is being opened."""
-        opening = self._tiering is not None and self._tiering.busy
-        return opening or self._scheduler.can_step or self._scheduler.has_copies or bool(self._launched)
+        """Whether a step is due, or the tiers are being changed."""
+        changing = self._tiering is not None and self._tiering.busy
+        return changing or self._scheduler.can_step or self._scheduler.has_copies or bool(self._launched)
 
     def _turn(self) -> None:
         """One round of the loop, after its messages were taken."""
@@ -212,7 +212,8 @@ class EventLoop:
             load = self._scheduler.load()
             tiers = device_report(load) if self._tiering is None else self._tiering.report(load)
             failed = CallFailed(call, InvalidArgumentError.__name__, error, CACHE_FIELDS.get(verb))
-            self._mailbox.send(failed if error else Answered(call, tiers=tiers))
+            fingerprint = b"" if self._tiering is None else self._tiering.fingerprint
+            self._mailbox.send(failed if error else Answered(call, tiers=tiers, page_fingerprint=fingerprint))
 
         if verb == "clear" and argument in ("device", "all"):
             self._scheduler.clear_device()

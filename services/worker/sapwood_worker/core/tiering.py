@@ -103,7 +103,7 @@ class Tiering:
         cache: The tiers as the scheduler knows them.
         caches: The same alone.
         opener: Attaches and detaches stores.
-        fingerprint: What pages hold besides tokens, for who pairs workers; empty: it was started for both roles.
+        fingerprint: What pages hold besides tokens, for who pairs workers; empty: it has had no role that needs it.
 
     Raises:
         ConfigError: ``--storage`` is not a store's URL, or ``--handoff-port`` cannot be listened on.
@@ -125,7 +125,9 @@ class Tiering:
         self._config, self._runner, self._pool = config, runner, pool
         self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
         self.caches = (self.cache,)
-        self.fingerprint = b"" if config.role == "both" else page_fingerprint(runner, pool)
+        self.fingerprint = b""
+        self._changes: list[ThreadExecutor] = []
+        """They read the model's files for a role that the worker gets while it runs."""
         self._take_role(config.role)
         facts = StorageFacts(pool, info.page_size, runner.cache_identity, seconds_per_token, config.storage_min_tokens)
         self.opener = StorageOpener(storage, facts)
@@ -153,14 +155,35 @@ class Tiering:
                 else:
                     answer("")
             case "role":
-                try:
-                    self._take_role(cast(Role, argument))
-                except ConfigError as error:
-                    answer(str(error))
-                else:
-                    answer("")
+                self._change_role(cast(Role, argument), answer)
+            case "restore_role":
+                answer(self._refusal(cast(Role, argument)))
             case "stats":
                 answer("")
+
+    def _change_role(self, role: Role, answer: Callable[[str], None]) -> None:
+        """Makes what the role needs, and answers then. Meanwhile the worker goes on: a large model's files take long to read."""
+        if self.fingerprint or role == "both":
+            answer(self._refusal(role))
+            return
+        executor = ThreadExecutor(threads=1)
+        self._changes.append(executor)
+
+        def done(fingerprint: bytes | None, error: Exception | None) -> None:
+            self._changes.remove(executor)
+            executor.close()
+            self.fingerprint = self.fingerprint or fingerprint or b""
+            answer(self._refusal(role) if self.fingerprint else f"the model's files cannot be read: {error}")
+
+        executor.submit(lambda: page_fingerprint(self._runner, self._pool), done, urgent=True)
+
+    def _refusal(self, role: Role) -> str:
+        """Makes what a role needs, at once; returns why it cannot be had, if it cannot."""
+        try:
+            self._take_role(role)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _take_role(self, role: Role) -> None:
         """Makes what the role needs. What an earlier one needed stays: tickets that were given are still good.
@@ -169,15 +192,15 @@ class Tiering:
             ConfigError: Pages cannot be handed off from here.
         """
         config, cache = self._config, self.cache
-        given = self._runner, cache, self._pool
+        if role != "both" and not self.fingerprint:
+            self.fingerprint = page_fingerprint(self._runner, self._pool)
+        given = self._runner, cache, self._pool, self.fingerprint
         if role == "prefill" and cache.leases is None:
             if config.host_write_policy != "write_through":
                 raise ConfigError(f"--host-write-policy {config.host_write_policy}: pages must go to the host at once")
-            cache.leases = _build_leases(config, *given, self.fingerprint or page_fingerprint(self._runner, self._pool))
+            cache.leases = _build_leases(config, *given)
         if role == "decode" and cache.pulls is None:
-            cache.pulls = _build_takeover(
-                config, *given, self.fingerprint or page_fingerprint(self._runner, self._pool)
-            )
+            cache.pulls = _build_takeover(config, *given)
 
     def report(self, load: Load) -> list[TierReport]:
         """The tiers as they are now."""
@@ -220,12 +243,14 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether a store is being opened."""
-        return self.opener.opening
+        """Whether a store is being opened, or the role changed."""
+        return self.opener.opening or bool(self._changes)
 
     def poll(self) -> None:
-        """Goes on with opening a store. Never blocks."""
+        """Goes on with opening a store and with changing the role. Never waits for either."""
         self.opener.poll()
+        for executor in tuple(self._changes):
+            executor.poll()
 
 
 def _build_leases(

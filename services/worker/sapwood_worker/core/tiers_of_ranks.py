@@ -29,7 +29,6 @@ class TiersOfRanks:
 
     Attributes:
         caches: Each rank's tiers, as its scheduler knows them.
-        fingerprint: As :class:`Tiering` has it.
 
     Raises:
         ConfigError: As :class:`Tiering`.
@@ -41,11 +40,15 @@ class TiersOfRanks:
             for rank, each in enumerate((pool, *pool.others))
         ]
         self.caches: Sequence[HierarchicalCache] = [each.cache for each in self._ranks]
-        self.fingerprint = self._ranks[0].fingerprint
+
+    @property
+    def fingerprint(self) -> bytes:
+        """As :class:`Tiering` has it."""
+        return self._ranks[0].fingerprint
 
     @property
     def busy(self) -> bool:
-        """Whether a store is being opened."""
+        """As :attr:`Tiering.busy`."""
         return any(each.busy for each in self._ranks)
 
     def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:

@@ -77,6 +77,8 @@ class Engine:
         self._send = send
         self.roles: tuple[Role, ...] = (role,)
         """All roles that the worker has had, the present one last."""
+        self.page_fingerprint = b""
+        """What pages hold besides tokens, once a role that the worker got while it ran needed it."""
         self._observer = observer
         self._serials = itertools.count()
         # By serial: the generation, and the index of its continuation.
@@ -299,6 +301,7 @@ class Engine:
                     generation, index = found
                     generation.refuse(index, refusal)
             case Answered(call):
+                self.page_fingerprint = message.page_fingerprint or self.page_fingerprint
                 if (future := self._calls.get(call)) is not None and not future.done():
                     future.set_result(message)
             case CallFailed(call, kind, text, field):
@@ -310,8 +313,8 @@ class Engine:
         self._lost = None
         self.experts, self.sums = ExpertLoad(), {}
         self.kv_events.begin(epoch)
-        for role in self.roles if len(self.roles) > 1 else ():  # the answers are ignored
-            self._send(CacheCommand(next(self._serials), "role", role))
+        for role in self.roles if len(self.roles) > 1 else ():  # nobody waits for the answers
+            self._send(CacheCommand(next(self._serials), "restore_role", role))
         self._load_is(Load())
 
     def scheduler_lost(self, reason: str) -> None:

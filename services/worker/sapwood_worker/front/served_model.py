@@ -21,8 +21,14 @@ class ServedModel(NamedTuple):
     max_running: int
 
 
-def to_model_info(model: ServedModel, role: Role) -> worker_pb2.GetModelInfoResponse:
-    """The message that describes a model, and what the worker does of requests for it."""
+def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> worker_pb2.GetModelInfoResponse:
+    """The message that describes a model, and what the worker does of requests for it.
+
+    Args:
+        model: The model.
+        role: The worker's role now.
+        page_fingerprint: What pages hold besides tokens; empty: as the model's facts say, which may not know either.
+    """
     info = model.info
     return worker_pb2.GetModelInfoResponse(
         model=model.name,
@@ -47,7 +53,7 @@ def to_model_info(model: ServedModel, role: Role) -> worker_pb2.GetModelInfoResp
         pipeline_parallel=info.pipeline_parallel,
         all_reduce=info.all_reduce.told,
         attention_ranks=info.attention_ranks,
-        page_fingerprint=info.page_fingerprint,
+        page_fingerprint=page_fingerprint or info.page_fingerprint,
         weights=info.weights,
         logit_processors=info.logit_processors,
         max_running=model.max_running,

@@ -177,7 +177,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        return to_model_info(self.loaded(), self._engine.roles[-1])
+        return to_model_info(self.loaded(), self._engine.roles[-1], self._engine.page_fingerprint)
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context

@@ -117,7 +117,7 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop-profile"):
 Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
 
 
-CacheVerb = Literal["stats", "clear", "attach", "detach", "role"]
+CacheVerb = Literal["stats", "clear", "attach", "detach", "role", "restore_role"]
 CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers", "role": "role"}
 """The field of the gRPC request that a command's argument comes from, for error messages."""
 
@@ -126,8 +126,9 @@ class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
     """Show or change the tiers of the KV cache; answered like an operation, with the tiers as they are
     then.
 
-    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store, ``role`` what the worker is for from now on;
-    the others take nothing.
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store, ``role`` what the worker is for from now on,
+    ``restore_role`` what it was for before this scheduler process: that is done at once, since requests for it follow. The
+    others take nothing.
     """
 
     call: int
@@ -184,12 +185,17 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
-    """An operation is done; holds its result."""
+    """An operation is done; holds its result.
+
+    Attributes:
+        page_fingerprint: Of a command on the cache's tiers: as :class:`~sapwood_worker.records.model_info.ModelInfo` has it.
+    """
 
     call: int
     number: int = 0
     text: str = ""
     tiers: list[TierReport] = []
+    page_fingerprint: bytes = b""
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag="call-failed"):

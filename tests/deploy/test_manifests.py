@@ -165,7 +165,7 @@ def test_only_the_router_is_reachable_from_outside(overlay: str) -> None:
     assert opened == {"router"}
 
 
-def test_who_generates_reaches_the_pages_of_who_computes_prompts() -> None:
+def test_workers_of_each_role_reach_the_pages_of_all_as_roles_change() -> None:
     items = manifests("disaggregated")
     settings, pods = of_kind(items, "ConfigMap"), of_kind(items, "StatefulSet")
     for name, role in (("worker", "prefill"), ("worker-decode", "decode")):
@@ -176,17 +176,16 @@ def test_who_generates_reaches_the_pages_of_who_computes_prompts() -> None:
         assert container["envFrom"] == [{"configMapRef": {"name": name}}]
         assert settings[name]["data"]["SAPWOOD_WORKER_ROLE"] == role
         assert pods[name]["spec"]["serviceName"] == "worker"
-    ports = {
-        port["name"]: port["containerPort"]
-        for port in pods["worker"]["spec"]["template"]["spec"]["containers"][0]["ports"]
-    }
-    assert str(ports["handoff"]) == settings["worker"]["data"]["SAPWOOD_WORKER_HANDOFF_PORT"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert str(ports["handoff"]) == settings[name]["data"]["SAPWOOD_WORKER_HANDOFF_PORT"]
     policies = {name: policy["spec"] for name, policy in of_kind(items, "NetworkPolicy").items()}
     (let_in,) = policies["handoff"]["ingress"]
     (let_out,) = policies["handoff-reads"]["egress"]
     assert let_in["from"] == [{"podSelector": policies["handoff-reads"]["podSelector"]}]
     assert let_out["to"] == [{"podSelector": policies["handoff"]["podSelector"]}]
     assert let_out["ports"][0]["port"] == ports["handoff"]
+    who = {"matchExpressions": [{"key": "sapwood.dev/role", "operator": "Exists"}]}
+    assert policies["handoff"]["podSelector"] == policies["handoff-reads"]["podSelector"] == who
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

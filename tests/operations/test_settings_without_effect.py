@@ -59,9 +59,10 @@ REFUSED = [
     (WORKER, "--no-prefix-cache --role prefill", "--role", None),
     (WORKER, "--tls-cert c --tls-key k --role decode", "--role", None),
     (WORKER, "--handoff-port 1", "--handoff-port", "--role prefill"),
+    (WORKER, "--handoff-port 1", "--handoff-port", "--role decode"),  # roles change
+    (WORKER, "--handoff-port 1", "--handoff-port", TIER),
     (WORKER, "--handoff-share 0.9", "--handoff-share", "--role decode"),
-    (WORKER, "--handoff-mover shm", "--handoff-mover", "--role decode"),
-    (WORKER, "--role decode --handoff-port 1", "--handoff-port", None),
+    (WORKER, "--handoff-mover shm", "--handoff-mover", "--host-cache-ratio 1"),
     (WORKER, "--role prefill --host-write-policy write_back", "--host-write-policy", None),
     (WORKER, "--storage file:///x", "--storage", "--host-cache-ratio 2"),
     (WORKER, "--storage-prefetch best_effort", "--storage-prefetch", TIER),

@@ -32,8 +32,11 @@ NEEDS = (
         lambda config: config.tls_cert is None or config.tls_client_ca is not None,
         "with {tls_cert} and without {tls_client_ca}, of which workers show each other certificates",
     ),
-    Needs(("handoff_port", "handoff_mover", "handoff_share"), lambda config: config.role != "both", "without {role}"),
-    Needs(("handoff_port",), lambda config: config.role != "decode", "with {role} decode, which hands nothing off"),
+    Needs(
+        ("handoff_port", "handoff_mover", "handoff_share"),
+        lambda config: config.host_cache_gb or config.tier_ratio,
+        "without {role}, or a second tier with which it can change: {host_cache_gb} or {host_cache_ratio}",
+    ),
     Needs(
         ("host_write_policy",),
         lambda config: config.role != "prefill",

@@ -165,6 +165,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from sapwood.generation import role_name
     from sapwood.v1 import router_pb2
 
     with _router(arguments) as router:
@@ -175,6 +176,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             metadata=tuple((key, value) for key, value in caller if value),
             timeout=_TIMEOUT,
         )
+        workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
     rows = [("", "WORKER", "CACHED", "REQUESTS", "QUEUED TOKENS", "COST", "EXCLUDED")]
     for item in answer.candidates:
         cost = f"{item.cost:.0f}" if item.HasField("cost") else "-"
@@ -185,7 +187,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     print(f"reason: {answer.reason} ({answer.policy})")
     if answer.disaggregated:
         print(f"{answer.chosen} computes the prompt, {answer.decode_chosen} generates: {answer.disaggregation}")
-    elif answer.estimates:
+    elif any(role_name(worker.role) != "both" for worker in workers):
         print(f"it does all of it: {answer.disaggregation}")
     if answer.estimates:
         print("\n".join(table(_estimate_rows(answer.estimates))))

@@ -203,6 +203,22 @@ async def test_workers_of_any_role_serve_where_there_is_no_pair(
         assert explained.chosen == workers[roles[-1]].address  # who does both is asked first
 
 
+@pytest.mark.parametrize(
+    ("disaggregate", "why"), [("always", "the prompt fills no page"), ("never", "the router does not")]
+)
+async def test_the_command_line_says_why_a_prompt_is_not_handed_off_where_there_are_roles(
+    workers: dict[str, Worker], capsys: pytest.CaptureFixture[str], disaggregate: str, why: str
+) -> None:
+    async def explained(*among: str) -> str:
+        async with front([workers[role] for role in among], disaggregate=disaggregate) as router:
+            command = ["router", "route", "explain", "hi", "--address", f"127.0.0.1:{router.router.grpc_port}"]
+            assert await asyncio.to_thread(main, command) == 0
+        return capsys.readouterr().out
+
+    assert f"it does all of it: {why}\n" in await explained("prefill", "decode")
+    assert "it does all of it" not in await explained("both")
+
+
 async def test_auto_measures_hand_overs_where_they_could_pay_and_then_weighs(
     workers: dict[str, Worker], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

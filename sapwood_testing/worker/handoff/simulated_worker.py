@@ -140,7 +140,7 @@ class SimulatedWorker:
             if planned:
                 if planned.copies is not None and planned.copies.during is not None:
                     planned.copies.during.take()
-                    outputs += scheduler.handoffs.poll()
+                    outputs += scheduler.handoffs.tickets()
                     self._world.counts["in parts"] += 1
                     self._computing = self._world.chance.choice([0, 0, 1, 3])
                 self._launched.append(self.runner.launch(planned))

@@ -9,15 +9,16 @@ from typing import Any, cast
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.leases import LEASE_SECONDS, HandoffLeases
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.ipc.messages import FromScheduler, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.ipc.messages import FromScheduler, KeepHandoffs, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Step as PlannedStep
@@ -39,18 +40,25 @@ class Diary:
 
     Args:
         in_parts: As :class:`HandoffLeases` takes it.
+        step_seconds: What each step takes, by the clock of leases.
+        chunk: Tokens of a step.
+
+    Attributes:
+        transfers: The transfers' ids of all tickets so far.
     """
 
-    def __init__(self, in_parts: int) -> None:
+    def __init__(self, in_parts: int, step_seconds: float = 0.0, chunk: int = 64) -> None:
         self.lines: list[str] = []
+        self.transfers: set[bytes] = set()
+        self._clock, self._step_seconds = Clock(), step_seconds
         pool, host = HostPool(PAGES, PAGE * 8), HostPages(PAGES)
         self._runner = FakeRunner(INFO, host_pool=pool)
         self.asynchronous = True
-        leases = HandoffLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, time.monotonic, in_parts=in_parts)
+        self.leases = HandoffLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, self._clock, in_parts=in_parts)
         settings = SchedulerConfig(
-            page_size=PAGE, num_pages=PAGES, context_length=64, max_running=2, max_step_tokens=64
+            page_size=PAGE, num_pages=PAGES, context_length=64, max_running=2, max_step_tokens=chunk
         )
-        self._scheduler = Scheduler(settings, HierarchicalCache(host, PAGES, PAGE, leases=leases))
+        self._scheduler = Scheduler(settings, HierarchicalCache(host, PAGES, PAGE, leases=self.leases))
         sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         self._due: list[ToScheduler] = [Submit(1, "r1", array("I", range(21)).tobytes(), sampling, hands_off=True)]
 
@@ -62,10 +70,13 @@ class Diary:
     def launch(self, step: PlannedStep) -> Any:
         if len(step.rows):
             self.lines.append("a step is launched")
+        self._clock.now += self._step_seconds
         return self._runner.launch(step)
 
     def receive(self, *, wait: bool) -> list[ToScheduler]:
         due, self._due = self._due, []
+        if self.transfers and not wait:  # somebody renews them
+            due.append(KeepHandoffs(list(self.transfers), []))
         return due or ([Shutdown()] if wait else [])
 
     def send(self, message: FromScheduler) -> None:
@@ -74,6 +85,7 @@ class Diary:
             if output.token_ids:
                 self.lines.append("a token is sent")
             if output.ticket is not None:
+                self.transfers.add(output.ticket.transfer_id)
                 self.lines.append("the ticket is sent" if output.finish_reason else "pages are announced")
 
 
@@ -83,6 +95,13 @@ def test_pages_are_announced_once_their_step_is_launched_and_the_token_goes_befo
 
 def test_no_token_is_computed_after_the_one_that_a_handed_off_prompt_ends_with() -> None:
     assert Diary(0).run() == ["a step is launched", "a token is sent", "the ticket is sent"]
+
+
+def test_a_lease_that_is_renewed_outlasts_steps_that_take_longer() -> None:
+    diary = Diary(2, step_seconds=LEASE_SECONDS + 1, chunk=8)
+    assert diary.run()[-2:] == ["a token is sent", "the ticket is sent"]
+    assert diary.lines.count("a step is launched") == 3
+    assert len(diary.transfers) == 1 and not diary.leases.counters.expired
 
 
 @pytest.mark.parametrize("in_parts", [0, 2])

@@ -307,12 +307,12 @@ class EventLoop:
         if outputs and self._scheduler.handoffs.owes_tickets:  # the first token need not wait for the ticket
             self._report(outputs)
             outputs.clear()
-        outputs += self._scheduler.handoffs.poll()
+        outputs += self._scheduler.handoffs.tickets()
 
     def _tell(self, during: LatePages, outputs: list[RequestOutput]) -> None:
         """Tells of the pages that a step fills: other workers read them meanwhile. Sends ``outputs`` and empties it."""
         during.take()
-        self._report(outputs + self._scheduler.handoffs.poll())
+        self._report(outputs + self._scheduler.handoffs.tickets())
         outputs.clear()
 
     def _take_results(self, keep: int) -> list[RequestOutput]:

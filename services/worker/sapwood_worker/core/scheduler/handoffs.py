@@ -88,18 +88,22 @@ class Handoffs:
         return self._leases is not None and self._leases.offering
 
     def poll(self) -> list[RequestOutput]:
-        """Ends leases whose time is over, and returns outputs for requests of which pages are now kept for another worker.
-        While the prompt is still being computed, an output names the pages so far; the request's last output names all.
+        """Ends leases whose time is over, lets go of pages of which nothing was heard for long, and returns as :meth:`tickets`.
+
+        To be called right after all messages were taken: a step may take longer than a lease, and renewals wait meanwhile.
         """
         if self._tiers is None:
             return []
         if self._tiers.pulls is not None:
             self._tiers.pulls.lapse()
-        given = [] if self._leases is None else self._leases.poll()
-        return [
-            RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket)
-            for serial, ticket, complete in given
-        ]
+        return [] if self._leases is None else _outputs(self._leases.poll())
+
+    def tickets(self) -> list[RequestOutput]:
+        """Outputs for requests of which pages are now kept for another worker.
+
+        While the prompt is still being computed, an output names the pages so far; the request's last output names all.
+        """
+        return [] if self._leases is None else _outputs(self._leases.tickets())
 
     def keep(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
         """Renews the leases of some tickets and ends those of others, by the transfers' ids; unknown ones are ignored."""
@@ -117,3 +121,9 @@ class Handoffs:
         """
         if self._tiers is not None and self._tiers.pulls is not None:
             self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
+
+
+def _outputs(given: Sequence[tuple[int, HandoffTicket, bool]]) -> list[RequestOutput]:
+    return [
+        RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket) for serial, ticket, complete in given
+    ]

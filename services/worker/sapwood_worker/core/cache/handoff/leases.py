@@ -18,7 +18,7 @@ theirs back, oldest first. Such pages stay readable until somebody else needs th
 Whoever passed a lease's ticket on renews the lease while the request may still need it; else it ends ``lease_seconds`` later. All
 is single-threaded but :meth:`HandoffLeases.readable`, which the threads that serve reads call before and after they read a page.
 
-Complexity: O(pages) an offer, O(leases) a poll.
+Complexity: O(pages) an offer, O(leases) a poll, O(offers) the tickets.
 """
 
 from __future__ import annotations
@@ -191,16 +191,22 @@ class HandoffLeases:
         return self._offers.pop(serial, None) is not None
 
     def poll(self) -> list[tuple[int, HandoffTicket, bool]]:
-        """Ends the leases whose time is over.
+        """Ends the leases whose time is over, and returns as :meth:`tickets`. To be called when all renewals that have come were
+        taken."""
+        now = self._clock()
+        for lease in [each for each in self._leases.values() if each.until <= now]:
+            self.counters.expired += 1
+            self._end(lease)
+        return self.tickets()
+
+    def tickets(self) -> list[tuple[int, HandoffTicket, bool]]:
+        """What there is to be told of.
 
         Returns:
             Requests, tickets, and whether each is complete: it names all pages that there are, and no other follows. Else it
             names those that have come since the last one.
         """
         now = self._clock()
-        for lease in [each for each in self._leases.values() if each.until <= now]:
-            self.counters.expired += 1
-            self._end(lease)
         given = []
         for serial, offer in tuple(self._offers.items()):
             known = len(self._by_serial[serial].keys) if serial in self._by_serial else 0

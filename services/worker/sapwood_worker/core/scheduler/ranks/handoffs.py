@@ -36,6 +36,10 @@ class RankHandoffs:
         """As :meth:`Handoffs.poll`."""
         return [output for each in self._ranks for output in each.poll()]
 
+    def tickets(self) -> list[RequestOutput]:
+        """As :meth:`Handoffs.tickets`."""
+        return [output for each in self._ranks for output in each.tickets()]
+
     def keep(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
         """As :meth:`Handoffs.keep`."""
         for each in self._ranks:

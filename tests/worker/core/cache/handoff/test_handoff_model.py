@@ -211,7 +211,7 @@ class Handoffs(RuleBasedStateMachine):
                 self.pulls.announced(ticket, chain.pages, self.chance.choice([0, 0, 2]))
         for each, at in self.renewed.items():
             there = self.source.leases.find(each, self.epoch) is not None
-            assert there == (self.clock() - at < LEASE and each not in self.ended), (
+            assert there == (self.clock() < at + LEASE and each not in self.ended), (
                 "a lease lasts until nobody renews it"
             )
             if not there:
@@ -263,7 +263,8 @@ class Handoffs(RuleBasedStateMachine):
         if not self.tickets:
             return
         self.take(list(self.tickets)[-1], document, 0)
-        self.poll(turns)
+        if turns:
+            self.poll(turns)
         if starts:
             self.end(self.serials)
 

@@ -88,7 +88,7 @@ def test_tokens_are_chosen_alike():
     ones = torch.ones(2, 1, device=DEVICE)
     batch = SamplingBatch(
         rows=torch.tensor([3, 1], device=DEVICE), count=2, temperature=ones, top_k=96 * ones.long(), top_p=0.9 * ones.double(),
-        min_p=0 * ones, uniform=torch.tensor([[0.1], [0.8]], dtype=torch.float64, device=DEVICE), most_k=0, any_top_p=True,
+        min_p=0 * ones, uniform=torch.rand(2, 5, dtype=torch.float64, device=DEVICE), most_k=0, any_top_p=True,
     )  # fmt: skip
     ((tokens, wanted),) = both("sample_rows", ours, largest, batch)
     assert tokens.tolist() == wanted.tolist()

@@ -4,7 +4,7 @@ Each program takes a row. The filters are thresholds on a token's weight ``exp((
 sorting: top-k's is the largest t such that k weights are at least t, top-p's the largest such that the weights of at least t hold
 the wanted mass. Non-negative float32 numbers are ordered as their bits are, so 30 bisections over the bits find t exactly; each
 is a pass over the row, which lies in the L2 cache by then. (The CPU's partial sort would have to wait for the device to know how
-far to sort.) The draw is the inverse of the cumulative distribution in vocabulary order, as in ``cpu_sampling.py``.
+far to sort.) The draw goes down the tree of ``cpu_sampling.py``.
 
 Bound: reads a row once from memory and up to 64 times from the cache. O(V) for each row.
 """
@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
-
-_BLOCK = 4096
+from sapwood_kernels.sampling.cpu_sampling import PLACES, SamplingBatch, block_levels
 
 
 @triton.jit
@@ -50,9 +48,37 @@ def _threshold(logits, largest, scale, floor, wanted, V: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def _weights(logits, at, largest, scale, least, V: tl.constexpr):
+    """The weights of tokens, in float64; 0 where there is none, or less than ``least``."""
+    weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
+    return tl.where(weights >= least, weights, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _descend(weights, uniform, LEVELS: tl.constexpr):
+    """``cpu_sampling._descend`` of one row of 8 to the ``LEVELS`` weights: the number of one."""
+    found = tl.full((), 0, tl.int32)
+    children = tl.arange(0, 8)
+    for level in tl.static_range(LEVELS):
+        if level < LEVELS - 1:
+            groups = tl.reshape(weights, (8, 8 ** (LEVELS - 1 - level)))
+            reached = tl.cumsum(tl.sum(groups, axis=1), axis=0)
+        else:
+            reached = tl.cumsum(weights, axis=0)
+        total = tl.sum(tl.where(children == 7, reached, 0.0), axis=0)
+        # Strictly below the sum even after rounding, so that the child found has a weight.
+        target = tl.minimum(tl.load(uniform + level) * total, total * (1.0 - 2.0**-53))
+        digit = tl.minimum(tl.sum((reached <= target).to(tl.int32), axis=0), 7)
+        found = found * 8 + digit
+        if level < LEVELS - 1:
+            weights = tl.sum(tl.where((children == digit)[:, None], groups, 0.0), axis=0)
+    return found
+
+
+@triton.jit
 def _sample_kernel(
     logits, rows, temperature, top_k, top_p, min_p, uniform, tokens, stride,
-    V: tl.constexpr, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = index.to(tl.int64)
@@ -75,32 +101,14 @@ def _sample_kernel(
         least = _threshold(logits, largest, scale, least, wanted, V, BLOCK, False)
     least = tl.maximum(least, tl.load(min_p + index))
 
-    total = tl.load(uniform + index) * 0.0
+    uniform += index * (4 + LEVELS)
+    sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
-        total += tl.sum(tl.where(weights >= least, weights, 0.0).to(tl.float64), axis=0)
-    # Strictly below the sum even after rounding, so that the block found holds a weight.
-    target = tl.minimum(tl.load(uniform + index) * total, total * (1.0 - 2.0**-53))
-    found = tl.full((), 0, tl.int32)
-    before = total * 0.0
-    running = total * 0.0
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
-        after = running + tl.sum(tl.where(weights >= least, weights, 0.0).to(tl.float64), axis=0)
-        here = (running <= target) & (after > target)
-        found = tl.where(here, start, found)
-        before = tl.where(here, running, before)
-        running = after
-    at = found + tl.arange(0, BLOCK)
-    weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
-    weights = tl.where(weights >= least, weights, 0.0).to(tl.float64)
-    sums = tl.cumsum(weights, axis=0)
-    positive = weights > 0.0
-    last = tl.max(tl.where(positive, at, 0), axis=0)
-    first = tl.min(tl.where(positive & (sums > target - before), at, V), axis=0)
-    tl.store(tokens + index, tl.where(first < V, first, last).to(tl.int64))
+        sums += _weights(logits, start + tl.arange(0, BLOCK), largest, scale, least, V)
+    place = _descend(sums, uniform, 4)
+    inside = _weights(logits, place + BLOCK * tl.arange(0, 8**LEVELS), largest, scale, least, V)
+    token = place + BLOCK * _descend(inside, uniform + 4, LEVELS)
+    tl.store(tokens + index, tl.minimum(token, V - 1).to(tl.int64))
 
 
 def sample_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor:
@@ -113,10 +121,9 @@ def sample_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor
     """
     width = logits.shape[1]
     tokens = torch.empty(batch.count, dtype=torch.int64, device=logits.device)
-    block = min(_BLOCK, triton.next_power_of_2(width))
     _sample_kernel[(len(tokens),)](
         logits, logits if batch.rows is None else batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p,
         batch.uniform, tokens, logits.stride(0),
-        V=width, BLOCK=block, HAS_ROWS=batch.rows is not None, num_warps=8,
+        V=width, BLOCK=PLACES, LEVELS=block_levels(width), HAS_ROWS=batch.rows is not None, num_warps=8,
     )  # fmt: skip
     return tokens

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
+from sapwood_kernels.sampling.cpu_sampling import PLACES, SamplingBatch, levels
 
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_sampling = pytest.importorskip("sapwood_kernels.sampling.triton_sampling")
@@ -20,7 +21,8 @@ def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)[:, None]
 
 
-def draw(logits: Tensor, uniform: list[float], rows: Tensor | None = None, **settings: float) -> list[int]:
+def draw(logits: Tensor, uniform: Sequence[float], rows: Tensor | None = None, **settings: float) -> list[int]:
+    """Each row with one random number at all levels."""
     count = len(uniform)
     batch = SamplingBatch(
         rows=rows,
@@ -29,7 +31,7 @@ def draw(logits: Tensor, uniform: list[float], rows: Tensor | None = None, **set
         top_k=column([settings.get("top_k", logits.shape[1])] * count, torch.int64),
         top_p=column([settings.get("top_p", 1.0)] * count, torch.float64),
         min_p=column([settings.get("min_p", 0.0)] * count),
-        uniform=column(uniform, torch.float64),
+        uniform=column(list(uniform), torch.float64).repeat(1, levels(logits.shape[1])),
         most_k=0,
         any_top_p=False,
     )
@@ -48,8 +50,27 @@ def expected(logits: Tensor, uniform: float, **settings: float) -> int:
         reached = ordered.cumsum(0)
         least = float(ordered[int((reached < settings["top_p"] * reached[-1]).sum())])
     weights[weights < max(least, settings.get("min_p", 0.0))] = 0.0
-    sums = weights.cumsum(0)
-    return int((sums <= uniform * sums[-1]).sum())
+    numbered = [(int(at) % PLACES, int(at) // PLACES, float(weights[at])) for at in weights.nonzero()]
+    place, block = descend([(place, weight) for place, _, weight in numbered], uniform, 4), 0
+    inside = [(block, weight) for at, block, weight in numbered if at == place]
+    block = descend(inside, uniform, levels(len(logits)) - 4)
+    return place + PLACES * block
+
+
+def descend(weights: list[tuple[int, float]], uniform: float, digits: int) -> int:
+    """A number of ``digits`` digits to base 8, each chosen by the weights of the numbers that begin so."""
+    found = 0
+    for digit in reversed(range(digits)):
+        child = [0.0] * 8
+        for number, weight in weights:
+            if number >> 3 * (digit + 1) == found:
+                child[number >> 3 * digit & 7] += weight
+        target, reached, chosen = uniform * math.fsum(child), 0.0, -1
+        while reached <= target and any(child[chosen + 1 :]):
+            chosen += 1
+            reached += child[chosen]
+        found = found * 8 + chosen
+    return found
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,26 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch():
     assert shuffled == [together[i] for i in order]
 
 
+def test_logits_that_are_rounded_otherwise_seldom_give_another_token():
+    width, rows = 131_072, 500
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(20, width, generator=generator) * 3).repeat_interleave(rows // 20, 0)
+    logits[:, ::1000] += 10.0
+    other = logits + torch.randn(rows, width, generator=generator) * 1e-5
+    params = [SamplingParams(seed=i) for i in range(rows)]
+    tokens = draw(logits, params)
+    assert len(set(tokens.tolist())) > 100
+    assert int((tokens != draw(other, params)).sum()) <= 1
+
+
+@pytest.mark.parametrize("width", [5, 4096, 4097, 40_000])
+def test_every_token_can_be_drawn_in_a_vocabulary_of_any_size(width):
+    logits = torch.full((3, width), -20.0)
+    for row, token in enumerate((0, width // 2, width - 1)):
+        logits[row, token] = 20.0
+    assert draw(logits, [SamplingParams(seed=i) for i in range(3)]).tolist() == [0, width // 2, width - 1]
+
+
 def test_greedy_rows_take_the_first_of_the_largest():
     logits = torch.zeros(3, 1024)
     logits[0, 700] = logits[0, 900] = 1.0
@@ -174,7 +194,9 @@ def test_row_max_shows_what_is_not_a_number(bad):
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position():
     seeds = np.arange(1000, dtype=np.uint64).repeat(100)
     positions = np.tile(np.arange(100), 1000)
-    numbers = uniform(seeds, positions)
+    both = uniform(seeds, positions, 2)
+    assert abs(np.corrcoef(both[:, 0], both[:, 1])[0, 1]) < 0.02
+    numbers = both[:, 0]
     assert numbers.min() >= 0.0
     assert numbers.max() < 1.0
     counts, _ = np.histogram(numbers, 100, (0, 1))
@@ -188,8 +210,9 @@ def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position():
 
 def test_uniform_numbers_never_change():
     # A stream resumed on a newer worker must go on alike.
-    numbers = uniform(np.array([7, 0, 2**64 - 1], np.uint64), np.array([3, 0, 100_000]))
-    assert numbers.tolist() == [0.6042348053683145, 0.6524484863740322, 0.12423738179155697]
+    numbers = uniform(np.array([7, 0, 2**64 - 1], np.uint64), np.array([3, 0, 100_000]), 2)
+    assert numbers[:, 0].tolist() == [0.6042348053683145, 0.6524484863740322, 0.12423738179155697]
+    assert numbers[:, 1].tolist() == [0.1933779781975552, 0.530399793615538, 0.9540376503273312]
 
 
 def test_seeds_beyond_64_bits_and_below_zero_are_accepted():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
+from sapwood_kernels.sampling.cpu_sampling import SamplingBatch, levels
 from sapwood_worker.model.sampling.bans import Places
 from sapwood_worker.model.sampling.penalties import Penalties
 from sapwood_worker.model.sampling.random_numbers import uniform
@@ -126,7 +126,7 @@ class RowSettings:
             top_k=self._move(top_k)[:, None],
             top_p=self._move(top_p)[:, None],
             min_p=self._move(self._min_p[rows])[:, None],
-            uniform=self._move(uniform(self._seed[rows], positions[at]))[:, None],
+            uniform=self._move(uniform(self._seed[rows], positions[at], levels(self._vocab_size))),
             most_k=int(limited.max()) if len(limited) else 0,
             any_top_p=bool((top_p < 1.0).any()),
         )

@@ -4,8 +4,8 @@ Order of the filters: temperature; top-k; top-p over what top-k left, renormalis
 Each filter is a threshold on the probability, so tokens exactly as likely as the last one kept are kept too, and the
 result does not depend on how a sort breaks ties.
 
-The token is then the inverse of the cumulative distribution, in vocabulary order, at the row's random number. Nothing in a
-row's result depends on another row: it is a pure function of (seed, position, logits).
+The token is then drawn by the row's random numbers, down a tree (``cpu_sampling``). Nothing in a row's result depends on another
+row: it is a pure function of (seed, position, logits), and logits that are rounded a little otherwise seldom change it.
 
 How the draw is computed is the device's own: torch calls (``cpu_sampling`` of ``sapwood_kernels.sampling``), or one
 kernel that does all of it without waiting for the host (``triton_sampling``).

@@ -80,6 +80,21 @@ def test_processes_with_whole_experts_answer_as_one_and_count_their_tokens(
         assert not after.tiles and found["sapwood_worker_expert_tile_sizes",] == 0, "a CPU has no tiles"
 
 
+@pytest.mark.slow
+def test_processes_that_are_stages_count_the_tokens_of_all_layers(tiny_model, tmp_path, capsys):
+    """The first stage has no experts."""
+    model = tiny_model("deepseek-v3", num_hidden_layers=4, first_k_dense_replace=3).path
+    with started(model, tmp_path / "log", "--pipeline-parallel", "2") as (address, metrics, _):
+        tokens_of(address)
+        load = load_of(address)
+        # Each goes to three; the last is not computed.
+        assert sum(load.tokens) == (len(PROMPT) + 5) * 3
+        assert 0 < load.balance <= 1
+        assert samples_of(metrics)["sapwood_worker_expert_balance"] == load.balance
+        assert main(["worker", "experts", "--worker", address]) == 0
+        assert f"tokens {sum(load.tokens)}, balance {round(load.balance, 3)}" in capsys.readouterr().out
+
+
 def samples_of(address):
     with urllib.request.urlopen(address) as page:
         families = list(text_string_to_metric_families(page.read().decode()))

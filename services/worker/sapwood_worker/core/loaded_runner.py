@@ -27,8 +27,8 @@ class LoadedRunner(TieredRunner, Protocol):
     Attributes:
         info: Facts about it.
         vocabulary: Its tokens, where its files hold them and structured output is wanted.
-        experts: Asks how many tokens each expert of each layer has got so far; what it returns waits for the answer. None: it has
-            none.
+        experts: Asks how many tokens each expert of each layer has got so far: on rank 0 of a group of all layers, else of those
+            that this rank has. What it returns waits for the answer. None: the model has none.
         sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
     """
 

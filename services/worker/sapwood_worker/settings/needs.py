@@ -77,7 +77,7 @@ NEEDS = (
     Needs(
         ("redundant_experts",),
         lambda config: config.pipeline_parallel == 1,
-        "with {pipeline_parallel}: only the first stage's load is known",
+        "with {pipeline_parallel}: experts move on ranks that have all layers",
     ),
     Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
     Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),

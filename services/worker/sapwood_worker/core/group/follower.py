@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 
@@ -21,8 +22,14 @@ READY = b""
 COLLECT = b""
 """Asks for the report of the oldest step that has not been reported. Anything else is a step, or masks that one waits for."""
 
+COUNT_EXPERTS = b"e"
+"""Asks how many tokens experts have got with the steps so far. The answer comes when all of these have been reported, so that the
+device is not waited for, nor a step that waits for the leader."""
+
 _LEADER = 1 << 0
 """The leader's bit among ranks that are waited for."""
+
+_NO_STEP = -1
 
 _ALONE_SECONDS = 1.0
 """Seconds after a step's failure within which the leader asks for its report, unless it waits for this rank inside the step."""
@@ -46,6 +53,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
     whole = runner.info.attention_ranks > 1
     lanes, unasked = runner.info.lanes > 1, 0
+    experts = _ExpertCounts(runner, leader)
     waits = waits or Waits()
     while True:
         try:
@@ -61,6 +69,10 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
                     with waits.on(DEVICE) if runner.asynchronous else nullcontext():
                         report = _report(*launched.popleft(), waits.entered, whole=whole)
                     leader.send_bytes(report.to_bytes())
+                experts.reported()
+            continue
+        if message == COUNT_EXPERTS:
+            experts.ask(len(launched))
             continue
         step = read(bytearray(message))
         with waits.launch(len(step.token_ids), asynchronous=runner.asynchronous):
@@ -107,6 +119,36 @@ def _report(number: int, launched: LaunchedStep | Exception, entered: int, *, wh
     except Exception as error:
         logger.exception("step %d failed", number)
         return RankReport.of_failure(number, error, entered)
+
+
+class _ExpertCounts:
+    """Tells the leader, when it has asked, how many tokens experts have got.
+
+    Args:
+        runner: Knows it.
+        leader: Asks again only when it has been told.
+    """
+
+    def __init__(self, runner: LoadedRunner, leader: Connection) -> None:
+        self._runner, self._leader = runner, leader
+        self._asked: Callable[[], list[list[int]]] | None = None
+        self._before = 0
+
+    def ask(self, unreported: int) -> None:
+        """Counts what so many steps do that are to be reported first, and all before them."""
+        assert self._runner.experts is not None, "other ranks have some"
+        self._asked, self._before = self._runner.experts(), unreported
+        self._tell()
+
+    def reported(self) -> None:
+        """Takes note of a step's report."""
+        self._before -= 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._asked is not None and self._before <= 0:
+            self._leader.send_bytes(RankReport(_NO_STEP, experts=self._asked()).to_bytes())
+            self._asked = None
 
 
 class _ComingMasks:

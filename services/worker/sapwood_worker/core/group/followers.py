@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.group.follower import COLLECT, READY, finished
+from sapwood_worker.core.group.follower import COLLECT, COUNT_EXPERTS, READY, finished
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.records.ranks.waits import DEVICE, Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankGoneError, RankLostError
@@ -43,6 +43,8 @@ class Followers:
         self.waits = waits or Waits()
         self._ways = ways
         self._asynchronous = asynchronous
+        self._experts: dict[int, list[list[int]]] = {}
+        self._asked: set[int] = set()
         for rank, way in enumerate(ways, 1):
             try:
                 said = way.recv_bytes()
@@ -111,6 +113,33 @@ class Followers:
 
         return asked
 
+    def ask_experts(self, ranks: Sequence[int]) -> None:
+        """Asks ranks how many tokens their experts have got with the steps so far, but for those that owe an answer yet.
+
+        Raises:
+            RankLostError: One is gone.
+        """
+        for rank in ranks:
+            if rank not in self._asked:
+                self.tell_one(rank, COUNT_EXPERTS)
+                self._asked.add(rank)
+
+    def experts(self, ranks: Sequence[int], *, idle: bool) -> list[list[int]]:
+        """What ranks have answered last, one after another: for each layer the tokens of each expert.
+
+        Args:
+            ranks: The ranks; each has answered once.
+            idle: Whether all steps have been collected: so what was asked is waited for. Else it comes with steps' reports.
+
+        Raises:
+            RankLostError: One is gone.
+        """
+        if idle:
+            for rank in ranks:
+                while rank in self._asked:
+                    self._report_of(rank)
+        return [layer for rank in ranks for layer in self._experts[rank]]
+
     def _reports(self, launched: LaunchedStep | Exception) -> list[RankReport]:
         """The followers' reports of a step, in their order. Each comes when the step is over there. That it never is where
         another rank has failed alone: so once one has, the others get but a while.
@@ -131,20 +160,29 @@ class Followers:
                 while not (found := coming.poll(1000 * _LOOK_SECONDS)):
                     _assure_hope(launched, failed, until)
             for descriptor, _ in found:
+                rank = missing[descriptor]
+                report = self._report_of(rank)
+                if report is None:
+                    continue
                 coming.unregister(descriptor)
-                rank = missing.pop(descriptor)
-                reports[rank] = report = self._report_of(rank)
+                del missing[descriptor]
+                reports[rank] = report
                 if report.error and not failed:
                     failed, until = f"rank {rank} failed: {report.error}", time.monotonic() + _ALONE_SECONDS
         return [reports[rank] for rank in sorted(reports)]
 
-    def _report_of(self, rank: int) -> RankReport:
-        """A follower's report, which has come or is coming."""
+    def _report_of(self, rank: int) -> RankReport | None:
+        """A follower's report, which has come or is coming; None: it was of its experts, and is kept."""
         try:
             with self.waits.on(1 << rank):
-                return RankReport.from_bytes(self._ways[rank - 1].recv_bytes())
+                report = RankReport.from_bytes(self._ways[rank - 1].recv_bytes())
         except Exception as error:  # the end of the connection, or what the rank says of its own
             raise RankGoneError(f"rank {rank} is gone") from error
+        if report.experts is None:
+            return report
+        self._experts[rank] = report.experts
+        self._asked.discard(rank)
+        return None
 
 
 def _assure_hope(launched: LaunchedStep | Exception, failed: str, until: float) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from sapwood_worker.core.group.follower import attempt
+from sapwood_worker.core.group.followers import Followers
 from sapwood_worker.core.group.leading_runner import GroupStep, LeadingRunner
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
@@ -29,7 +30,8 @@ class GroupRunner(LeadingRunner):
     """The runner of rank 0 of a group whose ranks compute the same requests.
 
     Ranks exchange what the layers need among themselves, and each samples from the same logits; so a step goes one way, and
-    nothing comes back but a report. No tokens leave before all ranks have reported the same.
+    nothing comes back but a report. No tokens leave before all ranks have reported the same. Ranks of a stage count the same
+    tokens of experts; so the first rank of each later stage is asked now and then.
 
     Args:
         runner, followers, waits: As :class:`LeadingRunner` takes them.
@@ -42,6 +44,13 @@ class GroupRunner(LeadingRunner):
         super().__init__(runner, followers, waits)
         self.draft = runner.draft
         self._copies = _GroupCopies(1 + len(followers))
+        self._in_flight = 0
+        ranks = 1 + len(followers)
+        each = ranks // runner.info.pipeline_parallel
+        if self.experts is not None and each < ranks:
+            self.experts = _StagesExperts(
+                self.experts, self._followers, range(each, ranks, each), lambda: self._in_flight
+            )
 
     def cache_identity(self) -> str:
         return self._runner.cache_identity()
@@ -50,6 +59,7 @@ class GroupRunner(LeadingRunner):
         with self._followers.waits.launch(len(step.token_ids), asynchronous=self.asynchronous):
             step.settle()
             self.tell(encode(step))
+            self._in_flight += 1
             if step.masks is not None:
                 masks = _SentMasks(step.masks, self)
                 # Among the messages of several lanes they come right after their step.
@@ -70,6 +80,7 @@ class GroupRunner(LeadingRunner):
             RankLostError: Some have not, or not the same.
             Exception: What the step failed with, on all ranks.
         """
+        self._in_flight -= 1
         with self._followers.waits.on(0):
             output, reports = self._followers.collect(launched)
         own = RankReport.of(output)
@@ -78,6 +89,42 @@ class GroupRunner(LeadingRunner):
                 raise RankLostError(f"rank {rank} diverged: in step {own.step} it sampled other tokens than rank 0")
         output.copied = self._copies.merge([own.copied, *(report.copied for report in reports)])
         return output
+
+
+class _StagesExperts:
+    """Asks what the experts of all stages have got, as :attr:`LoadedRunner.experts` does.
+
+    What is told of later stages, while steps are under way, is what had come of them by then: it is older, by a look at most.
+
+    Args:
+        own: Asks the first stage.
+        followers: The other ranks; none has been told of a step yet.
+        ranks: One of each later stage.
+        in_flight: Gives the number of steps that have been told of and not been collected.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[], Callable[[], list[list[int]]]],
+        followers: Followers,
+        ranks: Sequence[int],
+        in_flight: Callable[[], int],
+    ) -> None:
+        self._own, self._followers, self._ranks, self._in_flight = own, followers, ranks, in_flight
+        self._ask()
+        self._told()  # so that it is known how many layers they have
+
+    def __call__(self) -> Callable[[], list[list[int]]]:
+        own = self._own()
+        self._told()  # which may free them for another question
+        self._ask()
+        return lambda: own() + self._told()
+
+    def _ask(self) -> None:
+        self._followers.ask_experts(self._ranks)
+
+    def _told(self) -> list[list[int]]:
+        return self._followers.experts(self._ranks, idle=not self._in_flight())
 
 
 class _SentMasks:

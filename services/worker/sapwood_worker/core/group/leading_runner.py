@@ -27,7 +27,9 @@ class LeadingRunner(ABC):
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection], waits: Waits | None = None) -> None:
         self._followers = group = Followers(followers, waits, asynchronous=runner.asynchronous)
         experts = runner.experts
-        self.experts = None if experts is None else lambda: group.shown(experts())
+        self.experts: Callable[[], Callable[[], list[list[int]]]] | None = None
+        if experts is not None:
+            self.experts = lambda: group.shown(experts())
         self.sums = runner.sums
         self.info = runner.info
         self.vocabulary = runner.vocabulary

@@ -23,6 +23,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         error: What the step failed with; empty: it has not.
         output: What the rank has sampled for requests of its own; None: all ranks sample the same.
         entered: Exchanges between ranks that it had entered or launched when it reported a failure.
+        experts: How many tokens each expert of each of its stage's layers has got; it then reports no step but this.
     """
 
     step: int
@@ -31,6 +32,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     output: ModelOutput | None = None
     entered: int = 0
+    experts: list[list[int]] | None = None
 
     @staticmethod
     def of(output: ModelOutput, *, whole: bool = False) -> RankReport:

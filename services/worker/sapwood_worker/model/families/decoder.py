@@ -169,6 +169,7 @@ class DecoderModel(Layer):
         exchange: Takes rows to the ranks of their experts; None: they go to all ranks, or there is one.
         taps: Keep hidden states for a head that drafts; None: there is none.
         mixtures: Those of its layers that have experts; none may have, as of a stage of a pipeline.
+        sparse: Whether a layer of the model has experts, of whatever stage.
     """
 
     def __init__(
@@ -200,6 +201,8 @@ class DecoderModel(Layer):
         self.layers = nn.ModuleList(layers)
         # Looked for once: a walk over all modules takes the host milliseconds, and experts may move before each step.
         self.mixtures = tuple(each for each in self.layers.modules() if isinstance(each, SparseMLP))
+        sparse = config.sparse
+        self.sparse = sparse is not None and any(i not in sparse.dense_layers for i in range(config.num_layers))
         self.norm = _norm(config, inside.inside("norm"))
         # A stage may have none of the layers that are rounded, but each has the head, and all are to give the same logits.
         context.linear.rounds_layers = any(context.parallel.pp.exchange(context.linear.rounds_layers))
@@ -241,7 +244,7 @@ class DecoderModel(Layer):
         return met
 
     def expert_tokens(self) -> Tensor:
-        """int64 [layers with experts, E]: how many tokens each expert has got so far; there is such a layer."""
+        """int64 [mixtures, E]: how many tokens each expert has got so far; there is a mixture."""
         return torch.stack([each.router.counts for each in self.mixtures])
 
     def move_experts(self, moves: Sequence[ExpertMove]) -> None:

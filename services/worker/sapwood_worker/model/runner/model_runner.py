@@ -101,7 +101,7 @@ class ModelRunner:
         self.info = info
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
-        self.experts = None if isinstance(model, Head) or not model.mixtures else self._ask_experts
+        self.experts = None if isinstance(model, Head) or not model.sparse else self._ask_experts
         self.sums: Callable[[], dict[str, int]] | None = None
         if parallel.tp.sums is not None:
             self.sums = partial(ops.aside, parallel.tp.counts)
@@ -262,8 +262,13 @@ class ModelRunner:
         return self._model.logits(self._forward(step)).float()
 
     def _ask_experts(self) -> Callable[[], list[list[int]]]:
-        """How many tokens each expert of each layer has got with the steps launched so far; what it returns waits for them."""
+        """How many tokens each expert of each layer of this stage has got with the steps launched so far.
+
+        What it returns waits for these.
+        """
         assert not isinstance(self._model, Head)
+        if not self._model.mixtures:
+            return list
         tensors, exchange = [self._model.expert_tokens()], self._model.exchange
         copies = self.ops.to_host(tensors if exchange is None else [*tensors, exchange.moved])
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
@@ -70,8 +71,8 @@ PUBLISHED = {
 
 @pytest.fixture
 def read(tmp_path):
-    def read_one(name):
-        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    def read_one(name, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | changes))
         return read_hf_config(tmp_path)[1]
 
     return read_one
@@ -138,3 +139,28 @@ def test_k_exaone(read):
     assert config.sparse.shared == SharedExpert("shared_experts", 2048)
     assert config.windows == (128, 128, 128, None) * 12
     assert [rope is None for rope in config.ropes] == [False, False, False, True] * 12
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "Mixtral-8x7B-v0.1",
+            {"num_experts_per_tok": 9},
+            "num_local_experts 8, num_experts_per_tok 9: a token cannot go to 9 of 8 experts",
+        ),
+        ("Qwen1.5-MoE-A2.7B", {"num_experts_per_tok": 61}, "num_experts 60, num_experts_per_tok 61: "),
+        ("Qwen3-30B-A3B", {"num_local_experts": 4}, "num_local_experts 4, num_experts_per_tok 8: "),
+        (
+            "GLM-4.5",
+            {"n_group": 3},
+            "n_routed_experts 160, num_experts_per_tok 8, n_group 3, topk_group 1: 1 of 3 groups cannot be chosen",
+        ),
+        ("GLM-4.5", {"n_group": 160, "topk_group": 8}, "n_group 160, topk_group 8: groups of 1 experts are too small"),
+        ("gpt-oss-20b", {"num_experts_per_tok": 33}, "num_local_experts 32, num_experts_per_tok 33: "),
+        ("K-EXAONE-236B-A23B", {"topk_group": 2}, "num_experts 128, num_experts_per_tok 8, n_group 1, topk_group 2: "),
+    ],
+)
+def test_numbers_of_experts_that_do_not_fit_together_are_named(read, name, changes, message):
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
+        read(name, **changes)

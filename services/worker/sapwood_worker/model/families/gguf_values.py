@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sapwood_common.models.gguf_file import GgufFile
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
@@ -89,12 +89,13 @@ class GgufValues:
             mlp_bias="blk.0.ffn_up.bias" in tensors,
         )
 
-    def experts(self, *, renormalise: bool, shared: SharedExpert | None = None) -> SparseConfig:
-        """The mixtures of experts: softmax scores, in the layers that have a router.
+    def experts(self, *, renormalise: bool, shared: SharedExpert | None = None, sigmoid: bool = False) -> SparseConfig:
+        """The mixtures of experts, in the layers that have a router. Groups are chosen by their two best if scores are sigmoids.
 
         Args:
             renormalise: Whether a token's weights sum to one, where the file does not say.
             shared: The expert of all tokens.
+            sigmoid: Whether scores are sigmoids, whatever the file says.
 
         Raises:
             KeyError: A setting is missing.
@@ -105,14 +106,23 @@ class GgufValues:
         gating = int(get("expert_gating_func", _SOFTMAX))
         if gating not in (_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN):
             raise ValueError(f"expert_gating_func {gating} is not supported")
-        routing = Routing(
-            int(get("expert_count")),
-            int(get("expert_used_count")),
-            scores="sigmoid" if gating == _SIGMOID else "softmax",
+        sigmoid = sigmoid or gating == _SIGMOID
+        keys = {
+            "expert_count": get("expert_count"),
+            "expert_used_count": get("expert_used_count"),
+            "expert_group_count": get("expert_group_count", 0) or 1,
+            "expert_group_used_count": get("expert_group_used_count", 0) or 1,
+        }
+        experts, chosen, *groups = named = {f"{self.architecture}.{key}": value for key, value in keys.items()}
+        routing = read_routing(
+            named,
+            experts,
+            chosen,
+            (groups[0], groups[1]),
+            scores="sigmoid" if sigmoid else "softmax",
             renormalise=bool(get("expert_weights_norm", renormalise)) or gating == _SOFTMAX_OF_CHOSEN,
             scale=float(get("expert_weights_scale", 1.0)) or 1.0,
-            groups=int(get("expert_group_count", 1)) or 1,
-            chosen_groups=int(get("expert_group_used_count", 1)) or 1,
+            group_score="two_best" if sigmoid else "best",
         )
         return SparseConfig(
             routing,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
@@ -12,6 +11,7 @@ from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
 
@@ -23,14 +23,14 @@ def corrected_routing(found: HfValues, experts: str) -> Routing:
         experts: Which of them is the number of experts.
     """
     values = found.values
-    return Routing(
-        int(values[experts]),
-        int(values["num_experts_per_tok"]),
+    return read_routing(
+        values,
+        experts,
+        "num_experts_per_tok",
+        ("n_group", "topk_group"),
         scores="sigmoid",
         renormalise=bool(values["norm_topk_prob"]),
         scale=float(values["routed_scaling_factor"]),
-        groups=int(values["n_group"]),
-        chosen_groups=int(values["topk_group"]),
         group_score="two_best",
     )
 
@@ -57,18 +57,12 @@ def corrected_experts(found: HfValues, experts: str, shared: str, correction: st
     )
 
 
-def corrected_gguf_experts(values: GgufValues, **changes: Any) -> SparseConfig:
-    """The same of a GGUF file, whose groups are chosen by their two best.
-
-    Args:
-        values: The file's settings.
-        changes: What differs in the routing.
-    """
-    found = values.experts(renormalise=False)
+def corrected_gguf_experts(values: GgufValues) -> SparseConfig:
+    """The same of a GGUF file."""
+    found = values.experts(renormalise=False, sigmoid=True)
     width, count = found.intermediate_size, int(values.get("expert_shared_count", 0))
     return replace(
         found,
-        routing=replace(found.routing, scores="sigmoid", group_score="two_best", **changes),
         shared=SharedExpert("shared_experts", width * count) if count else None,
         correction=CORRECTION,
     )

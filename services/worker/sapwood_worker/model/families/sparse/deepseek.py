@@ -16,6 +16,7 @@ from sapwood_worker.model.families.latent_values import (
     read_latent,
 )
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.families.sparse.corrected import corrected_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
@@ -46,9 +47,9 @@ _UNSAID_GROUPS = {256: (8, 4), 160: (8, 3)}
 
 def _from_gguf(values: GgufValues) -> ModelConfig:
     sparse = values.experts(renormalise=False)
-    corrected = sparse.routing.scores == "sigmoid"
+    routing = sparse.routing
+    corrected = routing.scores == "sigmoid"
     width, shared = sparse.intermediate_size, int(values.get("expert_shared_count", 0))
-    routing = replace(sparse.routing, group_score="two_best" if corrected else "best")
     if not values.get("expert_group_count", 0):
         groups, chosen = _UNSAID_GROUPS.get(routing.experts, (1, 1))
         routing = replace(routing, groups=groups, chosen_groups=chosen)
@@ -68,12 +69,12 @@ def _routing_v2(found: HfValues) -> Routing:
     _expect(found, "scoring_func", "softmax")
     _expect(found, "norm_topk_prob", False)
     grouped = method == "group_limited_greedy"
-    return Routing(
-        int(values["n_routed_experts"]),
-        int(values["num_experts_per_tok"]),
+    return read_routing(
+        values,
+        "n_routed_experts",
+        "num_experts_per_tok",
+        ("n_group", "topk_group") if grouped else None,
         scale=float(values["routed_scaling_factor"]),
-        groups=int(values["n_group"]) if grouped else 1,
-        chosen_groups=int(values["topk_group"]) if grouped else 1,
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.ernie import ERNIE4_5
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 
@@ -21,7 +21,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
     first, last = int(values["moe_layer_start_index"]), int(values["moe_layer_end_index"])
     every, last = int(values["moe_layer_interval"]), found.layers - 1 if last == -1 else last
     sparse = SparseConfig(
-        Routing(int(values["moe_num_experts"]), int(values["moe_k"]), renormalise=True),
+        read_routing(values, "moe_num_experts", "moe_k", renormalise=True),
         width,
         dense_layers=frozenset(at for at in range(found.layers) if (at + 1) % every or not first <= at <= last),
         shared=SharedExpert("shared_experts", width * shared) if shared else None,

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.rope_scaling import YarnScaling
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
@@ -24,7 +24,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
         windows=found.windows(values.get("layer_types") or usual),
         attention_sinks=True,
         sparse=SparseConfig(
-            Routing(int(values["num_local_experts"]), int(values["num_experts_per_tok"]), renormalise=True),
+            read_routing(values, "num_local_experts", "num_experts_per_tok", renormalise=True),
             config.intermediate_size,
             router="router",
             router_bias=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.fused import FusedRows
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.rotary import QueryGrowth
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
@@ -32,7 +32,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
         raise ValueError(f"layer_types {kinds} for {found.layers} layers are not supported")
     grows = values["attn_temperature_tuning"]
     sparse = SparseConfig(
-        Routing(int(values["num_local_experts"]), 1, "sigmoid"),
+        read_routing(values, "num_local_experts", "num_experts_per_tok", scores="sigmoid"),
         config.intermediate_size,
         dense_layers=frozenset(range(found.layers)) - frozenset(mixed),
         shared=SharedExpert("shared_expert", config.intermediate_size),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 
@@ -21,9 +21,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
         part = int(values["rotary_dim"]) / found.head_dim
         found = replace(found, values={"partial_rotary_factor": part, **values})
     config = found.llama()
-    routing = Routing(
-        int(values["num_local_experts"]), int(values["num_experts_per_tok"]), scores="sigmoid", renormalise=True
-    )
+    routing = read_routing(values, "num_local_experts", "num_experts_per_tok", scores="sigmoid", renormalise=True)
     sparse = SparseConfig(
         routing,
         config.intermediate_size,

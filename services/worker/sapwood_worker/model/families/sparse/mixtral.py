@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 
 def _from_hf(found: HfValues) -> ModelConfig:
     config, values = found.llama(), found.values
     window = values.get("sliding_window")
-    experts, chosen = int(values["num_local_experts"]), int(values["num_experts_per_tok"])
     return replace(
         config,
         windows=(None if window is None else int(window),) * config.num_layers,
         sparse=SparseConfig(
-            Routing(experts, chosen, renormalise=True),
+            read_routing(values, "num_local_experts", "num_experts_per_tok", renormalise=True),
             config.intermediate_size,
             block="block_sparse_moe",
             projections=("w1", "w3", "w2"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.layer_orders import PostNormDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 
@@ -18,8 +18,8 @@ def _from_hf(found: HfValues) -> ModelConfig:
     config, values = found.llama(), found.values
     if values.get("clip_qkv") is not None:
         raise ValueError("clip_qkv is not supported")
-    experts = int(values.get("num_local_experts") or values["num_experts"])  # newer files have the first
-    routing = Routing(experts, int(values["num_experts_per_tok"]), renormalise=bool(values["norm_topk_prob"]))
+    experts = "num_local_experts" if values.get("num_local_experts") else "num_experts"  # newer files have the first
+    routing = read_routing(values, experts, "num_experts_per_tok", renormalise=bool(values["norm_topk_prob"]))
     return replace(config, qk_norm=True, qk_norm_kind="width", sparse=SparseConfig(routing, config.intermediate_size))
 
 

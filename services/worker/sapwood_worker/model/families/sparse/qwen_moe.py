@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 _DEFAULTS = {
@@ -22,10 +22,10 @@ _DEFAULTS = {
 
 def _sparse(found: HfValues) -> SparseConfig:
     values = found.values
-    experts = int(values.get("num_local_experts") or values["num_experts"])  # newer files have the first
+    experts = "num_local_experts" if values.get("num_local_experts") else "num_experts"  # newer files have the first
     step, dense = int(values["decoder_sparse_step"]), values.get("mlp_only_layers") or ()
     return SparseConfig(
-        Routing(experts, int(values["num_experts_per_tok"]), renormalise=bool(values["norm_topk_prob"])),
+        read_routing(values, experts, "num_experts_per_tok", renormalise=bool(values["norm_topk_prob"])),
         int(values["moe_intermediate_size"]),
         dense_layers=frozenset(index for index in range(found.layers) if index in dense or (index + 1) % step),
     )

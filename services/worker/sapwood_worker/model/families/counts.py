@@ -1,4 +1,4 @@
-"""Settings of ``config.json`` that count something: each has to be a whole number, and not too low."""
+"""Settings that count something, of ``config.json`` or a GGUF file: each has to be a whole number, and not too low."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAY_BE_NONE = (
 
 
 def check_counts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raises ValueError if a setting that is there cannot be a number of something; names it.
+    """Raises ValueError if a setting of ``config.json`` that is there cannot be a number of something; names it.
 
     Args:
         values: The settings.
@@ -31,7 +31,11 @@ def check_counts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     if not defaults.keys().isdisjoint(_EXPERTS):
         least |= dict.fromkeys((*_EXPERTS, *_OF_EXPERTS), 1) | dict.fromkeys(_MAY_BE_NONE, 0)
     for name in values.keys() & least.keys():
-        value = values[name]
-        whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
-        if not whole or value < least[name]:
-            raise ValueError(f"{name} is {value!r}; it can be a whole number from {least[name]} on")
+        check_count(name, values[name], least[name])
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raises ValueError if a setting's value is no whole number from ``least`` on; names it."""
+    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
+    if not whole or value < least:
+        raise ValueError(f"{name} is {value!r}; it can be a whole number from {least} on")

@@ -11,6 +11,7 @@ from typing import Any
 
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.counts import check_count
 from sapwood_worker.model.families.routing_values import read_routing
 from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 from sapwood_worker.model.layers.rotary import RopeConfig
@@ -44,8 +45,23 @@ class GgufValues:
         Raises:
             KeyError: The file does not say, and there is no default.
         """
-        name = f"{self.architecture}.{key}"
+        name = self.named(key)
         return self.file.metadata[name] if default is None else self.file.metadata.get(name, default)
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A setting that counts something.
+
+        Raises:
+            KeyError: The file does not say, and there is no default.
+            ValueError: It is no whole number from ``least`` on.
+        """
+        value = self.get(key, default)
+        check_count(self.named(key), value, least)
+        return int(value)
+
+    def named(self, key: str) -> str:
+        """What the file calls a setting."""
+        return f"{self.architecture}.{key}"
 
     def llama(self, *, partly_rotated: bool = False, head_dim: int | None = None) -> ModelConfig:
         """The configuration that the metadata gives a Llama; families that are like it change what differs.
@@ -58,32 +74,32 @@ class GgufValues:
             KeyError: A setting is missing.
             ValueError: One is not supported.
         """
-        get, tensors = self.get, self.file.tensors
-        hidden, heads, layers = get("embedding_length"), get("attention.head_count"), self.layers
+        get, count, tensors = self.get, self.count, self.file.tensors
+        hidden, heads, layers = count("embedding_length"), count("attention.head_count"), self.layers
         if head_dim is None:
-            head_dim = int(get("attention.key_length", hidden // heads))
-            if get("attention.value_length", head_dim) != head_dim:
+            head_dim = count("attention.key_length", hidden // heads)
+            if count("attention.value_length", head_dim) != head_dim:
                 raise ValueError("keys and values of different size are not supported")
-        rotated = get("rope.dimension_count", head_dim)
+        rotated = count("rope.dimension_count", head_dim)
         if rotated != head_dim and not partly_rotated:
             raise ValueError("rotary embedding of part of a head is not supported")
         return ModelConfig(
             architecture=self.architecture,
             vocab_size=tensors["token_embd.weight"].shape[0],
             hidden_size=hidden,
-            intermediate_size=get("feed_forward_length"),
+            intermediate_size=count("feed_forward_length"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=get("attention.head_count_kv", heads),
+            num_kv_heads=count("attention.head_count_kv", heads),
             head_dim=head_dim,
             rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-            max_position=get("context_length"),
+            max_position=count("context_length"),
             ropes=(replace(self.rope(10_000.0), rotated=None if rotated == head_dim else rotated),) * layers,
             windows=(None,) * layers,
             activation="silu",
             tie_word_embeddings="output.weight" not in tensors,
             attention_scale=head_dim**-0.5,
-            final_softcap=self.file.metadata.get(f"{self.architecture}.final_logit_softcapping"),
+            final_softcap=self.file.metadata.get(self.named("final_logit_softcapping")),
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
@@ -101,19 +117,19 @@ class GgufValues:
             KeyError: A setting is missing.
             ValueError: One is not supported.
         """
-        get, tensors = self.get, self.file.tensors
+        get, count, tensors = self.get, self.count, self.file.tensors
         routers = {index for index in range(self.layers) if f"blk.{index}.ffn_gate_inp.weight" in tensors}
         gating = int(get("expert_gating_func", _SOFTMAX))
         if gating not in (_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN):
             raise ValueError(f"expert_gating_func {gating} is not supported")
         sigmoid = sigmoid or gating == _SIGMOID
         keys = {
-            "expert_count": get("expert_count"),
-            "expert_used_count": get("expert_used_count"),
-            "expert_group_count": get("expert_group_count", 0) or 1,
-            "expert_group_used_count": get("expert_group_used_count", 0) or 1,
+            "expert_count": count("expert_count"),
+            "expert_used_count": count("expert_used_count"),
+            "expert_group_count": count("expert_group_count", 0, least=0) or 1,
+            "expert_group_used_count": count("expert_group_used_count", 0, least=0) or 1,
         }
-        experts, chosen, *groups = named = {f"{self.architecture}.{key}": value for key, value in keys.items()}
+        experts, chosen, *groups = named = {self.named(key): value for key, value in keys.items()}
         routing = read_routing(
             named,
             experts,
@@ -126,7 +142,7 @@ class GgufValues:
         )
         return SparseConfig(
             routing,
-            int(get("expert_feed_forward_length", int(get("feed_forward_length")))),
+            count("expert_feed_forward_length", count("feed_forward_length")),
             dense_layers=frozenset(range(self.layers)) - routers,
             shared=shared,
         )
@@ -134,7 +150,9 @@ class GgufValues:
     @property
     def layers(self) -> int:
         """Layers of the model; files may hold more, for drafts."""
-        return int(self.get("block_count")) - int(self.get("nextn_predict_layers", 0))
+        blocks, drafts = self.count("block_count"), self.count("nextn_predict_layers", 0, least=0)
+        check_count(f"{self.named('block_count')} without nextn_predict_layers", blocks - drafts, 1)
+        return blocks - drafts
 
     def rope(self, theta: float) -> RopeConfig:
         """The rotary embedding, with the base ``theta`` where the file does not say.
@@ -151,7 +169,7 @@ class GgufValues:
             return RopeConfig(theta, divisors=divisors)
         if kind == "yarn":
             factor = float(self.get("rope.scaling.factor"))
-            original = int(self.get("rope.scaling.original_context_length", self.get("context_length")))
+            original = self.count("rope.scaling.original_context_length", self.count("context_length"))
             scaling = YarnScaling(factor, original, 32, 1, yarn_magnitude(factor))
             return RopeConfig(theta, scaling, divisors=divisors)
         raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear and yarn are)")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.counts import check_count
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.layers.latent_attention import LatentConfig
@@ -68,16 +69,17 @@ def read_gguf_latent(values: GgufValues) -> ModelConfig:
         KeyError: A setting is missing.
         ValueError: One is not supported.
     """
-    get = values.get
-    rotated = int(get("rope.dimension_count"))
+    get, count = values.get, values.count
+    rotated = count("rope.dimension_count")
     # Newer files say as the size of keys and values what the cache holds.
-    queries = int(get("attention.key_length_mla", get("attention.key_length")))
+    queries = count("attention.key_length_mla", count("attention.key_length"))
+    check_count(f"a key's size without {values.named('rope.dimension_count')}", queries - rotated, 1)
     latent = LatentConfig(
-        kv_lora_rank=int(get("attention.kv_lora_rank")),
+        kv_lora_rank=count("attention.kv_lora_rank"),
         qk_nope_head_dim=queries - rotated,
         qk_rope_head_dim=rotated,
-        v_head_dim=int(get("attention.value_length_mla", get("attention.value_length"))),
-        q_lora_rank=int(get("attention.q_lora_rank", 0)) or None,
+        v_head_dim=count("attention.value_length_mla", count("attention.value_length")),
+        q_lora_rank=count("attention.q_lora_rank", 0, least=0) or None,
     )
     config = values.llama(head_dim=rotated)
     [rope] = set(config.ropes)

@@ -50,7 +50,7 @@ def _gemma2(found: HfValues) -> ModelConfig:
 
 def _gemma2_gguf(values: GgufValues) -> ModelConfig:
     config = values.llama()
-    window = int(values.get("attention.sliding_window", 4096))
+    window = values.count("attention.sliding_window", 4096)
     scale = config.attention_scale
     if config.num_layers == _27B_LAYERS:
         scale = (config.hidden_size // config.num_heads) ** -0.5

@@ -41,8 +41,8 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 def _from_gguf(values: GgufValues) -> ModelConfig:
     config = values.llama()
-    window = values.get("attention.sliding_window")
-    kinds = _kinds(config.num_layers, values.get("attention.sliding_window_pattern", _PATTERN))
+    window = values.count("attention.sliding_window")
+    kinds = _kinds(config.num_layers, values.count("attention.sliding_window_pattern", _PATTERN))
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     scale = config.attention_scale
     if config.num_layers == _27B_LAYERS:

@@ -14,11 +14,11 @@ from sapwood_worker.model.layers.rope_scaling import LongRopeScaling
 
 def _from_gguf(values: GgufValues) -> ModelConfig:
     config = values.llama(partly_rotated=True)
-    window = int(values.get("attention.sliding_window", 0))  # 0: there is none
+    window = values.count("attention.sliding_window", 0, least=0)  # 0: there is none
     [rope] = set(config.ropes)
     long, short = (values.rope_tensors.get(name) for name in (ROPE_LONG, ROPE_SHORT))
     if rope is not None and long is not None and short is not None:
-        original = int(values.get("rope.scaling.original_context_length"))
+        original = values.count("rope.scaling.original_context_length")
         magnitude = float(values.get("rope.scaling.attn_factor", 1.0))
         rope = replace(rope, scaling=LongRopeScaling(short, long, original, magnitude))
     layers = config.num_layers

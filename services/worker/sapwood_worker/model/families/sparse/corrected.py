@@ -60,7 +60,7 @@ def corrected_experts(found: HfValues, experts: str, shared: str, correction: st
 def corrected_gguf_experts(values: GgufValues) -> SparseConfig:
     """The same of a GGUF file."""
     found = values.experts(renormalise=False, sigmoid=True)
-    width, count = found.intermediate_size, int(values.get("expert_shared_count", 0))
+    width, count = found.intermediate_size, values.count("expert_shared_count", 0, least=0)
     return replace(
         found,
         shared=SharedExpert("shared_experts", width * count) if count else None,

@@ -49,7 +49,7 @@ def _from_gguf(values: GgufValues) -> ModelConfig:
     sparse = values.experts(renormalise=False)
     routing = sparse.routing
     corrected = routing.scores == "sigmoid"
-    width, shared = sparse.intermediate_size, int(values.get("expert_shared_count", 0))
+    width, shared = sparse.intermediate_size, values.count("expert_shared_count", 0, least=0)
     if not values.get("expert_group_count", 0):
         groups, chosen = _UNSAID_GROUPS.get(routing.experts, (1, 1))
         routing = replace(routing, groups=groups, chosen_groups=chosen)

@@ -34,7 +34,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 
 def _from_gguf(values: GgufValues) -> ModelConfig:
-    config, window = values.llama(), int(values.get("attention.sliding_window"))
+    config, window = values.llama(), values.count("attention.sliding_window")
     [rope] = set(config.ropes)
     if rope is not None and isinstance(rope.scaling, YarnScaling):
         rope = replace(rope, scaling=replace(rope.scaling, truncate=False))

@@ -56,7 +56,7 @@ def _qwen3(found: HfValues) -> ModelConfig:
 
 
 def _qwen2_gguf(values: GgufValues) -> ModelConfig:
-    shared = SharedExpert("shared_expert", values.get("expert_shared_feed_forward_length"), gated=True)
+    shared = SharedExpert("shared_expert", values.count("expert_shared_feed_forward_length"), gated=True)
     return replace(values.llama(), qkv_bias=True, sparse=values.experts(renormalise=False, shared=shared))
 
 

@@ -102,12 +102,17 @@ class Parallel:
             raise ConfigError(f"--expert-parallel: {count} experts cannot be handed out to {ranks} ranks")
         return Span(self.ep.rank * count // ranks, count // ranks, count)
 
-    def spare_slots(self) -> int:
-        """How many experts of a layer this rank has room for beyond its own.
+    def spare_slots(self, experts: int) -> int:
+        """How many of a layer's experts this rank has room for beyond its own.
 
         Raises:
-            ConfigError: Ranks would have more or less room than others.
+            ConfigError: Ranks would have more or less room than others, or more than for all experts.
         """
+        most = experts * (self.ep.size - 1)
+        if self.redundant_experts > most:
+            raise ConfigError(
+                f"--redundant-experts {self.redundant_experts}: all {experts} experts on all {self.ep.size} ranks are {most} more"
+            )
         if self.redundant_experts % self.ep.size:
             raise ConfigError(
                 f"--redundant-experts: {self.redundant_experts} slots cannot be handed out to {self.ep.size} ranks"

@@ -144,8 +144,14 @@ def _choose_device(config: WorkerConfig, place: Place) -> str:
 
 
 def _check_split(config: WorkerConfig, path: Path) -> None:
-    """Refuses ranks that the model's heads or layers cannot be split over, before these meet and load."""
+    """Refuses ranks that the model's heads, layers or experts cannot be split over, before these meet and load."""
     model, group = read_config(path)[1], Group()
+    if model.sparse is not None and config.expert_parallel:
+        ranks, experts = Group(), model.sparse.routing.experts
+        ranks.size = config.tensor_parallel
+        placed = Parallel(ep=ranks, redundant_experts=config.redundant_experts)
+        placed.own_experts(experts)
+        placed.spare_slots(experts)
     group.size = 1 if config.data_parallel_attention else config.tensor_parallel
     heads = Parallel(tp=group)
     heads.shard("num_attention_heads", model.num_heads)

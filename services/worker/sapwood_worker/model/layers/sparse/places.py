@@ -33,7 +33,7 @@ class ExpertPlaces:
 
     def __init__(self, experts: int, parallel: Parallel, ops: DeviceOps) -> None:
         self.own: Span = parallel.own_experts(experts)
-        self.size = self.own.size + parallel.spare_slots()
+        self.size = self.own.size + parallel.spare_slots(experts)
         self.slots = home_slots(experts, parallel.ep.size, parallel.redundant_experts)
         self._group, self._ops = parallel.ep, ops
         self._experts = experts

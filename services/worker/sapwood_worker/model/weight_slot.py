@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+
+_CODES = ("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+"""Types, as safetensors files name them, of numbers that mean nothing without a format, and of those that need scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,21 @@ class StoredTensor:
     dtype: str
     scales: bool = False
     blocks: Callable[[], Tensor] | None = None
+
+
+def why_no_numbers(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    """Why a tensor's numbers mean nothing without a format that says more of them; empty: they are the weight's.
+
+    Args:
+        name: The tensor's.
+        stored: All that the checkpoint stores, and this.
+    """
+    found = stored[name]
+    if found.dtype in _CODES:
+        return "weights of this kind cannot be read"
+    if found.dtype in _FLOAT8 and not found.scales and not {f"{name}_scale", f"{name}_scale_inv"} & stored.keys():
+        return "its scales are missing"
+    return ""
 
 
 WeightSlots = dict[str, WeightSlot]

@@ -125,6 +125,49 @@ def test_experts_in_a_format_without_a_product_are_refused_by_name(sparse):
         load(sparse)
 
 
+ROUTER = "model.layers.1.mlp.gate"
+
+
+@pytest.mark.parametrize("name", [DOWN, ROUTER, "model.layers.1.self_attn.q_proj", "model.embed_tokens", "model.norm"])
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.float8_e4m3fn, r"F8_E4M3.*: its scales are missing"),
+        (torch.float8_e5m2, r"F8_E5M2.*: its scales are missing"),
+        (torch.bool, "BOOL.*: weights of this kind cannot be read"),
+        (torch.int8, "I8.*: weights of this kind cannot be read"),
+    ],
+)
+def test_numbers_that_mean_nothing_without_a_format_are_refused_by_name(sparse, name, dtype, message):
+    """Also where ``config.json`` has no ``quantization_config``."""
+    edit(sparse, lambda tensors: tensors.update({f"{name}.weight": tensors[f"{name}.weight"].to(dtype)}))
+    with pytest.raises(ConfigError, match=rf"tensor {name}\.weight \({message}"):
+        load(sparse)
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_float8_with_scales_needs_no_quantization_config(sparse, name):
+    """Here with one scale for all."""
+    before = logits_of(load(sparse), TOKENS)
+
+    def to_float8(tensors):
+        wide = tensors[f"{DOWN}.weight"]
+        scale = wide.abs().max() / 448
+        tensors[f"{DOWN}.weight"] = (wide / scale).to(torch.float8_e4m3fn)
+        tensors[f"{DOWN}.{name}"] = scale.view(1)
+
+    edit(sparse, to_float8)
+    after = logits_of(load(sparse), TOKENS)
+    assert 0 < (after - before).abs().max() <= 0.1 * before.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_numbers_of_any_wide_type_are_read(sparse, dtype):
+    before = logits_of(load(sparse), TOKENS)
+    edit(sparse, lambda tensors: tensors.update({name: each.to(dtype) for name, each in tensors.items()}))
+    assert (logits_of(load(sparse), TOKENS) - before).abs().max() <= 0.1 * before.abs().max()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

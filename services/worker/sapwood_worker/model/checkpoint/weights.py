@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot, WeightSlots
+from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot, WeightSlots, why_no_numbers
 
 _DUMMY_STD = 0.02
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of slots that take numbers as they are; those of others are a format's own."""
 
 
 class WeightSource(Protocol):
@@ -58,7 +60,8 @@ def load_weights(
         stored: What ``source.tensors()`` gave; None: it is asked.
 
     Raises:
-        ConfigError: A tensor is missing, unexpected or of another shape; names it and the file.
+        ConfigError: A tensor is missing, unexpected, of another shape or of a type whose numbers mean nothing alone; names it and
+            the file.
     """
     stored = source.tensors() if stored is None else stored
     missing = slots.keys() - stored.keys()
@@ -76,6 +79,8 @@ def load_weights(
                 f"{source.where(name)}: tensor {name} has shape {list(stored[name].shape)}, "
                 f"the configuration asks for {list(slot.shape)}"
             )
+        if slot.target.dtype in _NUMBERS and (why := why_no_numbers(name, stored)):
+            raise ConfigError(f"{source.where(name)}: tensor {name} ({stored[name].dtype}): {why}")
 
     def read(name: str) -> None:
         slot = slots[name]

@@ -28,7 +28,7 @@ from sapwood_worker.model.quantization.linear_method import (
     Stored,
     TableMethod,
 )
-from sapwood_worker.model.weight_slot import StoredTensor
+from sapwood_worker.model.weight_slot import StoredTensor, why_no_numbers
 from sapwood_worker.settings.names import LINEAR_METHODS as GROUP
 
 FORMATS = {
@@ -49,9 +49,6 @@ Keep = Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | No
 """Makes the method of a layer as the checkpoint stores it; None: it is in another format."""
 AS_STORED = " as stored"
 """What follows the name of a format in which a checkpoint stores weights that are kept."""
-_FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_INTEGERS = ("I8", "U8", "I16", "I32", "I64")
-"""Types, as safetensors files name them, of numbers that mean nothing without a format."""
 
 
 class LinearMethods:
@@ -267,11 +264,7 @@ def _check_wide(module: str, stored: Stored) -> None:
     if weight is None:  # where its scales alone are there, who loads it says that it is missing
         inside = (name for name in stored.tensors if name.startswith(f"{module}."))
         others = sorted(name for name in inside if not stored.tensors[name].scales)
-    if weight is not None and weight.dtype in _INTEGERS:
-        raise stored.refusal(f"{module}.weight", "weights of this kind cannot be read")
-    if weight is not None and weight.dtype in _FLOAT8 and stored.quantization:
-        scales = {f"{module}.weight_scale{suffix}" for suffix in ("", "_inv")}
-        if not scales & stored.tensors.keys():
-            raise stored.refusal(f"{module}.weight", "its scales are missing")
+    if weight is not None and (why := why_no_numbers(f"{module}.weight", stored.tensors)):
+        raise stored.refusal(f"{module}.weight", why)
     if any(not name.endswith(".bias") for name in others):
         raise stored.refusal(others[0], "weights of this kind cannot be read")

@@ -38,11 +38,14 @@ def test_what_requests_are_expected_to_generate_sinks_with_their_tokens_however_
     assert side_by_side._steps > 1.5 * alone._steps
 
 
-def decodes(requests: int, count: int, fewest: int = 1) -> list[tuple[list[int], list[int]]]:
+def decodes(
+    requests: int, count: int, fewest: int = 1, step_tokens: int = 8192, lanes: int = 2
+) -> list[tuple[list[int], list[int]]]:
     """Rows and tokens of so many steps of decodes, planned as soon as may be where two lanes are chained."""
     config = SchedulerConfig(
-        page_size=4, num_pages=400, context_length=256, lanes=2, lanes_from=fewest, chained=True, jump_forward=False
-    )
+        page_size=4, num_pages=400, context_length=256, lanes=lanes, lanes_from=fewest, chained=True, jump_forward=False,
+        max_step_tokens=step_tokens,
+    )  # fmt: skip
     scheduler = Scheduler(config)
     for serial in range(requests):
         params = SamplingParams(max_tokens=99, ignore_eos=True)
@@ -72,3 +75,9 @@ def test_too_few_requests_to_share_are_all_in_each_step_which_do_not_wait_for_th
 ) -> None:
     steps = decodes(requests, 8, fewest)[2:]
     assert steps == [(list(range(requests)), [-1] * requests)] * 6
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_nor_do_those_stay_apart_whose_prompts_were_computed_one_after_the_other(lanes: int) -> None:
+    steps = decodes(5, 12, fewest=6, step_tokens=4, lanes=lanes)[-4:]
+    assert [sorted(rows) for rows, _ in steps] == [[0, 1, 2, 3, 4]] * 4

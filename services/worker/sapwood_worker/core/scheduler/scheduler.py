@@ -212,7 +212,8 @@ class Scheduler:
         if self._in_flight and self._speculation is not None and self._speculation.waits:
             return False
         if self.lanes > 1:
-            return len(self._in_flight) < self.depth
+            prompts = any(step.chunks for step in self._in_flight)
+            return len(self._in_flight) < self._lanes.most_in_flight(len(self._running.requests), prompts=prompts)
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     @property

@@ -16,7 +16,7 @@ class Lanes:
 
     Attributes:
         count: The argument.
-        depth: Most steps in flight, where there are lanes.
+        depth: Most steps in flight with any number of requests, where there are lanes.
     """
 
     def __init__(self, count: int, fewest: int = 1, *, chained: bool = False) -> None:
@@ -29,6 +29,18 @@ class Lanes:
         if not self._chained or self.count == 1:
             return self.count
         return max(1, min(self.count, requests)) if requests >= self._fewest else 1
+
+    def most_in_flight(self, requests: int, *, prompts: bool) -> int:
+        """How many steps may be in flight, where there are lanes.
+
+        Of decodes as many as there are shares, and one. With more, requests that are all in each step would stay apart for good
+        where they began in several: a request is in two steps in flight at most, so each would be missing in every third.
+
+        Args:
+            requests: How many run.
+            prompts: Whether a step in flight computes any: theirs keep all stages busy.
+        """
+        return self.depth if prompts else min(self.depth, self.shares(requests) + self._chained)
 
     def holds_back(self, request: Request, step: int, shares: int) -> bool:
         """Whether a request of which steps in flight sample a token is in none that is planned now.

@@ -113,7 +113,7 @@ def answers(runner: LoadedRunner) -> list[Answer]:
         planned = scheduler.schedule()
         if planned:
             launched.append(runner.launch(planned))
-        if len(launched) < scheduler.depth and planned:
+        if planned and scheduler.plans_ahead:
             continue
         for output in scheduler.update(launched.popleft().result()):
             answer = found[output.serial]

@@ -40,6 +40,8 @@ def answers(runner: Any) -> list[Answer]:
                 found[output.serial].take(output)
 
     while scheduler.has_work:
+        while launched and not scheduler.plans_ahead:
+            take(len(launched) - 1)
         planned = scheduler.schedule()
         if planned:
             launched.append(runner.launch(planned))

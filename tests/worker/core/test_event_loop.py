@@ -6,7 +6,7 @@ import json
 import random
 from array import array
 from collections import deque
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -260,7 +260,8 @@ def test_the_overlapped_loop_gives_what_the_normal_loop_gives(part: int) -> None
                 assert one.outputs(serial) == other.outputs(serial), f"seed {seed}"
 
 
-def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_taken() -> None:
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_taken(lanes: int) -> None:
     events: list[str] = []
 
     class Watched(FakeRunner):
@@ -271,8 +272,11 @@ def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_
             launched._run = lambda last: (events.append(f"take {step.number}"), run(last))[1]  # type: ignore[func-returns-value]
             return launched
 
-    run([submit(0, [1], max_tokens=3)], runner=Watched(INFO), overlap=True)
-    assert events == ["launch 0", "launch 1", "take 0", "launch 2", "take 1", "take 2"]
+    # One request is too few to share: it is in each step, of which two are in flight, whatever the pipeline's depth.
+    run([submit(0, [1], max_tokens=5)], runner=Watched(INFO), overlap=True, lanes=lanes, lanes_from=2, chained=True)
+    taken = [f"take {step}" for step in range(5)]
+    launched = [f"launch {step}" for step in range(5)]
+    assert events == [*launched[:2], *chain(*zip(taken[:3], launched[2:], strict=True)), *taken[3:]]
 
 
 def test_with_overlap_a_failed_step_fails_the_one_launched_after_it_and_the_next_are_served() -> None:

@@ -275,8 +275,8 @@ class EventLoop:
         Args:
             outputs: New outputs are added here. It is emptied if they had to be sent before the step was launched.
         """
-        if not self._scheduler.plans_ahead:
-            outputs += self._take_results(0)
+        while self._launched and not self._scheduler.plans_ahead:
+            outputs += self._take_results(len(self._launched) - 1)
         planned = self._scheduler.schedule()
         if planned:
             if self._experts is not None:

@@ -177,6 +177,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             timeout=_TIMEOUT,
         )
         workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
+    candidates = {item.address for item in answer.candidates}
     rows = [("", "WORKER", "CACHED", "REQUESTS", "QUEUED TOKENS", "COST", "EXCLUDED")]
     for item in answer.candidates:
         cost = f"{item.cost:.0f}" if item.HasField("cost") else "-"
@@ -187,7 +188,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     print(f"reason: {answer.reason} ({answer.policy})")
     if answer.disaggregated:
         print(f"{answer.chosen} computes the prompt, {answer.decode_chosen} generates: {answer.disaggregation}")
-    elif any(role_name(worker.role) != "both" for worker in workers):
+    elif any(role_name(worker.role) != "both" for worker in workers if worker.address in candidates):
         print(f"it does all of it: {answer.disaggregation}")
     if answer.estimates:
         print("\n".join(table(_estimate_rows(answer.estimates))))

@@ -55,12 +55,12 @@ class SamplingBatch:
 
 
 def levels(width: int) -> int:
-    """Of the tree of a vocabulary."""
+    """How many levels the tree of a vocabulary of ``width`` tokens has: a draw takes one random number for each."""
     return 4 + block_levels(width)
 
 
 def block_levels(width: int) -> int:
-    """Of the blocks of a vocabulary: the fewest digits to base 8 that number them, at least one."""
+    """How many of these are of blocks: the fewest digits to base 8 that number all blocks, at least one."""
     blocks, found = -(-width // PLACES), 1
     while _CHILDREN**found < blocks:
         found += 1

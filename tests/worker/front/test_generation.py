@@ -1,4 +1,4 @@
-"""Calls whose prompt is handed off: who has the ticket ends the lease, and until somebody has it the scheduler does."""
+"""Calls whose prompt is handed off: who has the ticket ends the lease, until somebody has it the scheduler does. And roles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.generation import Generation
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
-from sapwood_worker.ipc.messages import Abort, Step, Submit, ToScheduler
+from sapwood_worker.ipc.messages import Abort, Answered, CacheCommand, Step, Submit, ToScheduler
 from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.settings.names import Role
 
 TICKET = HandoffTicket(bytes(16), ":1", 1, b"", [], [], 1500)
 
@@ -59,3 +60,20 @@ async def test_a_ticket_that_was_read_ends_its_call_and_is_its_readers(engine: E
     generation.close()
     assert len(sent) == 1
     await asyncio.wait_for(engine.wait_idle(), 60)
+
+
+async def test_roles_that_are_asked_for_one_after_the_other_are_taken_in_that_order(
+    engine: Engine, sent: list[ToScheduler]
+) -> None:
+    roles: tuple[Role, ...] = ("prefill", "both")
+    asked = [asyncio.create_task(engine.set_role(role)) for role in roles]
+    for role in roles:  # the scheduler is not asked for the second before it has the first
+        while not sent:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        [command] = sent
+        assert isinstance(command, CacheCommand) and command.argument == role
+        sent.clear()
+        engine.receive(Answered(command.call))
+    await asyncio.wait_for(asyncio.gather(*asked), 60)
+    assert engine.roles[-1] == "both"

@@ -85,8 +85,9 @@ class EventLoop:
     - Overlapped: the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
       that ends or is aborted in N is still part of N + 1; what N + 1 computes of it is thrown away. Requests with a grammar go
       step by step, because a grammar must see each token before the next. So do steps after a draft.
-    - With lanes: as many steps as there are lanes are launched before the loop waits for the oldest, and one more if the runner
-      computes by itself. So all stages of a pipeline compute at the same time, each for other requests.
+    - With lanes: steps are launched until as many are in flight as :meth:`Scheduler.plans_ahead` allows. Where requests are
+      shared that is one for each lane, and one more if the runner computes by itself; with too few to share it is two, unless
+      prompts are being computed. So all stages of a pipeline compute at the same time, each for other requests.
 
     If the runner fails a step, the requests in it end with an error. An error of the scheduler itself ends the process.
 

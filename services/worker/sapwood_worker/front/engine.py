@@ -77,6 +77,7 @@ class Engine:
         self._send = send
         self.roles: tuple[Role, ...] = (role,)
         """All roles that the worker has had, the present one last."""
+        self._changing_role = asyncio.Lock()
         self.page_fingerprint = b""
         """What pages hold besides tokens, once a role that the worker got while it ran needed it."""
         self._observer = observer
@@ -169,8 +170,11 @@ class Engine:
         Raises:
             InvalidArgumentError: The worker cannot take it; the message says why.
         """
-        await self.cache_command("role", role)
-        self.roles = (*(each for each in self.roles if each != role), role)
+        async with (
+            self._changing_role
+        ):  # one that reads files is answered after one that is asked for later and does not
+            await self.cache_command("role", role)
+            self.roles = (*(each for each in self.roles if each != role), role)
 
     def keep_handoffs(self, renewed: Iterable[bytes], released: Iterable[bytes]) -> None:
         """Begins the leases of handed-off prompts anew and ends others', by their transfer ids."""

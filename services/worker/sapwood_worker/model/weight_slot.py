@@ -84,7 +84,7 @@ class StoredTensor:
 
 
 def why_no_numbers(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    """Why a tensor's numbers mean nothing without a format that says more of them; empty: they are the weight's.
+    """Why a tensor cannot be read as plain numbers; empty: it can.
 
     Args:
         name: The tensor's.

@@ -104,6 +104,12 @@ def test_qwen3_moe(read):
     assert set(config.windows) == {None}
 
 
+def test_shared_experts_of_no_width_are_none_to_a_family_that_reads_no_such_setting(read):
+    assert read("Qwen3-30B-A3B", shared_expert_intermediate_size=0).sparse.shared is None
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size is 0"):
+        read("Qwen1.5-MoE-A2.7B", shared_expert_intermediate_size=0)
+
+
 def test_glm(read):
     config = read("GLM-4.5")
     routing = config.sparse.routing

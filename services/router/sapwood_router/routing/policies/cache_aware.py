@@ -15,8 +15,8 @@ Algorithm: for each worker, cost in tokens =
 The lowest cost wins. The last term spreads prefixes that many conversations share, such as a system prompt, over the workers, so
 that the conversations spread too. The prefix of a single conversation always outweighs that term, and in quiet times the
 term is nearly 0. When a worker drains, its latest prompts are handed on to others (``index/hot.py``) and count half there.
-If no worker holds a page of the prompt, the one with least to do gets it (``load_key``). A worker with far more requests than the
-one with fewest is never chosen, whatever it holds: so a hot prefix gets as many holders as it needs.
+If no worker holds a page of the prompt, the one with least to do gets it (``load_key``). For what it
+holds, no worker is chosen that has far more requests than the one with fewest: so a hot prefix gets as many holders as it needs.
 
 In a large fleet it looks at three groups only: some workers that hold the longest prefixes by their events; some that are drawn
 by the prompt's own hashes, beyond what the first group holds (prompts with the same prefix were sent to the same ones); and

@@ -135,7 +135,7 @@ class _ExpertCounts:
         self._before = 0
 
     def ask(self, unreported: int) -> None:
-        """Counts what so many steps do that are to be reported first, and all before them."""
+        """Counts what all steps that are launched by now do; tells it when the ``unreported`` of them have been reported."""
         assert self._runner.experts is not None, "other ranks have some"
         self._asked, self._before = self._runner.experts(), unreported
         self._tell()

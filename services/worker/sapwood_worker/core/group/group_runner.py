@@ -94,7 +94,7 @@ class GroupRunner(LeadingRunner):
 class _StagesExperts:
     """Asks what the experts of all stages have got, as :attr:`LoadedRunner.experts` does.
 
-    What is told of later stages, while steps are under way, is what had come of them by then: it is older, by a look at most.
+    While steps are under way, later stages' counts are those that came with earlier reports: as old as the last look at most.
 
     Args:
         own: Asks the first stage.

@@ -11,9 +11,11 @@ _SIZES = (
 )  # fmt: skip
 _EXPERTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
 _OF_EXPERTS = (
-    "num_experts_per_tok", "moe_k", "moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group",
-    "moe_layer_freq", "decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "no_rope_layer_interval",
+    "num_experts_per_tok", "moe_k", "moe_intermediate_size", "n_group", "topk_group", "moe_layer_freq", "decoder_sparse_step",
+    "moe_layer_interval", "interleave_moe_layer_step", "no_rope_layer_interval",
 )  # fmt: skip
+_SHARED = "shared_expert_intermediate_size"
+"""Of families that have a default of it. Files of Qwen3-Coder, whose family does not read it, say 0: there is no such expert."""
 _MAY_BE_NONE = (
     "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers",
 )  # fmt: skip
@@ -30,6 +32,8 @@ def check_counts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     least = dict.fromkeys(_SIZES, 1)
     if not defaults.keys().isdisjoint(_EXPERTS):
         least |= dict.fromkeys((*_EXPERTS, *_OF_EXPERTS), 1) | dict.fromkeys(_MAY_BE_NONE, 0)
+        if _SHARED in defaults:
+            least[_SHARED] = 1
     for name in values.keys() & least.keys():
         check_count(name, values[name], least[name])
 

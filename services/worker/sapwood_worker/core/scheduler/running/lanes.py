@@ -16,7 +16,7 @@ class Lanes:
 
     Attributes:
         count: The argument.
-        depth: Most steps in flight with any number of requests, where there are lanes.
+        depth: The most steps that are ever in flight, where there are lanes; :meth:`most_in_flight` may say fewer.
     """
 
     def __init__(self, count: int, fewest: int = 1, *, chained: bool = False) -> None:
@@ -33,8 +33,8 @@ class Lanes:
     def most_in_flight(self, requests: int, *, prompts: bool) -> int:
         """How many steps may be in flight, where there are lanes.
 
-        Of decodes as many as there are shares, and one. With more, requests that are all in each step would stay apart for good
-        where they began in several: a request is in two steps in flight at most, so each would be missing in every third.
+        Decodes: one for each share, and one more where the device keeps its tokens. More would not help: a request can be in two
+        steps in flight only, so with three those that began in different steps would each miss every third.
 
         Args:
             requests: How many run.

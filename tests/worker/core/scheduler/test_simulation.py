@@ -79,7 +79,7 @@ class Simulation:
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
             windows=random_windows(random.Random(seed), page_size, num_pages) if seed % 3 else (),
             speculate=random.Random(seed + 1).choice(["off", "off", "prefix", "auto"]),
-            lanes=random.Random(seed + 5).choice([1, 2, 3]) if seed % 4 < 2 else 1,
+            lanes=random.Random(seed + 5).choice([2, 3, 4]) if seed % 4 < 2 else 1,
             lanes_from=random.Random(seed + 6).choice([1, 4]),
             chained=random.Random(seed + 7).random() < 0.7,
         )
@@ -292,8 +292,8 @@ class Simulation:
             client = self.clients.pop(output.serial)
             assert output.finish_reason == "deadline" and client.expires is not None and client.expires <= self.now
             self.counts["expired"] += 1
-        if not self.scheduler.plans_ahead:
-            self.take_results(0)
+        while self.launched and not self.scheduler.plans_ahead:
+            self.take_results(len(self.launched) - 1)
         ahead = bool(self.launched)
         planned = self.scheduler.schedule()
         assert (len(planned.rows) > 0) == self.scheduler.has_work or ahead, "there is work, but the step is empty"

@@ -142,7 +142,7 @@ def test_alone_in_a_batch_and_resumed_the_tokens_are_the_same(runner, store, com
     compiled = compile_grammar("regex", r"[a-z ]{20,30}\.", vocabulary=runner.vocabulary)
 
     def request(serial: int, generated: list[int]) -> Request:
-        params = SamplingParams(temperature=1.0, seed=3, max_tokens=60)
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=60)
         return Request(serial, "r", PROMPT + generated, params, grammar=store.build(compiled, generated))
 
     free = Request(7, "free", PROMPT, SamplingParams(temperature=1.0, seed=9, max_tokens=10, ignore_eos=True))

@@ -262,10 +262,7 @@ class ModelRunner:
         return self._model.logits(self._forward(step)).float()
 
     def _ask_experts(self) -> Callable[[], list[list[int]]]:
-        """How many tokens each expert of each layer of this stage has got with the steps launched so far.
-
-        What it returns waits for these.
-        """
+        """How many tokens each expert of this stage's layers has got with the steps launched so far; what it returns waits."""
         assert not isinstance(self._model, Head)
         if not self._model.mixtures:
             return list

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import resource
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +129,51 @@ def test_any_client_reads_what_one_has_put_until_it_is_removed(open_store: Open)
         store.close()
 
 
+@pytest.mark.parametrize(
+    "instead", ["short", "empty", "long", "folder", "pipe", "link to nothing", "its folder is a file"]
+)
+@pytest.mark.parametrize("scheme", ["file://", "nixl://posix"])
+def test_what_is_no_object_of_the_right_size_is_replaced_by_the_next_put(
+    scheme: str, instead: str, tmp_path: Path
+) -> None:
+    if scheme.startswith("nixl"):
+        needs_nixl()
+    mine, theirs = filled(1), HostPool(PAGES, 5000)
+    store = parse_storage(f"{scheme}{tmp_path}/store")()
+    reader = parse_storage(f"{scheme}{tmp_path}/store")()
+    store.register(mine.records)
+    reader.register(theirs.records)
+    store.put(NAMES[:2], records(mine, 0, 1))
+    [path] = (tmp_path / "store" / "objects").rglob(NAMES[1].rpartition("/")[2])
+    size = path.stat().st_size
+    path.unlink()
+    match instead:
+        case "short" | "empty" | "long":
+            path.write_bytes(bytes({"short": size - 1, "empty": 0, "long": size + 1}[instead]))
+        case "folder":
+            (path / "inner").mkdir(parents=True)
+        case "pipe":
+            os.mkfifo(path)
+        case "link to nothing":
+            path.symlink_to(tmp_path / "nothing")
+        case _:
+            path.parent.rmdir()
+            path.parent.write_bytes(b"x")
+    assert read(reader, theirs, 1) == [False]
+    assert store.put(NAMES[:2], records(mine, 0, 1)) == [True] * 2
+    assert (reader.exists(NAMES), read(reader, theirs, 0, 1)) == (2, [True] * 2)
+
+
+@pytest.mark.parametrize("removed", ["", "objects", "writing"])
+def test_a_folder_that_was_removed_is_made_again(removed: str, tmp_path: Path) -> None:
+    mine = filled(1)
+    store = parse_storage(f"file://{tmp_path}/store?size_gb=0.0001")()  # so small that each put makes room
+    store.put(NAMES[:1], records(mine, 0))
+    shutil.rmtree(tmp_path / "store" / removed)
+    assert store.put(NAMES[1:3], records(mine, 1, 2)) == [True] * 2
+    assert (store.exists(NAMES[1:3]), store.get(NAMES[1:2], records(HostPool(PAGES, 5000), 1))) == (2, [True])
+
+
 def test_calls_from_several_threads_at_once_move_whole_objects(open_store: Open) -> None:
     mine = filled(1)
     store = open_store()
@@ -181,8 +227,7 @@ def test_a_folder_is_the_same_store_for_files_and_for_nixl(tmp_path: Path) -> No
     assert nixl.put(NAMES[2:3], records(theirs, 2)) == [True]
     assert read(files, mine, 2) == [True]
     (tmp_path / "writing").rmdir()
-    with pytest.raises(StorageError):
-        nixl.put(NAMES[3:4], records(theirs, 3))
+    assert nixl.put(NAMES[3:4], records(theirs, 3)) == [True]
 
 
 def test_an_object_store_that_fails_is_an_error_until_it_is_well_again(bucket: ObjectStoreServer) -> None:

@@ -49,8 +49,8 @@ class StorageBackend(Protocol):
         ...
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes objects; one that is there already stays as it is. Visible to everybody once it returns, or once another's
-        put of the same object that is under way does.
+        """Writes objects; one of the buffer's size that is there already stays as it is. Visible to everybody once it returns,
+        or once another's put of the same object that is under way does.
 
         Returns:
             For each whether it is there now.

@@ -5,15 +5,20 @@ is its file's modification time. When the files outgrow the cap, one process at 
 least recently used ones down to nine tenths of the cap. Each process counts what it writes itself, and looks at the whole
 folder whenever it has written a sixteenth of the cap. So n processes exceed the cap by n sixteenths at most.
 
+What is in an object's place and is no readable file of its size does not count when the object is written: it is replaced.
+Folders that are gone are made again.
+
 Complexity: one or two file operations an object, besides its bytes; a look at the folder is O(objects).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -23,6 +28,8 @@ from pathlib import Path
 from sapwood_worker.core.cache.storage.backend import StorageError
 
 _KEEP = 0.9
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO, errno.ELOOP)
+"""What the system says of one path that is no readable file; whatever else it says is of the whole folder."""
 _TOUCH_SECONDS = 60.0
 _STALE_SECONDS = 3600.0
 
@@ -47,7 +54,7 @@ class ObjectFolder:
         self._unseen = 0
         try:
             for each in (self._objects, self._writing):
-                each.mkdir(parents=True, exist_ok=True)
+                self._make_folder(each)
             self._total = sum(size for _, size, _ in self._files())
         except OSError as error:
             raise StorageError(f"cannot use the folder {folder}: {error}") from error
@@ -86,8 +93,8 @@ class ObjectFolder:
         new: list[tuple[Path, Path, int] | None] = []
         try:
             try:
-                for name in names:
-                    new.append(self._create(self._path(name)))  # noqa: PERF401 -- on an error those before are closed
+                for name, size in zip(names, sizes, strict=True):
+                    new.append(self._create(self._path(name), size))
                 yield [None if each is None else each[2] for each in new]
             finally:
                 for each in new:
@@ -95,7 +102,7 @@ class ObjectFolder:
                         os.close(each[2])
             for each in new:
                 if each is not None:
-                    each[1].parent.mkdir(parents=True, exist_ok=True)
+                    self._make_folder(each[1].parent)
                     each[0].replace(each[1])
             self._account(sum(size for each, size in zip(new, sizes, strict=True) if each is not None))
         except BaseException as error:
@@ -110,7 +117,7 @@ class ObjectFolder:
         """Removes the objects that are there."""
         for name in names:
             with contextlib.suppress(OSError):
-                self._path(name).unlink()
+                _remove(self._path(name))
 
     def clear(self, namespace: str) -> None:
         """Removes all objects whose name begins with ``namespace/``."""
@@ -121,12 +128,18 @@ class ObjectFolder:
         return self._objects / namespace / key[:2] / key
 
     def _open(self, path: Path, size: int) -> int | None:
+        """A descriptor of an object; None: there is no readable file of that size."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            # A pipe in the object's place must not keep us waiting.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
             return None
         status = os.fstat(file)
-        if status.st_size != size:
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             os.close(file)
             return None
         if time.time() - status.st_mtime > _TOUCH_SECONDS:
@@ -134,12 +147,31 @@ class ObjectFolder:
                 os.utime(path)
         return file
 
-    def _create(self, path: Path) -> tuple[Path, Path, int] | None:
+    def _create(self, path: Path, size: int) -> tuple[Path, Path, int] | None:
         """A new file: its path, the path it will get, its descriptor; None: the object is there already."""
-        if path.is_file():
-            return None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_size == size and os.access(path, os.R_OK):
+                return None
+            if stat.S_ISDIR(status.st_mode):  # a file does not replace it
+                shutil.rmtree(path)
         beside = self._writing / uuid.uuid4().hex
-        return beside, path, os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return beside, path, os.open(beside, flags, 0o666)
+        except (FileNotFoundError, NotADirectoryError):
+            self._make_folder(self._writing)
+            return beside, path, os.open(beside, flags, 0o666)
+
+    def _make_folder(self, path: Path) -> None:
+        """Makes a folder; what is in its place, or in that of one above it within ours, and is no folder, is removed."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            for each in (*reversed(path.parents), path):
+                if self._folder in each.parents and not each.is_dir():
+                    each.unlink(missing_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
 
     def _account(self, written: int) -> None:
         with self._guard:
@@ -148,6 +180,7 @@ class ObjectFolder:
             if self._total <= self._capacity and self._unseen < self._capacity // 16:
                 return
             self._unseen = 0
+            self._make_folder(self._writing)
             with (self._folder / "lock").open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,3 +218,11 @@ class ObjectFolder:
                             yield status.st_mtime, status.st_size, entry.path
             except FileNotFoundError:  # removed meanwhile
                 continue
+
+
+def _remove(path: Path) -> None:
+    """Removes what is at a path. Raises OSError if it stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

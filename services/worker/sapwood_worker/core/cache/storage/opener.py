@@ -249,9 +249,11 @@ def _store_id(backend: StorageBackend, pool: HostPool, namespace: str) -> str:
     A URL would not do: on another machine the same path may be another folder.
     """
     name, record = f"{namespace}/{SCRATCH_PAGES:032x}", pool.record(pool.num_pages)
-    if not backend.exists([name]):
-        record[:HEADER_BYTES] = uuid.uuid4().bytes.ljust(HEADER_BYTES, b"\0")
-        backend.put([name], [record])  # if another worker was faster, its object stays
-    if not all(backend.get([name], [record])):
-        raise StorageError("the store does not give back what was written a moment ago")
-    return bytes(record[:16]).hex()
+    for _ in range(2):
+        if not backend.exists([name]):
+            record[:HEADER_BYTES] = uuid.uuid4().bytes.ljust(HEADER_BYTES, b"\0")
+            backend.put([name], [record])  # if another worker was faster, its object stays
+        if all(backend.get([name], [record])):
+            return bytes(record[:16]).hex()
+        backend.remove([name])  # of another size: nobody could read it
+    raise StorageError("the store does not give back what was written a moment ago")

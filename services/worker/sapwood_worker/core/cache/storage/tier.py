@@ -272,11 +272,12 @@ class StorageTier:
         with self._pool.arriving([entry.page for entry in batch]) as records:
             read = connection.backend.get(names, records)
             good = take_good(self._pool, batch, read, records, connection.namespace)
-        bad = [name for name, there, fine in zip(names, read, good, strict=True) if there and not fine]
-        if bad:
-            with contextlib.suppress(StorageError):  # a bad object would keep a good one from being written
-                connection.backend.remove(bad)
-        return _Fetched(good, len(bad), self._clock() - began)
+        # The store said that it has all of these. One that is bad, or cannot be read, would keep a good one from being written.
+        useless = [name for name, fine in zip(names, good, strict=True) if not fine]
+        if useless:
+            with contextlib.suppress(StorageError):
+                connection.backend.remove(useless)
+        return _Fetched(good, sum(read) - sum(good), self._clock() - began)
 
     def _got(self, prefetch: _Prefetch, batch: list[HostPage], fetched: _Fetched | None) -> None:
         good = fetched.good if fetched is not None else [False] * len(batch)

@@ -138,6 +138,13 @@ async def cluster(make_cluster) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
+async def strict(make_cluster) -> AsyncIterator[Cluster]:
+    """Refuses what nothing there serves."""
+    async with make_cluster(strict_parameters=True) as running:
+        yield running
+
+
+@pytest.fixture
 def wait_until() -> Callable:
     return until
 

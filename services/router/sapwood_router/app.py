@@ -212,6 +212,7 @@ class RouterApplication:
             tracing=self._tracing,
             guard=guard,
             origins=origins,
+            strict=config.strict_parameters,
         )
         self._http = HttpServer(
             self._front.serve,

@@ -249,6 +249,11 @@ class RouterConfig(ServiceConfig):
         description="Serve /ui on the HTTP port: a page to chat with the models and, if --status-page allows it, to look at the "
         "workers.",
     )
+    strict_parameters: bool = Field(
+        False,
+        description="Refuse HTTP requests with parameters that no API here knows, or tools of kinds that nothing here runs. Else "
+        "the request is answered without them; the header x-sapwood-ignored and the log name them.",
+    )
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
     )

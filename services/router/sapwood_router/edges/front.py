@@ -19,6 +19,7 @@ from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.errors import OPENAI, Dialect
 from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.left_out import LeftOutLog
 from sapwood_router.edges.http.origins import Origins, check_content_type
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.request import Request
@@ -58,9 +59,9 @@ class Endpoint:
         """Whether any page of any origin may ask."""
         return self._origins is None
 
-    async def __call__(self, request: Request) -> None:
-        """Answers a request."""
-        exchange = Exchange(request, self.dialect)
+    async def __call__(self, request: Request, path: str) -> None:
+        """Answers a request for a path."""
+        exchange = Exchange(request, self.dialect, self._front.left_out, path)
         self._front.begin()
         try:
             exchange.accept_request_id()
@@ -100,6 +101,10 @@ class HttpFront:
         tracing: Where spans go.
         guard: Asks for API keys, but not for what is public.
         origins: Whose web pages may ask for what the guard guards.
+        strict: Whether a request with what nothing here serves is refused.
+
+    Attributes:
+        left_out: What was left out of any request.
     """
 
     def __init__(
@@ -113,7 +118,9 @@ class HttpFront:
         tracing: Tracing,
         guard: Guard,
         origins: Origins,
+        strict: bool = False,
     ) -> None:
+        self.left_out = LeftOutLog(strict=strict)
         self._guard = guard
         self._origins = origins
         self._pipeline = pipeline
@@ -124,7 +131,9 @@ class HttpFront:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        routes = tuple(routes)
         self._endpoints = dict(map(self._endpoint, routes))
+        self._folders = frozenset(route.path for route in routes if route.is_folder)
         self._paths = frozenset(path for _, path in self._endpoints)
         self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")} - {"/"})
         self._unknown = Endpoint(self, self._refuse, None, None)
@@ -132,11 +141,11 @@ class HttpFront:
 
     async def serve(self, request: Request) -> None:
         """Answers a request."""
-        method, path = request.head.method, request.head.path
+        method, path = request.head.method, self._without_slash(request.head.path)
         endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, self._route(path)), self._unknown)
         if method == "OPTIONS" and not all(known.public for known in self._methods(path).values()):
             endpoint = self._options
-        await endpoint(request)
+        await endpoint(request, path)
 
     def begin(self) -> None:
         """A request came."""
@@ -209,6 +218,12 @@ class HttpFront:
     def _methods(self, path: str) -> dict[str, Endpoint]:
         route = self._route(path)
         return {method: endpoint for (method, known), endpoint in self._endpoints.items() if known == route}
+
+    def _without_slash(self, path: str) -> str:
+        """The path without a slash at its end, which some clients add to their base URL or to each path."""
+        if not path.endswith("/") or path in self._folders:
+            return path
+        return path.rstrip("/") or "/"
 
     def _route(self, path: str) -> str:
         """The path as its route has it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 
@@ -39,6 +40,7 @@ class Post:
     gives: type[msgspec.Struct] | None = None
     settings: frozenset[str] = frozenset()
     streams: bool = False
+    is_folder: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Ask:
         public: Whether no API key is asked for, and no page's origin.
         dialect: How errors are told.
         summary, gives: As of :class:`Post`.
+        is_folder: Whether the path is one by itself although it ends with a slash. Else the slash does not matter.
     """
 
     path: str
@@ -61,6 +64,7 @@ class Ask:
     dialect: Dialect = OPENAI
     summary: str = ""
     gives: type[msgspec.Struct] | None = None
+    is_folder: bool = False
 
 
 Route = Post | Ask

@@ -80,7 +80,7 @@ class SessionsApi:
 
     async def open(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Opens a session. Raises as :meth:`SessionStore.open`."""
-        request = convert(decode_object(body or b"{}"), SessionRequest, {}, frozenset())
+        request = convert(decode_object(body or b"{}"), SessionRequest, {}, left_out=exchange.left_out)
         session = self._store.open(exchange.tenant, request.ttl_seconds, request.fork_of or "")
         await exchange.send_body(200, msgspec.json.encode(object_of(session)))
 

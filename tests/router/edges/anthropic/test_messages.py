@@ -16,6 +16,7 @@ from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_router.edges.anthropic.conversation import prompt_of
 from sapwood_router.edges.anthropic.messages import IGNORED, NEUTRAL
 from sapwood_router.edges.anthropic.types import MessagesRequest
+from sapwood_router.edges.http.left_out import LeftOut, LeftOutLog
 from sapwood_testing.router.fake_tokenizer import encode
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -145,7 +146,7 @@ def test_thousands_of_texts_are_one_turn() -> None:
         {"role": "user", "content": "d"},
     ]
     asked = {"model": "fake", "max_tokens": 1, "messages": said + answered}
-    prompt, paths = all_at_once(prompt_of(msgspec.convert(asked, MessagesRequest)))
+    prompt, paths = all_at_once(prompt_of(msgspec.convert(asked, MessagesRequest), LeftOut(LeftOutLog())))
     assert [turn.content for turn in prompt.turns] == ["\n".join(texts), "b", "c\nd"]
     assert paths == ("messages[0]", "messages[1]", "messages[2]")
 
@@ -223,19 +224,19 @@ WRONG = [
 ]
 
 
-async def test_a_wrong_parameter_is_named_in_anthropics_way(cluster) -> None:
+async def test_a_wrong_parameter_is_named_in_anthropics_way(strict) -> None:
     for body, field in WRONG:
-        answer = await cluster.http.post(MESSAGES, json={"model": "fake", "max_tokens": 9, "messages": HI, **body})
+        answer = await strict.http.post(MESSAGES, json={"model": "fake", "max_tokens": 9, "messages": HI, **body})
         told = answer.json()
         assert (answer.status_code, told["type"], told["error"]["type"]) == (400, "error", "invalid_request_error"), (
             body
         )
         assert field in told["error"]["message"], (body, told)
         assert told["request_id"] == answer.headers["request-id"]
-    assert not cluster.calls()
+    assert not strict.calls()
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     body = {"max_tokens": 1, "messages": HI, **dict.fromkeys(NEUTRAL), **neutral, **dict.fromkeys(IGNORED, "x")}
-    assert (await cluster.http.post(MESSAGES, json=body)).status_code == 200
+    assert (await strict.http.post(MESSAGES, json=body)).status_code == 200
 
 
 async def test_no_value_of_any_parameter_is_the_servers_fault(cluster) -> None:

@@ -340,7 +340,6 @@ async def test_a_gap_that_cannot_be_filled_is_refused_by_name(one, expect_error)
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
     ):
         await refused(one, COMPLETIONS, param, **wrong, suffix="z")
-    await refused(one, CHAT, "suffix", suffix="z")
     messages = router_pb2.ChatMessages(messages=[common_pb2.ChatMessage(role="user", content="hi")])
     for prompt in ({"text": "a"}, {"tokens": common_pb2.TokenIds(ids=[5])}, {"messages": messages}):
         request = router_pb2.RouterGenerateRequest(**prompt, suffix="z")

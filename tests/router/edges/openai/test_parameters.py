@@ -87,20 +87,20 @@ WRONG = [
         ),
     ],
 )
-async def test_an_unknown_parameter_is_told_which_was_meant(cluster, path, body, told) -> None:
-    response = await cluster.http.post(path, json=body)
+async def test_an_unknown_parameter_is_told_which_was_meant(strict, path, body, told) -> None:
+    response = await strict.http.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"].endswith(told)
 
 
-async def test_a_wrong_parameter_is_named_and_the_service_goes_on(cluster) -> None:
+async def test_a_wrong_parameter_is_named_and_the_service_goes_on(strict) -> None:
     for path, body, param in WRONG:
-        response = await cluster.http.post(path, json={"model": "fake", **body})
+        response = await strict.http.post(path, json={"model": "fake", **body})
         assert response.status_code == 400, (body, response.text)
         error = response.json()["error"]
         assert (error["param"], error["type"]) == (param, "invalid_request_error"), body
         assert error["message"]
-    assert (await cluster.http.post(COMPLETIONS, json={"prompt": "ok"})).json()["choices"][0]["text"] == "ok"
+    assert (await strict.http.post(COMPLETIONS, json={"prompt": "ok"})).json()["choices"][0]["text"] == "ok"
 
 
 async def test_parameters_that_ask_for_nothing_are_taken(cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sapwood_router.edges.http.left_out import LeftOut, LeftOutLog
 from sapwood_router.edges.responses.items import Conversation
 from sapwood_router.edges.responses.types import Item
 
@@ -20,7 +21,9 @@ def test_thousands_of_items_are_one_turn() -> None:
     ]
     conversation = Conversation()
     items = msgspec.convert([{"role": "user", "content": "hi"}, *said, *called], list[Item])
-    assert len(list(conversation.take(items, _never))) == len(items)  # others may go on after each
+    assert len(list(conversation.take(items, _never, LeftOut(LeftOutLog())))) == len(
+        items
+    )  # others may go on after each
     _, turn = conversation.turns
     assert turn.content == "\n".join(item["content"] for item in said)
     assert [call.id for call in turn.tool_calls] == [item["call_id"] for item in called]

@@ -259,15 +259,15 @@ WRONG = [
 ]
 
 
-async def test_a_wrong_parameter_is_named(cluster) -> None:
+async def test_a_wrong_parameter_is_named(strict) -> None:
     for body, param in WRONG:
-        answer = await cluster.http.post(RESPONSES, json={"model": "fake", "input": "hi", **body})
+        answer = await strict.http.post(RESPONSES, json={"model": "fake", "input": "hi", **body})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
-    assert not cluster.calls()
+    assert not strict.calls()
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     ignored = dict.fromkeys(IGNORED - {"metadata", "store"}, "x")
     body = {"input": "hi", **dict.fromkeys(NEUTRAL), **neutral, **ignored, "max_tool_calls": 3}
-    assert (await cluster.http.post(RESPONSES, json=body)).status_code == 200
+    assert (await strict.http.post(RESPONSES, json=body)).status_code == 200
 
 
 async def test_no_value_of_any_parameter_is_the_servers_fault(cluster) -> None:

@@ -160,14 +160,14 @@ WRONG = [
 ]
 
 
-async def test_a_wrong_parameter_is_named(cluster) -> None:
+async def test_a_wrong_parameter_is_named(strict) -> None:
     for body, param in WRONG:
-        answer = await cluster.http.post(GENERATE, json=body)
+        answer = await strict.http.post(GENERATE, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     settings = {name: values[0] for name, values in SETTINGS_NEUTRAL.items() if values}
     body = {"text": "a", **dict.fromkeys(NEUTRAL), **neutral, "sampling_params": settings}
-    assert (await cluster.http.post(GENERATE, json=body)).status_code == 200
+    assert (await strict.http.post(GENERATE, json=body)).status_code == 200
 
 
 async def test_no_value_of_any_parameter_is_the_servers_fault(cluster) -> None:

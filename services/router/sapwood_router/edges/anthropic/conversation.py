@@ -9,6 +9,7 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.request.context import ChatPrompt, ToolCall, Turn
 from sapwood_router.request.structure import ToolChoice
 
@@ -16,15 +17,15 @@ BETWEEN_TEXTS = "\n"
 """Stands between a message's blocks of text, and between messages of a user's that follow each other: they are one turn."""
 
 
-def prompt_of(request: CountRequest) -> Steps[tuple[ChatPrompt, tuple[str, ...]]]:
+def prompt_of(request: CountRequest, left_out: LeftOut) -> Steps[tuple[ChatPrompt, tuple[str, ...]]]:
     """The conversation, and how the client calls each of its turns.
 
-    A last message of the assistant's is gone on with.
+    A last message of the assistant's is gone on with. ``left_out`` takes tools that nothing here runs, and what came of them.
 
     Raises:
         InvalidArgumentError: It has what is not understood.
     """
-    turns = _Turns()
+    turns = _Turns(left_out)
     if request.system:
         turns.add("system", Turn("system", _text(request.system, "system")))
     for index, message in enumerate(request.messages):
@@ -32,7 +33,11 @@ def prompt_of(request: CountRequest) -> Steps[tuple[ChatPrompt, tuple[str, ...]]
     turns.close()
     last = turns.made[-1] if turns.made else None
     goes_on = last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
-    tools = "" if request.tool_choice is not None and request.tool_choice.type == "none" else _tools(request.tools)
+    tools = (
+        ""
+        if request.tool_choice is not None and request.tool_choice.type == "none"
+        else _tools(request.tools, left_out)
+    )
     prompt = ChatPrompt(tuple(turns.made), tools, _template_variables(request), continue_final_message=goes_on)
     return prompt, tuple(turns.paths)
 
@@ -51,11 +56,16 @@ def tool_choice_of(request: CountRequest) -> tuple[ToolChoice, bool]:
         return ToolChoice(), parallel
     if not request.tools:
         raise InvalidArgumentError("tool_choice is only allowed with tools", field="tool_choice")
+    offered = {tool.name for tool in request.tools if _is_own(tool)}
+    if not offered:  # all were left out
+        return ToolChoice(), parallel
     if choice.type == "any":
         return ToolChoice(required=True), parallel
     if not choice.name:
         raise InvalidArgumentError("name is required", field="tool_choice.name")
-    if choice.name not in {tool.name for tool in request.tools}:
+    if choice.name not in offered:
+        if any(tool.name == choice.name for tool in request.tools):
+            return ToolChoice(), parallel
         raise InvalidArgumentError(f"there is no tool {choice.name!r} among the tools", field="tool_choice.name")
     return ToolChoice(required=True, name=choice.name), parallel
 
@@ -63,7 +73,8 @@ def tool_choice_of(request: CountRequest) -> tuple[ToolChoice, bool]:
 class _Turns:
     """The turns so far; a message may be several, and several may be one."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: LeftOut) -> None:
+        self._left_out = left_out
         self.made: list[Turn] = []
         self.paths: list[str] = []
         self._tool_names: dict[str, str] = {}
@@ -96,9 +107,14 @@ class _Turns:
                 where = f"{path}.content[{index}]"
                 if block.type == "tool_result":
                     self._take_result(block, where)
+                elif _is_foreign(block.type):
+                    self._leave_out(block.type, where)
                 else:
                     self._take_text(_text_of(block, where), path)
                 yield
+
+    def _leave_out(self, kind: str, where: str) -> None:
+        self._left_out.value(f"{where}.type", kind, f"content of type {kind!r} is not supported")
 
     def _take_text(self, text: str, path: str) -> None:
         if not self._said:
@@ -125,6 +141,8 @@ class _Turns:
                 calls.append(self._call(block, where))
             elif block.type == "thinking":
                 thoughts.append(block.thinking or "")
+            elif _is_foreign(block.type):
+                self._leave_out(block.type, where)
             elif block.type != "redacted_thinking":  # of another server's model: nobody can read it
                 texts.append(_text_of(block, where))
             yield
@@ -141,6 +159,16 @@ class _Turns:
         return ToolCall(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
 
 
+def _is_foreign(kind: str) -> bool:
+    """Whether a block is a call of a tool that Anthropic runs, or what came of it."""
+    return kind in ("server_tool_use", "mcp_tool_use") or (kind.endswith("_tool_result") and kind != "tool_result")
+
+
+def _is_own(tool: Tool) -> bool:
+    """Whether a tool is described by the client. Models of Anthropic's know the others, and their servers run some."""
+    return tool.type in (None, "custom")
+
+
 def _text(content: str | list[Block], path: str) -> str:
     if isinstance(content, str):
         return content
@@ -155,12 +183,16 @@ def _text_of(block: Block, where: str) -> str:
     return block.text
 
 
-def _tools(tools: list[Tool] | None) -> str:
+def _tools(tools: list[Tool] | None, left_out: LeftOut) -> str:
     """The tools in the form of OpenAI's API, as templates know them."""
     made: list[dict[str, Any]] = []
     for index, tool in enumerate(tools or ()):
-        if tool.type not in (None, "custom"):
-            raise InvalidArgumentError(f"tools of type {tool.type!r} are not supported", field=f"tools[{index}].type")
+        if not _is_own(tool):
+            kind = str(tool.type)
+            left_out.value(f"tools[{index}].type", kind, f"tools of type {kind!r} are not supported")
+            continue
+        if tool.name is None:
+            raise InvalidArgumentError(f"tools[{index}].name is required", field=f"tools[{index}].name")
         if tool.input_schema is None:
             raise InvalidArgumentError("input_schema is required", field=f"tools[{index}].input_schema")
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
@@ -175,6 +207,8 @@ def _tools(tools: list[Tool] | None) -> str:
 def _template_variables(request: CountRequest) -> str:
     """What ``thinking`` and ``effort`` mean to templates, under the names that those of models that reason know."""
     variables: dict[str, Any] = {}
+    if request.enable_thinking is not None:
+        variables = {"enable_thinking": request.enable_thinking, "thinking": request.enable_thinking}
     if request.thinking is not None:
         thinks = request.thinking.type != "disabled"
         variables = {"enable_thinking": thinks, "thinking": thinks}

@@ -22,6 +22,7 @@ from sapwood_router.edges.anthropic.types import (
 )
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.single_run import send_events, send_whole
 from sapwood_router.flow.pipeline import Pipeline
@@ -53,12 +54,14 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     """
     given = decode_object(body)
     await exchange.breathe()
-    request = convert(given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING)
+    request = convert(given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     stream = request.stream is True
     await exchange.breathe()
     deadline = deadline if stream else exchange.sooner(deadline)
-    context = await exchange.in_turns(_context(request, given, exchange.request_id, deadline, pipeline.seeds))
+    context = await exchange.in_turns(
+        _context(request, given, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
+    )
     await exchange.breathe()
     context.caller = exchange.caller(request, _sessions(request))
     make = partial(_message, context)
@@ -79,12 +82,12 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
     """
     given = decode_object(body)
     await exchange.breathe()
-    request = convert(given, CountRequest, NEUTRAL, IGNORED)
+    request = convert(given, CountRequest, NEUTRAL, IGNORED, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     deadline, salt = exchange.sooner(deadline), exchange.caller(request, {}).cache_salt
     tool_choice_of(request)
     await exchange.breathe()
-    prompt, paths = await exchange.in_turns(prompt_of(request))
+    prompt, paths = await exchange.in_turns(prompt_of(request, exchange.left_out))
     fields = _fields(paths)
     check_prompt(prompt, fields)
     exchange.on_disconnect(lambda: None)
@@ -98,9 +101,9 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
 
 
 def _context(
-    request: MessagesRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds
+    request: MessagesRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds, left_out: LeftOut
 ) -> Steps[RequestContext]:
-    prompt, paths = yield from prompt_of(request)
+    prompt, paths = yield from prompt_of(request, left_out)
     fields = _fields(paths)
     choice, parallel = tool_choice_of(request)
     return RequestContext(

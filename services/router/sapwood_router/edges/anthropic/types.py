@@ -32,9 +32,9 @@ class Message(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    """A tool on offer; only those that the client runs are understood."""
+    """A tool on offer; those with a schema of the client's are understood."""
 
-    name: Name
+    name: Name | None = None
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
@@ -88,6 +88,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     request_id: str | None = None
     rid: str | None = None
     priority: int | None = None

@@ -18,6 +18,7 @@ from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
 from sapwood_router.edges.http.json_size import SMALL, check_size, most_values, size_steps
+from sapwood_router.edges.http.left_out import LEFT_OUT_HEADER, LeftOut, LeftOutLog
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
@@ -54,19 +55,25 @@ class Exchange:
     Args:
         request: As it came.
         dialect: How its errors are told.
+        log: Keeps what was left out of any request.
+        path: What its route is found by; None: as it came.
 
     Attributes:
+        left_out: What the answer is made without; its headers name it.
         extra_headers: Headers of the response, whatever it is.
         writable: Says whether :attr:`write_events` may be called.
         write_events: Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one
             was.
     """
 
-    def __init__(self, request: Request, dialect: Dialect) -> None:
+    def __init__(
+        self, request: Request, dialect: Dialect, log: LeftOutLog | None = None, path: str | None = None
+    ) -> None:
         self.dialect = dialect
+        self.left_out = LeftOut(log or LeftOutLog())
         self.headers: dict[bytes, bytes] = request.head.fields
         self.method = request.head.method
-        self.path = request.head.path
+        self.path = path or request.head.path
         self.request_id = new_request_id()
         self.client_left = False
         self.extra_headers: Headers = ()
@@ -277,6 +284,8 @@ class Exchange:
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
         request_id = self.request_id.encode("ascii")
         headers = (*headers, *self.extra_headers, (_REQUEST_ID_HEADER, request_id))
+        if names := self.left_out.header():
+            headers = (*headers, (LEFT_OUT_HEADER, names))
         if self.dialect.id_header is not None:
             headers = (*headers, (self.dialect.id_header, request_id))
         await self._request.respond(status, headers, body, chunked=chunked, last=last)

@@ -6,13 +6,15 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.left_out import LeftOut
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
@@ -22,6 +24,8 @@ _MOST_EXPLAINED = 64 * 1024
 
 _LONGEST_COMPARED = 40
 """Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
+_MOST_COMPARED = 8
+"""Unknown names that are compared with the one that is missing."""
 
 _OF_OTHERS = {
     "messages": "/v1/chat/completions takes it",
@@ -54,13 +58,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def convert(
-    value: dict[str, Any], cls: type[StructT], neutral: Neutral, ignored: Collection[str] = (), prefix: str = ""
+    value: dict[str, Any],
+    cls: type[StructT],
+    neutral: Neutral,
+    ignored: Collection[str] = (),
+    prefix: str = "",
+    *,
+    left_out: LeftOut | None = None,
 ) -> StructT:
     """A checked request.
 
-    Unknown parameters are refused, as OpenAI does: a misspelt one would otherwise be silently without effect. Those that would
-    change the answer but are not supported are refused unless they have a neutral value. Null asks for nothing, whatever its
-    name.
+    Parameters that would change the answer but are not supported are refused unless they have a neutral value. Null asks for
+    nothing, whatever its name. A whole number may be written with a point.
 
     Args:
         value: The JSON object.
@@ -68,12 +77,14 @@ def convert(
         neutral: Parameters that are not supported, each with the values that ask for nothing.
         ignored: Parameters that are not looked at.
         prefix: What precedes the parameters' names in errors.
+        left_out: Takes the parameters that no API knows; None: they are refused.
 
     Raises:
         InvalidArgumentError: As said; the parameter is named.
     """
     known = _names_of(cls)
     taken: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, given in value.items():
         if given is None:
             continue
@@ -84,12 +95,46 @@ def convert(
                 raise InvalidArgumentError(f"{prefix}{name} is not supported", field=prefix + name)
         elif name not in ignored:
             shown = prefix + _printable(name)
-            hint = _OF_OTHERS.get(shown) or _similar(name, (*known, *ignored))
-            raise InvalidArgumentError(f"unknown parameter: {shown!r}{hint and f'; {hint}'}", field=shown)
+            if left_out is None or shown in _OF_OTHERS:
+                raise InvalidArgumentError(
+                    f"unknown parameter: {shown!r}{_hint(name, shown, known, ignored)}", field=shown
+                )
+            left_out.parameter(shown, partial(_hint, name, shown, known, ignored))
+            unknown.append(name)
+    make_whole(taken, cls)
     try:
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
-        raise _explain_type(str(error), prefix) from error
+        raise _explain_type(str(error), prefix, unknown) from error
+
+
+def make_whole(taken: dict[str, Any], cls: type[msgspec.Struct]) -> None:
+    """Writes 140.0 as 140 where an integer belongs: some languages have one kind of number only."""
+    for name, inner in _whole_numbers(cls).items():
+        given = taken.get(name)
+        if inner is None:
+            if isinstance(given, float) and given.is_integer():
+                taken[name] = int(given)
+        elif isinstance(given, dict):
+            taken[name] = given = {**given}
+            make_whole(given, inner)
+
+
+@cache
+def _whole_numbers(cls: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    """The fields that take integers and no other numbers, and those that are structs with such fields."""
+    found: dict[str, type[msgspec.Struct] | None] = {}
+    info = inspect.type_info(cls)
+    assert isinstance(info, inspect.StructType)
+    for field in info.fields:
+        kinds = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+        integer = any(isinstance(kind, inspect.IntType) for kind in kinds)
+        if integer and not any(isinstance(kind, inspect.FloatType) for kind in kinds):
+            found[field.encode_name] = None
+        for kind in kinds:
+            if isinstance(kind, inspect.StructType) and kind.cls is not cls and _whole_numbers(kind.cls):
+                found[field.encode_name] = kind.cls
+    return found
 
 
 @cache
@@ -97,13 +142,15 @@ def _names_of(cls: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(cls.__struct_fields__)
 
 
-def _explain_type(text: str, prefix: str) -> InvalidArgumentError:
+def _explain_type(text: str, prefix: str, unknown: Sequence[str]) -> InvalidArgumentError:
     found = _AT.match(text)
     what, path = (found["what"], prefix + found["path"]) if found else (text, "")
     missing = _MISSING.match(what)
     if missing:
+        misspelt = next((name for name in unknown[:_MOST_COMPARED] if _similar(name, (missing["name"],))), None)
         path = f"{path}.{missing['name']}" if path else missing["name"]
-        return InvalidArgumentError(f"{path} is required", field=path)
+        hint = "" if misspelt is None else f"; {prefix}{misspelt} is not known"
+        return InvalidArgumentError(f"{path} is required{hint}", field=path)
     return InvalidArgumentError(f"{path or 'body'}: {what[:1].lower()}{what[1:]}", field=path or None)
 
 
@@ -142,6 +189,12 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _hint(name: str, shown: str, known: Collection[str], ignored: Collection[str]) -> str:
+    """What may have been meant by an unknown parameter, to stand behind it; empty: nothing."""
+    hint = _OF_OTHERS.get(shown) or _similar(name, (*known, *ignored))
+    return f"; {hint}" if hint else ""
 
 
 def _similar(name: str, known: Sequence[str]) -> str:

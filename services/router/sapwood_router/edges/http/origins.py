@@ -13,7 +13,10 @@ _ORIGIN = b"origin"
 _METHOD_ASKED = b"access-control-request-method"
 _HEADERS_ASKED = b"access-control-request-headers"
 _METHODS = b"GET, POST, DELETE"
-_SHOWN = b"x-request-id, x-sapwood-worker, x-sapwood-resumptions, retry-after, retry-after-ms"
+_SHOWN = (
+    b"x-request-id, x-sapwood-worker, x-sapwood-resumptions, x-sapwood-notice, x-sapwood-ignored, "
+    b"retry-after, retry-after-ms"
+)
 """Headers of answers that a page may read beside the usual ones."""
 _REMEMBERED = b"600"
 """Seconds that a browser need not ask again."""
@@ -107,8 +110,12 @@ def check_content_type(headers: Mapping[bytes, bytes]) -> None:
     """Lets JSON through, and what says nothing. Pages may send other types without asking first.
 
     Raises:
-        HttpError: The body is said to be something else: 415.
+        HttpError: The body is said to be something else, or packed: 415.
     """
+    coding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if coding not in (b"", b"identity"):
+        shown = coding[:100].decode("latin-1")
+        raise HttpError(415, f"content-encoding may only be identity, got {shown!r}", field="content-encoding")
     given = headers.get(b"content-type")
     if given is None:
         return

@@ -15,6 +15,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
 from sapwood_router.edges.openai.logprobs import ChatWriter
@@ -26,6 +27,7 @@ from sapwood_router.edges.openai.parameters import (
     output_of,
     sampling_of,
     stream_wish,
+    thinking_variables,
     token_name,
     truncation_of,
 )
@@ -71,13 +73,16 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     given = decode_object(body)
     del body
     await exchange.breathe()
-    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE, left_out=exchange.left_out)
     await exchange.breathe()
-    wish = stream_wish(request)
+    wish = stream_wish(request, exchange.left_out)
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
-    contexts = await exchange.in_turns(contexts_of(request, given, exchange.request_id, deadline, pipeline.seeds))
+    left_out = exchange.left_out
+    contexts = await exchange.in_turns(
+        contexts_of(request, given, exchange.request_id, deadline, left_out, pipeline.seeds)
+    )
     await exchange.breathe()
     caller = exchange.caller(request, given)
     for context in contexts:
@@ -126,10 +131,15 @@ def _choice(answer: Answer, shows_ids: bool, hides_reasoning: bool) -> ChatChoic
 
 
 def contexts_of(
-    request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float, seeds: Seeds = RANDOM_SEEDS
+    request: ChatRequest,
+    given: dict[str, Any],
+    request_id: str,
+    deadline: float,
+    left_out: LeftOut,
+    seeds: Seeds = RANDOM_SEEDS,
 ) -> Steps[list[RequestContext]]:
     """What the pipeline is to run for a checked request, ``given`` as it came: one for each
-    continuation. ``seeds`` draws an absent seed.
+    continuation. ``seeds`` draws an absent seed; ``left_out`` takes tools that nothing here runs.
 
     Raises:
         InvalidArgumentError: A field makes no sense.
@@ -142,9 +152,9 @@ def contexts_of(
     max_name = "max_completion_tokens" if newer else "max_tokens"
     fields = replace(CHAT_FIELDS, max_tokens=max_name, grammar=grammar_field)
     count = 1 if request.n is None else request.n
-    prompt = yield from chat_prompt(request, given.get("tools"))
+    prompt = yield from chat_prompt(request, given.get("tools"), left_out)
     sampling = sampling_of(given, fields, seeds, max_tokens=max_tokens, logprobs=_logprobs(request))
-    choice = tool_choice_of(request)
+    choice = tool_choice_of(request, left_out)
     return [
         RequestContext(
             request_id=request_id,
@@ -166,12 +176,13 @@ def contexts_of(
     ]
 
 
-def chat_prompt(request: ChatRequest, tools: Any) -> Steps[ChatPrompt]:
+def chat_prompt(request: ChatRequest, tools: Any, left_out: LeftOut) -> Steps[ChatPrompt]:
     """The conversation as the tokenizer takes it.
 
     Args:
         request: The checked request.
         tools: Its ``tools`` as they came.
+        left_out: Takes tools that nothing here runs.
 
     Raises:
         InvalidArgumentError: A message or a tool is none.
@@ -180,7 +191,7 @@ def chat_prompt(request: ChatRequest, tools: Any) -> Steps[ChatPrompt]:
     for index, message in enumerate(request.messages):
         turns.append(_turn(message, f"messages[{index}]"))
         yield
-    offered = tools_of(request, tools)
+    offered = tools_of(request, tools, left_out)
     yield
     variables = _template_variables(request)
     yield
@@ -200,6 +211,7 @@ def _template_variables(request: ChatRequest) -> str:
         variables = effort_variables(request.reasoning_effort)
     if request.verbosity is not None:
         variables["verbosity"] = request.verbosity
+    variables |= thinking_variables(request)
     variables |= request.chat_template_kwargs or {}
     return msgspec.json.encode(variables).decode() if variables else ""
 

@@ -56,8 +56,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     given = decode_object(body)
     del body
     await exchange.breathe()
-    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, BESIDE)
-    wish = stream_wish(request)
+    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, BESIDE, left_out=exchange.left_out)
+    wish = stream_wish(request, exchange.left_out)
     stream = wish is not StreamWish.WHOLE
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
     deadline = deadline if stream else exchange.sooner(deadline)

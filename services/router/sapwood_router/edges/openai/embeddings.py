@@ -65,7 +65,7 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     """
     given = decode_object(body)
     await exchange.breathe()
-    request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED)
+    request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     if request.encoding_format not in (None, "float", "base64"):
         raise InvalidArgumentError('encoding_format must be "float" or "base64"', field="encoding_format")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from sapwood_common.contract.sampling import FIELDS, SamplingParams, read_sampling
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.http.json_body import convert
+from sapwood_router.edges.http.json_body import convert, make_whole
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.types import AnyRequest, GenerationRequest, StreamOptions
@@ -48,6 +49,7 @@ def sampling_of(
         InvalidArgumentError: One is of the wrong type or out of range.
     """
     values = {name: value for name, value in {**given, **own}.items() if name in SAMPLING and value is not None}
+    make_whole(values, SamplingParams)
     if values.keys().isdisjoint(_TRANSLATED):
         return _read(values, fields, seeds)
     if values.get("top_k") in (0, -1):
@@ -91,6 +93,36 @@ def effort_variables(effort: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
+class SaysThinking(Protocol):
+    """A request that may say whether the model is to reason."""
+
+    enable_thinking: bool | None
+    thinking: Any
+
+
+def thinking_variables(request: SaysThinking) -> dict[str, Any]:
+    """The same of ``enable_thinking`` and ``thinking``, which others take beside the template's variables.
+
+    Raises:
+        InvalidArgumentError: ``thinking`` says neither yes nor no.
+    """
+    thinks = request.enable_thinking
+    match request.thinking:
+        case None:
+            pass
+        case bool() as said:
+            thinks = said
+        case {"type": "enabled" | "adaptive" | "auto"}:
+            thinks = True
+        case {"type": "disabled"}:
+            thinks = False
+        case _:
+            raise InvalidArgumentError(
+                'thinking must be a boolean or {"type": "enabled" or "disabled"}', field="thinking"
+            )
+    return {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+
+
 class StreamWish(enum.Enum):
     """How an answer is to be sent."""
 
@@ -104,7 +136,7 @@ class StreamWish(enum.Enum):
     """Each event has the token counts so far."""
 
 
-def stream_wish(request: GenerationRequest) -> StreamWish:
+def stream_wish(request: GenerationRequest, left_out: LeftOut) -> StreamWish:
     """How the client wants it.
 
     Raises:
@@ -115,7 +147,7 @@ def stream_wish(request: GenerationRequest) -> StreamWish:
         return StreamWish.STREAM if request.stream else StreamWish.WHOLE
     if not request.stream:
         raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
-    options = convert(given, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.")
+    options = convert(given, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.", left_out=left_out)
     if not options.include_usage:
         return StreamWish.STREAM
     return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE

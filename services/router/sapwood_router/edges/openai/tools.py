@@ -10,36 +10,50 @@ from msgspec import Meta
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.json_body import convert
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.types import ChatRequest, Tool
 from sapwood_router.request.structure import ToolChoice
 
 
-def tools_of(request: ChatRequest, given: Any) -> str:
+def tools_of(request: ChatRequest, given: Any, left_out: LeftOut) -> str:
     """The tools that the model may call, as JSON; "" where there are none or the client wants no call.
 
     Args:
         request: The checked request.
         given: Its ``tools`` as they came: the model's template is shown all of it, in the client's order.
+        left_out: Takes tools of kinds that nothing here runs.
 
     Raises:
-        InvalidArgumentError: A tool is no function with a name.
+        InvalidArgumentError: A function has no name.
     """
-    for index, tool in enumerate(request.tools or ()):
+    tools = request.tools or ()
+    for index, tool in enumerate(tools):
         if tool.type != "function":
-            raise InvalidArgumentError(f"tools of type {tool.type!r} are not supported", field=f"tools[{index}].type")
-        if tool.function is None:
+            leave_out_tool(left_out, index, tool.type)
+        elif tool.function is None:
             raise InvalidArgumentError("function is required", field=f"tools[{index}].function")
-    if not request.tools or request.tool_choice == "none":
+    if not tools:
         return ""
-    allowed = _allowed(request)
-    if allowed is None:
-        return msgspec.json.encode(given).decode()
-    names = allowed.names
-    offered = [tool for tool in given if tool["function"]["name"] in names]
+    names, allowed = _offered(request), _allowed(request)
+    if allowed is not None:
+        names &= allowed.names
+    if not names or request.tool_choice == "none":
+        return ""
+    offered = [each for each, tool in zip(given, tools, strict=True) if _name(tool) in names]
     return msgspec.json.encode(offered).decode()
 
 
-def tool_choice_of(request: ChatRequest) -> ToolChoice:
+def leave_out_tool(left_out: LeftOut, index: int, kind: str) -> None:
+    """Leaves out a tool that some server runs, and nothing here.
+
+    Raises:
+        InvalidArgumentError: Such requests are refused.
+    """
+    field = f"tools[{index}].type"
+    left_out.value(field, kind, f"tools of type {kind!r} are not supported")
+
+
+def tool_choice_of(request: ChatRequest, left_out: LeftOut) -> ToolChoice:
     """Which calls the client wants.
 
     Raises:
@@ -50,12 +64,18 @@ def tool_choice_of(request: ChatRequest) -> ToolChoice:
         return ToolChoice()
     if not request.tools:
         raise InvalidArgumentError("tool_choice is only allowed with tools", field="tool_choice")
+    if not _offered(request):  # all were left out
+        return ToolChoice()
     if choice == "required":
         return ToolChoice(required=True)
     allowed = _allowed(request)
     if allowed is not None:
-        return ToolChoice(required=allowed.required)
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        return ToolChoice(required=allowed.required and bool(allowed.names))
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind != "function" and any(tool.type == kind for tool in request.tools):
+        left_out.value("tool_choice.type", kind, f"tools of type {kind!r} are not supported")
+        return ToolChoice()
+    function = choice.get("function") if kind == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidArgumentError(
@@ -79,7 +99,8 @@ class _AllowedTools(msgspec.Struct):
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.allowed_tools.tools if tool.function is not None)
+        """The functions among them."""
+        return frozenset(name for tool in self.allowed_tools.tools if (name := _name(tool)) is not None)
 
     @property
     def required(self) -> bool:
@@ -96,7 +117,16 @@ def _allowed(request: ChatRequest) -> _AllowedTools | None:
     return allowed
 
 
+def _name(tool: Tool) -> str | None:
+    """The name of a function; None for a tool of another kind."""
+    return tool.function.name if tool.type == "function" and tool.function is not None else None
+
+
+def _offered(request: ChatRequest) -> frozenset[str]:
+    """The names of the functions on offer."""
+    return frozenset(name for tool in request.tools or () if (name := _name(tool)) is not None)
+
+
 def _check_offered(request: ChatRequest, names: Set[str], field: str) -> None:
-    offered = {tool.function.name for tool in request.tools or () if tool.function is not None}
-    if missing := names - offered:
+    if missing := names - _offered(request):
         raise InvalidArgumentError(f"there is no tool {min(missing)!r} among the tools", field=field)

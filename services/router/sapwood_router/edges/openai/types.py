@@ -137,6 +137,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    # As the servers of Qwen, DeepSeek and others take it; the second is a boolean or an object: told apart in parameters.py.
+    enable_thinking: bool | None = None
+    thinking: Any = None
 
 
 class PromptTokensDetails(msgspec.Struct):

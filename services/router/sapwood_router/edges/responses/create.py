@@ -15,8 +15,15 @@ from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodEr
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
-from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
+from sapwood_router.edges.openai.parameters import (
+    TEXT_SAMPLING,
+    effort_variables,
+    sampling_of,
+    thinking_variables,
+    truncation_of,
+)
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
 from sapwood_router.edges.responses.items import Conversation, ItemMaker, response_of, turn_of
 from sapwood_router.edges.responses.logprobs import TextLogprobs
@@ -41,8 +48,10 @@ NEUTRAL: Neutral = {
     "truncation": ("disabled",),
 }
 """Parameters that are taken only with the values that ask for nothing."""
-ALSO_IGNORED = frozenset({"max_tool_calls"})
-"""Parameters of the tools that OpenAI runs itself, which are not here."""
+ALSO_IGNORED = frozenset({"max_tool_calls", "client_metadata"})
+"""Of the tools that OpenAI runs itself, which are not here; and what Codex says of itself."""
+BESIDE = (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"}
+"""Parameters that a request may have beside the fields of its type."""
 _LOGPROBS = "message.output_text.logprobs"
 _FORMAT = "text.format"
 
@@ -75,8 +84,8 @@ class ResponsesApi:
         """
         given = decode_object(body)
         await exchange.breathe()
-        request = convert(given, ResponsesRequest, NEUTRAL, (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"})
-        stream = _wants_stream(request)
+        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out)
+        stream = _wants_stream(request, exchange.left_out)
         exchange.accept_body_id(request)
         tenant = exchange.tenant
         conversation = Conversation()
@@ -88,11 +97,13 @@ class ResponsesApi:
                 conversation.add(field, turn)
         own = Conversation()
         await exchange.breathe()
-        await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {})))
+        await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {}), exchange.left_out))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
             await exchange.pause()
-        context = _context(request, given, conversation, exchange.request_id, deadline, pipeline.seeds)
+        context = _context(
+            request, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out
+        )
         context.deadline = deadline if stream else exchange.sooner(deadline)
         context.caller = exchange.caller(request, given)
         logprobs = None
@@ -256,11 +267,11 @@ def _id_in(path: str) -> str:
     return path.removeprefix(f"{PATH}/")
 
 
-def _wants_stream(request: ResponsesRequest) -> bool:
+def _wants_stream(request: ResponsesRequest, left_out: LeftOut) -> bool:
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
-        convert(request.stream_options, _NoOptions, STREAM_NEUTRAL, prefix="stream_options.")
+        convert(request.stream_options, _NoOptions, STREAM_NEUTRAL, prefix="stream_options.", left_out=left_out)
     return request.stream is True
 
 
@@ -271,6 +282,7 @@ def _context(
     request_id: str,
     deadline: float,
     seeds: Seeds,
+    left_out: LeftOut,
 ) -> RequestContext:
     fields = FieldNames(
         prompt="input",
@@ -282,7 +294,7 @@ def _context(
         turns=tuple(conversation.paths),
         tool="",
     )
-    tools, choice = tools_of(request)
+    tools, choice = tools_of(request, left_out)
     return RequestContext(
         request_id=request_id,
         worker_request_id=unique_id(request_id),
@@ -333,5 +345,6 @@ def _template_variables(request: ResponsesRequest) -> str:
         variables = effort_variables(request.reasoning.effort)
     if request.text is not None and request.text.verbosity is not None:
         variables["verbosity"] = request.text.verbosity
+    variables |= thinking_variables(request)
     variables |= request.chat_template_kwargs or {}
     return msgspec.json.encode(variables).decode() if variables else ""

@@ -10,6 +10,7 @@ import msgspec
 from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.responses.types import Item, Part
 from sapwood_router.request.context import ToolCall, Turn
 from sapwood_router.request.output import Output
@@ -20,6 +21,8 @@ BETWEEN_TEXTS = "\n"
 _INDEX = 4
 """Digits of an item's index in its id."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ASIDE = ("additional_tools", "compaction_trigger", "configuration")
+"""Kinds of items that say nothing to the model."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -49,12 +52,13 @@ class Conversation:
             self._turns.append([turn])
             self.paths.append(path)
 
-    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> Steps[None]:
+    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item], left_out: LeftOut) -> Steps[None]:
         """The input of a request, an item a step.
 
         Args:
             given: The input.
             find: Finds the item of an earlier answer by its id; its second argument is the client's name of that.
+            left_out: Takes calls of tools that nothing here runs, and what came of them.
 
         Raises:
             InvalidArgumentError: It has what is not understood.
@@ -67,7 +71,10 @@ class Conversation:
             path = f"input[{index}]"
             if item.type == "item_reference":
                 item = find(_needed(item.id, f"{path}.id"), f"{path}.id")
-            self.add(path, _turn(item, path))
+            if _is_foreign(item.type):
+                left_out.value(f"{path}.type", item.type, f"items of type {item.type!r} are not supported")
+            else:
+                self.add(path, _turn(item, path))
             yield
 
 
@@ -104,6 +111,17 @@ def _turn(item: Item, path: str) -> Turn:
             return Turn("tool", _text(item.output, f"{path}.output"), tool_call_id=call_id)
         case other:
             raise InvalidArgumentError(f"items of type {other!r} are not supported", field=f"{path}.type")
+
+
+def _is_foreign(kind: str) -> bool:
+    """Whether an item is a call of a tool that nothing here runs, or what came of it, or says what is on offer."""
+    if kind in ("function_call", "function_call_output"):
+        return False
+    return (
+        kind.endswith(("_call", "_call_output", "_output"))
+        or kind.startswith(("mcp_", "tool_search"))
+        or kind in _ASIDE
+    )
 
 
 def _needed(value: str | None, path: str) -> str:

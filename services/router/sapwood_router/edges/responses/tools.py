@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.left_out import LeftOut
+from sapwood_router.edges.openai.tools import leave_out_tool
 from sapwood_router.edges.responses.types import ResponsesRequest, Tool
 from sapwood_router.request.structure import ToolChoice
 
 
-def tools_of(request: ResponsesRequest) -> tuple[str, ToolChoice]:
+def tools_of(request: ResponsesRequest, left_out: LeftOut) -> tuple[str, ToolChoice]:
     """The tools that the model is shown, as JSON, "" for none; and which calls there must be.
 
+    ``left_out`` takes tools of kinds that nothing here runs.
+
     Raises:
-        InvalidArgumentError: A tool is no function with a name, or the choice is not understood, or names no tool on offer.
+        InvalidArgumentError: A function has no name, or the choice is not understood, or names no tool on offer.
     """
-    offered = [_function(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+    offered: list[dict[str, Any]] = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool.type == "function":
+            offered.append(_function(tool, f"tools[{index}]"))
+        else:
+            leave_out_tool(left_out, index, tool.type)
     choice = request.tool_choice
     if choice in (None, "auto"):
         return _json(offered), ToolChoice()
     if choice == "none":
         return "", ToolChoice()
-    if not offered:
+    if not request.tools:
         raise InvalidArgumentError("tool_choice is only allowed with tools", field="tool_choice")
+    if not offered:  # all were left out
+        return "", ToolChoice()
     if choice == "required":
         return _json(offered), ToolChoice(required=True)
     names = {tool["function"]["name"] for tool in offered}
@@ -34,10 +45,14 @@ def tools_of(request: ResponsesRequest) -> tuple[str, ToolChoice]:
             _check_offered([name], names, "tool_choice.name")
             return _json(offered), ToolChoice(required=True, name=name)
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]} if allowed:
-            wanted = [_name(tool) for tool in allowed]
+            kinds = {tool.type for tool in request.tools}
+            wanted = [_name(tool) for tool in allowed if not _is_left_out(tool, kinds)]
             _check_offered(wanted, names, "tool_choice.tools")
             shown = [tool for tool in offered if tool["function"]["name"] in wanted]
-            return _json(shown), ToolChoice(required=mode == "required")
+            return _json(shown), ToolChoice(required=mode == "required" and bool(shown))
+        case {"type": str() as kind} if _is_left_out(choice, {tool.type for tool in request.tools}):
+            left_out.value("tool_choice.type", kind, f"tools of type {kind!r} are not supported")
+            return _json(offered), ToolChoice()
     raise InvalidArgumentError(
         'tool_choice must be "auto", "none", "required", {"type": "function", "name": ...} or '
         '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}',
@@ -47,13 +62,16 @@ def tools_of(request: ResponsesRequest) -> tuple[str, ToolChoice]:
 
 def _function(tool: Tool, path: str) -> dict[str, Any]:
     """A tool in the form of chats, as templates know them."""
-    if tool.type != "function":
-        raise InvalidArgumentError(f"tools of type {tool.type!r} are not supported", field=f"{path}.type")
     if not tool.name:
         raise InvalidArgumentError(f"{path}.name is required", field=f"{path}.name")
     said = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     function = {"name": tool.name} | {name: value for name, value in said.items() if value is not None}
     return {"type": "function", "function": function}
+
+
+def _is_left_out(tool: Any, kinds: Collection[str]) -> bool:
+    """Whether a choice is of a tool that was left out; ``kinds`` are those on offer."""
+    return isinstance(tool, dict) and tool.get("type") != "function" and tool.get("type") in kinds
 
 
 def _name(tool: Any) -> str:

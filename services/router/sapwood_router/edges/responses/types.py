@@ -67,7 +67,7 @@ class Reasoning(msgspec.Struct):
 
 
 class ResponsesRequest(AnyRequest, kw_only=True):
-    """``POST /v1/responses``; ``chat_template_kwargs`` is an extension, named as in vLLM."""
+    """``POST /v1/responses``; ``chat_template_kwargs`` and those after it are extensions, named as in chats."""
 
     input: str | list[Item]
     instructions: str | None = None
@@ -85,3 +85,5 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     stream_options: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking: Any = None

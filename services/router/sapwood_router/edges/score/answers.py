@@ -151,7 +151,7 @@ def checked(exchange: Exchange, given: dict[str, Any], cls: type[RequestT]) -> R
         count = len(given[name]) if isinstance(given[name], list) else 1
         if count > MOST_EMBEDDED:
             raise InvalidArgumentError(f"at most {MOST_EMBEDDED} texts, got {count}", field=name)
-    request = convert(given, cls, NEUTRAL, IGNORED)
+    request = convert(given, cls, NEUTRAL, IGNORED, left_out=exchange.left_out)
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
     exchange.accept_body_id(request)

@@ -50,7 +50,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = convert(given, GenerateRequest, NEUTRAL, IGNORED)
+    request = convert(given, GenerateRequest, NEUTRAL, IGNORED, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     deadline = deadline if request.stream else exchange.sooner(deadline)
     wish = wish_of(request)

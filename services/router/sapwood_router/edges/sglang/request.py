@@ -99,7 +99,7 @@ async def contexts_of(
     """
     request_id, seeds = exchange.request_id, pipeline.seeds
     given = request.sampling_params or {}
-    settings = convert(given, _Settings, SETTINGS_NEUTRAL, TEXT_SAMPLING, prefix=_SETTINGS)
+    settings = convert(given, _Settings, SETTINGS_NEUTRAL, TEXT_SAMPLING, prefix=_SETTINGS, left_out=exchange.left_out)
     grammar, grammar_field = _grammar(settings)
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
     named = await _prompts(request, TokenLists(exchange))

@@ -25,9 +25,9 @@ async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, dea
         SapwoodError: The request is wrong, its prompt cannot be tokenized, or no worker can be chosen.
     """
     given = decode_object(body)
-    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE, left_out=exchange.left_out)
     exchange.accept_body_id(request)
-    asked = (await exchange.in_turns(contexts_of(request, given, exchange.request_id, deadline)))[0]
+    asked = (await exchange.in_turns(contexts_of(request, given, exchange.request_id, deadline, exchange.left_out)))[0]
     asked.caller = exchange.caller(request, given)
     exchange.on_disconnect(lambda: None)
     await pipeline.prepare(asked)

@@ -28,7 +28,7 @@ def ui_routes(
     routes: list[Route] = [
         Ask("/", lead_to_folder, public=True),
         Ask(BARE, lead_to_folder, public=True),
-        Ask(FOLDER, Files().show, public=True),
+        Ask(FOLDER, Files().show, public=True, is_folder=True),
         Ask("/ui/fleet", FleetPage(pipeline, guard, origins, status).show, public=True),
     ]
     if status is not None:

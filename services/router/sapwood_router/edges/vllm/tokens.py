@@ -14,6 +14,7 @@ from sapwood_common.pacing.heavy_work import LARGE
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.logprobs import text_of
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message, Tool
@@ -53,6 +54,8 @@ class TokenizeChatRequest(AnyRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    enable_thinking: bool | None = None
+    thinking: Any = None
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -87,9 +90,9 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         given = decode_object(body)
         request: TokenizeTextRequest | TokenizeChatRequest
         if given.get("messages") is not None:
-            request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL)
+            request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL, left_out=exchange.left_out)
         else:
-            request = convert(given, TokenizeTextRequest, {})
+            request = convert(given, TokenizeTextRequest, {}, left_out=exchange.left_out)
         exchange.accept_body_id(request)
         deadline, salt = exchange.sooner(deadline), exchange.caller(request, given).cache_salt
         exchange.on_disconnect(lambda: None)
@@ -104,7 +107,7 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
                 texts = [request.prompt]
                 (ids,) = await client.encode_texts(texts, *own, salt, add_special=special, most_tokens=most_tokens)
             else:
-                prompt = await exchange.in_turns(_prompt(request, given))
+                prompt = await exchange.in_turns(_prompt(request, given, exchange.left_out))
                 check_prompt(prompt, CHAT_FIELDS)
                 ids = (await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids
         except SapwoodError as error:
@@ -133,7 +136,7 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
         await exchange.breathe()
         given = decode_object(body)
         await exchange.breathe()
-        request = convert(given, DetokenizeRequest, {})
+        request = convert(given, DetokenizeRequest, {}, left_out=exchange.left_out)
         given.clear()
         exchange.accept_body_id(request)
         deadline = exchange.sooner(deadline)
@@ -162,12 +165,14 @@ def _turn(exchange: Exchange, size: int, pipeline: Pipeline, deadline: float) ->
     return pipeline.large.turn(exchange.tenant, deadline) if size >= LARGE else nullcontext()
 
 
-def _prompt(request: TokenizeChatRequest, given: dict[str, Any]) -> Steps[ChatPrompt]:
+def _prompt(request: TokenizeChatRequest, given: dict[str, Any], left_out: LeftOut) -> Steps[ChatPrompt]:
     chat = ChatRequest(
         messages=request.messages,
         tools=request.tools,
         chat_template_kwargs=request.chat_template_kwargs,
+        enable_thinking=request.enable_thinking,
+        thinking=request.thinking,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
-    return chat_prompt(chat, given.get("tools"))
+    return chat_prompt(chat, given.get("tools"), left_out)

@@ -39,7 +39,7 @@ FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/sapwood /opt/sapwood
 RUN mkdir /models && chown 10001:10001 /models
 ENV PATH=/opt/sapwood/bin:$PATH SAPWOOD_HOME=/models HF_HOME=/models/huggingface HOME=/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 \
-    PYTHONDONTWRITEBYTECODE=1
+    PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 USER 10001:10001
 # It does its work and ends.
 HEALTHCHECK NONE

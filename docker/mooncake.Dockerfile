@@ -6,7 +6,7 @@ FROM ${PYTHON_IMAGE}
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update; apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1; rm -rf /var/lib/apt/lists/*
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/mooncake/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/mooncake/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 COPY docker/constraints.txt /build/
 RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \

@@ -40,7 +40,7 @@ RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/sapwood /opt/sapwood
 # hadolint ignore=DL3064
-ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SAPWOOD_HOME=/models HF_HOME=/models/huggingface \
+ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 SAPWOOD_HOME=/models HF_HOME=/models/huggingface \
     SAPWOOD_TOKENIZER_HOST=0.0.0.0 SAPWOOD_TOKENIZER_LOG_FORMAT=json
 USER 10001:10001
 EXPOSE 50052 9152

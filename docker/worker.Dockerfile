@@ -94,7 +94,7 @@ RUN case " $EXTRAS " in *" mooncake "*) apt-get update && apt-get install -y --n
 COPY --from=build /opt/sapwood /opt/sapwood
 # Where volumes are mounted: for pages of the KV cache, and for kernels compiled on first use.
 RUN mkdir /kv /kernels && chown 10001:10001 /kv /kernels
-ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SAPWOOD_HOME=/models HF_HOME=/models/huggingface HOME=/tmp \
+ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 SAPWOOD_HOME=/models HF_HOME=/models/huggingface HOME=/tmp \
     SAPWOOD_WORKER_HOST=0.0.0.0 SAPWOOD_WORKER_LOG_FORMAT=json
 USER 10001:10001
 EXPOSE 50061 9161

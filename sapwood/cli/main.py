@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.pop(0)  # ``python -m`` puts the current folder there: its numpy.py would be imported
+
 import argparse
 import difflib
 import os
-import sys
 from importlib.metadata import version
 
 from sapwood.cli import chat, generate, key, model, router, up

@@ -14,7 +14,15 @@ from typing import Any, Generic
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood_common.errors import ConfigError
-from sapwood_common.settings.config import ConfigT, add_settings, command_line, given_settings, load_config
+from sapwood_common.settings.config import (
+    ConfigT,
+    add_settings,
+    command_line,
+    given_settings,
+    load_config,
+    may_hold_secret,
+    variables,
+)
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
@@ -39,9 +47,15 @@ class Service(Generic[ConfigT]):
     config: ConfigT
 
     def command_line(self, changes: Mapping[str, Any]) -> list[str]:
-        """The flags of its process; ``changes`` replace the values of some fields."""
+        """The flags of its process; ``changes`` replace the values of some fields. :meth:`environment` has the rest."""
         file = [] if self.file is None else [f"--config={self.file}"]
-        return [*file, *command_line({**self.given, **changes})]
+        settings = {**self.given, **changes}
+        return [*file, *command_line({name: each for name, each in settings.items() if not may_hold_secret(each)})]
+
+    def environment(self, changes: Mapping[str, Any]) -> dict[str, str]:
+        """The variables of its process: settings that may hold credentials, which stand on no command line."""
+        settings = {**self.given, **changes}
+        return variables(type(self.config), {name: each for name, each in settings.items() if may_hold_secret(each)})
 
     def ports(self, further: int = 0) -> dict[str, int]:
         """Its ports by field, for process number ``further`` of the service, counted from 0."""

@@ -15,7 +15,7 @@ from sapwood.cli.errors import CliError
 from sapwood.cli.main import _ELSEWHERE, build_parser, main
 from sapwood.cli.services import Services
 from sapwood_common.settings.config import build_parser as service_parser
-from sapwood_common.settings.config import command_line, given_settings
+from sapwood_common.settings.config import command_line, given_settings, load_config
 
 
 def read(*flags: str) -> Services:
@@ -252,3 +252,19 @@ def test_the_command_needs_the_services_packages_for_up_alone() -> None:
 def test_an_own_flag_is_checked_as_it_is_read() -> None:
     with pytest.raises(CliError, match=r"--router-policy / SAPWOOD_ROUTER_POLICY: .*cache_aware"):
         read("--policy", "best")
+
+
+def test_settings_that_may_hold_credentials_stand_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = ["url=http://alice:geheim@10.0.0.7/v1,model=m,name=a", "url=http://10.0.0.8/v1,model=m,name=b"]
+    services = read(
+        "--router-backends", *backends, "--model", "s3://key:geheim@bucket/m", "--policy", "random", "--threads", "2"
+    )
+    for service in (services.router, services.tokenizer, services.worker):
+        shown, hidden = service.command_line({"port": 7}), service.environment({"port": 7})
+        assert "geheim" not in " ".join(shown)
+        for name, value in hidden.items():
+            monkeypatch.setenv(name, value)
+        cls = type(service.config)
+        again = load_config(cls, given_settings(cls, service_parser(cls, service.name, "").parse_args(shown)))
+        assert again == service.config.model_copy(update={"port": 7})
+    assert "--policy=random" in services.router.command_line({})

@@ -66,8 +66,8 @@ class Compilers:
     """
 
     def __init__(self, count: int, capability: tuple[int, int]) -> None:
-        command = [sys.executable, "-m", __name__, str(10 * capability[0] + capability[1])]
-        places = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", __name__, str(10 * capability[0] + capability[1])]
+        places = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=places, text=True)
             for _ in range(count)

@@ -58,7 +58,7 @@ def find_compiler() -> list[str] | None:
         if name and shutil.which(name):
             return [name]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "cc"]
+        return [sys.executable, "-P", "-m", "ziglang", "cc"]
     return None
 
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sapwood.cli.doctor.finding import Finding
+from sapwood_common.python_process import python_command
 
 _SERVICES = ("router", "tokenizer", "worker")
 _OPTIONAL = {
@@ -93,7 +94,7 @@ def examine_protos(stubs: Path = _STUBS) -> Finding:
         compiled = Path(folder) / "descriptors.binpb"
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "grpc_tools.protoc", f"-I{root / 'protos'}"),
+                *python_command("-m", "grpc_tools.protoc", f"-I{root / 'protos'}"),
                 *(f"--descriptor_set_out={compiled}", "--include_imports", "--include_source_info"),
                 *(str(proto.relative_to(root / "protos")) for proto in protos),
             ],

@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+
+from sapwood_common.python_process import python_command, python_environment
 
 _LISTENING = re.compile(r"\b(?:(\w+) )?listening on (?:https?://)?(\S+:\d+)")
 _LAST_LINES = 20
@@ -66,7 +67,7 @@ class Child:
             reworded: Changes each line before it is shown and kept.
             environment: Variables beside those of this process.
         """
-        process = _start([sys.executable, "-m", "sapwood.cli.local.tied", module, *flags], environment or {})
+        process = _start(python_command("-m", "sapwood.cli.local.tied", module, *flags), environment or {})
         output = asyncio.StreamReader(limit=_LONGEST_LINE)
         try:
             await asyncio.get_running_loop().connect_read_pipe(
@@ -137,6 +138,6 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        env=python_environment({"PYTHONUNBUFFERED": "1", **environment}),
         start_new_session=True,  # the terminal's Ctrl-C is for the parent, which then stops the services in order
     )

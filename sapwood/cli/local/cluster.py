@@ -185,7 +185,8 @@ class Cluster:
     ) -> Child:
         self._states[name] = "starting"
         flags = service.command_line(changes)
-        return await Child.start(name, f"sapwood_{service.name}", flags, self._on_line, service.reworded, environment)
+        variables = service.environment(changes) | dict(environment or {})
+        return await Child.start(name, f"sapwood_{service.name}", flags, self._on_line, service.reworded, variables)
 
     async def _address(self, child: Child, kind: str = "") -> str:
         address = await child.address(kind)

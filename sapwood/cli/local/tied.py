@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 
+from sapwood_common.python_process import python_command
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -22,7 +24,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent died before the request
             sys.exit(1)
-    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+    os.execv(sys.executable, python_command("-m", *sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
+from sapwood_common.python_process import python_command, python_environment
 
 _DESCRIPTION = """\
 Compiles the kernels that workers with some flags need on this machine's GPU, and writes them to an archive. A worker that is
@@ -108,8 +107,9 @@ def _rehearse(config: str, folder: Path, *, verbose: bool) -> None:
     """Runs a worker's model in a process that compiles into the folder. Raises CliError."""
     places = {"TRITON_CACHE_DIR": str(folder / "triton"), "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer")}
     done = subprocess.run(
-        [sys.executable, "-m", "sapwood_worker.model.rehearsal", config],
-        env={**os.environ, **places},
+        python_command("-m", "sapwood_worker.model.rehearsal"),
+        env=python_environment(places),
+        input=config,
         stdout=subprocess.DEVNULL,
         stderr=None if verbose else subprocess.PIPE,
         text=True,

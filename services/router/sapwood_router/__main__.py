@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.pop(0)  # ``python -m`` puts the current folder there: its numpy.py would be imported
+
+import asyncio
 
 import uvloop
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.pop(0)  # ``python -m`` puts the current folder there: its numpy.py would be imported
+
+
 from sapwood_common.settings.config import parse_config
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_tokenizer.app import run

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import PIPE
 
 from sapwood_common.errors import InternalError, InvalidArgumentError, ResourceExhaustedError
 from sapwood_common.grammar.source import GrammarSource
+from sapwood_common.python_process import python_command, python_environment
 
 # Not asyncio's: under uvloop a pipe to a child that has just started is found closed now and then.
 Process = subprocess.Popen[bytes]
@@ -100,7 +100,12 @@ class CompilePool:
 
 
 def _start() -> Process:
-    return subprocess.Popen([sys.executable, "-m", "sapwood_common.grammar.compile_process"], stdin=PIPE, stdout=PIPE)
+    return subprocess.Popen(
+        python_command("-m", "sapwood_common.grammar.compile_process"),
+        stdin=PIPE,
+        stdout=PIPE,
+        env=python_environment(),
+    )
 
 
 def _question(source: GrammarSource) -> bytes:

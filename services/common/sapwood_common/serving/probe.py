@@ -5,8 +5,12 @@ Containers run it as their health check. ``--service liveness`` asks whether the
 
 from __future__ import annotations
 
-import argparse
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.pop(0)  # ``python -m`` puts the current folder there: its numpy.py would be imported
+
+import argparse
 from pathlib import Path
 
 import grpc

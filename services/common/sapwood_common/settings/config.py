@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import types
 import typing
@@ -194,6 +195,19 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
         else:
             flags.append(f"{flag_of(name)}={value}")
     return flags
+
+
+def may_hold_secret(value: Any) -> bool:
+    """True if a value belongs on no command line, which every user of the machine can read: URLs may have credentials."""
+    return any("://" in str(item) for item in (value if isinstance(value, list | tuple) else (value,)))
+
+
+def variables(cls: type[ServiceConfig], given: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables that give a service these settings, as :func:`command_line` gives them by flags."""
+    return {
+        variable_of(cls, name): json.dumps(value) if isinstance(value, list | tuple | bool) else str(value)
+        for name, value in given.items()
+    }
 
 
 def build_parser(cls: type[ServiceConfig], program: str, description: str) -> argparse.ArgumentParser:

@@ -11,9 +11,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.ipc.rank import RankTask
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _COLLECT_AFTER = (700, 10, 250)
@@ -25,13 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the front tells each of them (``ipc/launch.py``)."""
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--config-class", required=True)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--runner", required=True)
 
 
-def begin(arguments: argparse.Namespace) -> WorkerConfig:
-    """Ties the process's life to the front's, which alone is stopped by signals; returns the configuration."""
+class Task(NamedTuple):
+    """What the front wants of a process.
+
+    Attributes:
+        config: The worker's configuration.
+        runner: ``module:function`` that makes its runner.
+        key: What ranks of other hosts say first when they connect to rank 0; empty: there are none.
+    """
+
+    config: WorkerConfig
+    runner: str
+    key: bytes
+
+
+def begin(arguments: argparse.Namespace) -> Task:
+    """Ties the process's life to the front's, which alone is stopped by signals; reads the task from standard input."""
     if sys.platform == "linux":  # elsewhere an idle process notices the front's end by itself
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != arguments.parent:  # the front died before the call
@@ -39,8 +53,9 @@ def begin(arguments: argparse.Namespace) -> WorkerConfig:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2)
-    config_class: type[WorkerConfig] = load(arguments.config_class)
-    return config_class.model_validate_json(arguments.config)
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=RankTask)
+    config_class: type[WorkerConfig] = load(task.config_class)
+    return Task(config_class.model_validate_json(task.config), task.runner, task.key)
 
 
 def load(name: str) -> Any:

@@ -27,20 +27,17 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--rank", type=int, required=True, help="Its number, from 1.")
     parser.add_argument("--leader", required=True, help="The socket to rank 0: a file descriptor, or HOST:PORT.")
-    parser.add_argument("--key", default="", help="What is said there first, in hexadecimal.")
     parser.add_argument("--rendezvous", required=True, help="Where all ranks meet.")
     arguments = parser.parse_args()
-    config = begin(arguments)
+    config, runner_name, key = begin(arguments)
     setup_logging(f"rank-{arguments.rank}", config.log_level, config.log_format)
     pulse = Pulse(arguments.folder / progress_file(arguments.rank))
     place = Place(arguments.rank, config.ranks, arguments.rendezvous, config.nnodes, waits=pulse.waits)
     leader: Connection | None = None
     try:
-        if arguments.leader.isdecimal():
-            leader = Connection(int(arguments.leader))
-        else:
-            leader = connect(arguments.leader, bytes.fromhex(arguments.key), place.rank)
-        runner = load(arguments.runner)(config, place)
+        way = arguments.leader
+        leader = Connection(int(way)) if way.isdecimal() else connect(way, key, place.rank)
+        runner = load(runner_name)(config, place)
         spare_the_collector()
         follow(runner, leader, place.waits)
     except Exception as error:

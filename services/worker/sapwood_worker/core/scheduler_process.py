@@ -22,7 +22,7 @@ from sapwood_common.network.keyed_ways import accept
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
+from sapwood_worker.core.child import Task, add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.experts.balancer import ExpertBalancer
@@ -168,14 +168,14 @@ def main() -> int:
     parser.add_argument("--rendezvous", required=True, help="Where all ranks meet.")
     parser.add_argument("--store", type=int, help="File descriptor of the socket that listens there.")
     parser.add_argument("--steps", type=int, help="That of the socket at which ranks of other hosts get their steps.")
-    parser.add_argument("--key", default="", help="What they say there first, in hexadecimal.")
     arguments = parser.parse_args()
-    config = begin(arguments)
+    task = begin(arguments)
+    config = task.config
     setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
     pulse = Pulse(arguments.folder / PROGRESS_FILE)
     try:
-        runner = _make_runner(arguments, config, pulse.waits)
+        runner = _make_runner(arguments, task, pulse.waits)
         tiering = build_tiers(config, runner)
         grammars = build_grammars(config, runner)
         masks = None if grammars is None else grammars.masks
@@ -239,8 +239,9 @@ def main() -> int:
     return 0
 
 
-def _make_runner(arguments: argparse.Namespace, config: WorkerConfig, waits: Waits) -> LoadedRunner:
-    factory: RunnerFactory = load(arguments.runner)
+def _make_runner(arguments: argparse.Namespace, task: Task, waits: Waits) -> LoadedRunner:
+    config = task.config
+    factory: RunnerFactory = load(task.runner)
     if config.ranks == 1:
         return factory(config)
     followers = [Connection(int(descriptor)) for descriptor in arguments.followers.split(",") if descriptor]
@@ -248,7 +249,7 @@ def _make_runner(arguments: argparse.Namespace, config: WorkerConfig, waits: Wai
     if arguments.steps is not None:
         with socket.socket(fileno=arguments.steps) as listener:
             elsewhere = range(place.on_node, place.size)
-            followers += accept(listener, bytes.fromhex(arguments.key), elsewhere, _COMING_SECONDS)
+            followers += accept(listener, task.key, elsewhere, _COMING_SECONDS)
     runner = factory(config, place)
     return (SplitRequestsRunner if runner.info.attention_ranks > 1 else GroupRunner)(runner, followers, waits)
 

@@ -7,28 +7,37 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from sapwood_common.python_process import python_command, python_environment
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TELLS = Path("/proc/self/stat").exists()
 
 
 class ChildProcess:
-    """A child of this process, without standard input.
+    """A Python process that is a child of this one.
 
     It is not asyncio's: uvloop forks, and a fork in a process where gRPC's threads run gives a child that now and then ends
     by SIGSEGV before it has become the program. ``subprocess`` calls vfork, which runs no fork handlers. A thread waits for
     the end.
 
     Args:
-        command: The program and its arguments.
+        command: The arguments of Python.
+        said: What it reads from its standard input, which others cannot see, as they can a command line.
         descriptors: File descriptors that it gets, by the same numbers.
     """
 
-    def __init__(self, command: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+    def __init__(self, command: Sequence[str], said: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        with tempfile.TemporaryFile() as file:  # not a pipe: it never blocks
+            file.write(said)
+            file.seek(0)
+            self._process = subprocess.Popen(
+                python_command(*command), stdin=file, pass_fds=descriptors, env=python_environment()
+            )
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), daemon=True).start()
 

@@ -133,9 +133,10 @@ class _NodeRanks:
         self._ranks = [Rank(self._folder.path, number, config.ranks) for number in numbers]
         self._limit = LOST_AT_START_AFTER
         for rank in self._ranks:
-            way = ("--leader", f"{host}:{begin.steps}", "--key", begin.key.hex())
-            flags = ("--rank", str(rank.number), *way, "--rendezvous", f"tcp://{host}:{begin.store}")
-            rank.start(rank_command("rank_process", self._folder.path, config, self._runner, *flags))
+            way = ("--leader", f"{host}:{begin.steps}", "--rendezvous", f"tcp://{host}:{begin.store}")
+            flags = ("--rank", str(rank.number), *way)
+            command = rank_command("rank_process", self._folder.path, config, self._runner, *flags, key=begin.key)
+            rank.start(command)
         logger.info("ranks %d to %d of %d start", numbers[0], numbers[-1], config.ranks)
         self._watching = asyncio.ensure_future(self._watch(begin.epoch, link, self._ranks))
 

@@ -26,7 +26,7 @@ from sapwood_worker.ipc.messages import (
 )
 from sapwood_worker.ipc.nodes import Meeting, Nodes
 from sapwood_worker.ipc.progress import ProgressView
-from sapwood_worker.ipc.rank import Rank, rank_command
+from sapwood_worker.ipc.rank import Rank, RankCommand, rank_command
 from sapwood_worker.ipc.standing import Standing
 from sapwood_worker.records.model_info import ModelInfo
 
@@ -117,12 +117,13 @@ class SchedulerProcess:
             meeting = Meeting(self._nodes.host)
             store, steps = meeting.store.fileno(), meeting.steps.fileno()
             where = f"tcp://{self._nodes.host}:{meeting.store.getsockname()[1]}"
-            remote = ["--store", str(store), "--steps", str(steps), "--key", meeting.key.hex()]
+            remote = ["--store", str(store), "--steps", str(steps)]
         pairs = [socket.socketpair() for _ in followers]
         ends = [ours.fileno() for ours, _ in pairs]
         flags = ("--followers", ",".join(map(str, ends)), "--rendezvous", where, *remote)
         given = ends if meeting is None else [*ends, meeting.store.fileno(), meeting.steps.fileno()]
-        leader.start(self._command("scheduler_process", *flags), given)
+        key = b"" if meeting is None else meeting.key
+        leader.start(self._command("scheduler_process", *flags, key=key), given)
         for rank, (_, theirs) in zip(followers, pairs, strict=True):
             flags = ("--rank", str(rank.number), "--leader", str(theirs.fileno()), "--rendezvous", where)
             rank.start(self._command("rank_process", *flags), [theirs.fileno()])
@@ -133,8 +134,8 @@ class SchedulerProcess:
             self._elsewhere = self._nodes.begin(meeting)
             meeting.close()
 
-    def _command(self, module: str, *flags: str) -> list[str]:
-        return rank_command(module, self._folder.path, self._config, self._runner, *flags)
+    def _command(self, module: str, *flags: str, key: bytes = b"") -> RankCommand:
+        return rank_command(module, self._folder.path, self._config, self._runner, *flags, key=key)
 
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model.

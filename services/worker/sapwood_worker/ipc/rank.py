@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sapwood_common.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
@@ -26,7 +28,38 @@ DOUBTFUL = 0.3
 """Seconds without a sign of life from which on the kernel is asked what the process does, which takes a millisecond."""
 
 
-def rank_command(module: str, folder: Path, config: WorkerConfig, runner: str, *flags: str) -> list[str]:
+class RankTask(msgspec.Struct, frozen=True):
+    """What a process that runs the model reads from its standard input: it may hold secrets.
+
+    Attributes:
+        config_class: ``module:class`` of the configuration.
+        config: The worker's configuration, as JSON.
+        runner: ``module:function`` that makes its runner.
+        key: What ranks of other hosts say first when they connect to rank 0; empty: there are none.
+    """
+
+    config_class: str
+    config: str
+    runner: str
+    key: bytes = b""
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """How a process that runs the model or a part of it is started.
+
+    Attributes:
+        arguments: Python's, which other users of the machine can see.
+        task: Its standard input, a :class:`RankTask` as JSON.
+    """
+
+    arguments: list[str]
+    task: bytes
+
+
+def rank_command(
+    module: str, folder: Path, config: WorkerConfig, runner: str, *flags: str, key: bytes = b""
+) -> RankCommand:
     """The command of a process that runs the model or a part of it.
 
     Args:
@@ -35,17 +68,12 @@ def rank_command(module: str, folder: Path, config: WorkerConfig, runner: str, *
         config: The worker's configuration.
         runner: ``module:function`` that makes its runner.
         *flags: Its own flags.
+        key: As in :class:`RankTask`.
     """
-    config_class = type(config)
-    return [
-        *(sys.executable, "-m", f"sapwood_worker.core.{module}"),
-        *("--folder", str(folder)),
-        *("--parent", str(os.getpid())),
-        *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
-        *("--config", config.model_dump_json()),
-        *("--runner", runner),
-        *flags,
-    ]
+    config_class = f"{type(config).__module__}:{type(config).__qualname__}"
+    task = RankTask(config_class, config.model_dump_json(), runner, key)
+    arguments = ["-m", f"sapwood_worker.core.{module}", "--folder", str(folder), "--parent", str(os.getpid()), *flags]
+    return RankCommand(arguments, msgspec.json.encode(task))
 
 
 class Rank:
@@ -69,9 +97,9 @@ class Rank:
         self._words = last_words(folder, number)
         self._process: ChildProcess | None = None
 
-    def start(self, command: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+    def start(self, command: RankCommand, descriptors: Sequence[int] = ()) -> None:
         """Starts the process, which gets these file descriptors. Called on the event loop."""
-        self._process = ChildProcess(command, descriptors)
+        self._process = ChildProcess(command.arguments, command.task, descriptors)
 
     @property
     def process(self) -> ChildProcess:

@@ -1,7 +1,7 @@
 """Runs a model with made-up weights through all kinds of steps, so that all kernels that it needs are compiled.
 
 ``sapwood kernels build`` starts it in a process whose caches are empty folders, as ``python -m sapwood_worker.model.rehearsal``
-with the worker's configuration as JSON.
+with the worker's configuration as JSON on standard input.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rehearse(runner: ModelRunner) -> int:
 def main() -> None:
     """Prints how many steps were run; exits 2 if the configuration cannot be served."""
     setup_logging("rehearsal", "info", "text")
-    config = WorkerConfig.model_validate_json(sys.argv[1])
+    config = WorkerConfig.model_validate_json(sys.stdin.read())
     try:
         runner = make_runner(config)
     except ConfigError as error:

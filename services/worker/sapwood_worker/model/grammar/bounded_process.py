@@ -20,6 +20,8 @@ from collections.abc import Callable
 from subprocess import PIPE
 from typing import IO
 
+from sapwood_common.python_process import python_command, python_environment
+
 Process = subprocess.Popen[bytes]
 Answer = Callable[[bytes], bytes]
 
@@ -104,7 +106,9 @@ class BoundedProcesses:
             _end(process)
 
     def _start(self) -> Process:
-        process = subprocess.Popen([sys.executable, "-m", __name__, self._target], stdin=PIPE, stdout=PIPE)
+        process = subprocess.Popen(
+            python_command("-m", __name__, self._target), stdin=PIPE, stdout=PIPE, env=python_environment()
+        )
         try:
             _exchange(process, self._settings, _START_SECONDS)
         except BaseException:

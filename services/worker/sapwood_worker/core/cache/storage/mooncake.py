@@ -6,10 +6,10 @@ has lent is gone with it, so a cluster that is to start warm has clients that do
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_common.python_process import python_command, python_environment
 from sapwood_worker.core.cache.storage.backend import StorageError
 from sapwood_worker.core.cache.storage.url import StorageUrl
 
@@ -158,9 +159,9 @@ def _expect_answer(address: str) -> str:
 
 
 _TRIAL = """
-import sys
+import json, sys
 from mooncake.store import MooncakeDistributedStore
-host, metadata, protocol, devices, master = sys.argv[1:]
+host, metadata, protocol, devices, master = json.load(sys.stdin)
 store = MooncakeDistributedStore()
 code = store.setup(host, metadata, 0, 1 << 20, protocol, devices, master)
 store.close()
@@ -177,9 +178,8 @@ def _try_out(options: MooncakeOptions, own_address: str, patience: float) -> Non
     arguments = (own_address, options.metadata, options.protocol, options.devices, options.master)
     try:
         code = subprocess.run(
-            [sys.executable, "-c", _TRIAL, *arguments],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=patience, check=False,
+            python_command("-c", _TRIAL), env=python_environment(), input=json.dumps(arguments).encode(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=patience, check=False,
         ).returncode  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise StorageError(f"the Mooncake store at {options.master} does not answer") from error

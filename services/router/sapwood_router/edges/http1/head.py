@@ -19,6 +19,8 @@ _LINE = re.compile(rb"([A-Z]+) ([!\"$-~]+) HTTP/1\.([01])\r\n")
 _OTHER_VERSION = re.compile(rb"[A-Z]+ [^ \r\n]+ HTTP/(?!1\.[01]\r)[0-9.]+\r\n")
 _HOST = re.compile(rb"[A-Za-z0-9._~%:\[\]-]*")
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,15})\r\n")
+_MOST_DIGITS = 20
+"""Of a length, zeros in front included: other servers refuse more."""
 _MOST_KNOWN, _LONGEST_KNOWN = 256, 2048
 """Heads that are remembered, and the bytes of one."""
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"})
@@ -87,7 +89,7 @@ class HeadReader:
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[Head, int | None]] = {}
-        """Heads as they came, without the number of content-length."""
+        """Heads as they came, with 0 as content-length: one without a number is another head, and malformed."""
 
     def read(self, data: bytes) -> tuple[Head, int | None]:
         """Reads a head.
@@ -102,7 +104,7 @@ class HeadReader:
             HttpError: It is malformed, or of an HTTP that is not spoken here.
         """
         found = _LENGTH.search(data)
-        key = data if found is None else data[: found.start(1)] + data[found.end(1) :]
+        key = data if found is None else b"%b0%b" % (data[: found.start(1)], data[found.end(1) :])
         known = self._known.get(key)
         if known is None:
             known = _read(data)
@@ -146,6 +148,8 @@ def _read(data: bytes) -> tuple[Head, int | None]:
         raise HttpError(400, f"malformed request: {str(error)[:100]}") from None
     _check_doubled(fields.found)
     lengths = [value for name, value in fields.found if name == b"content-length"]
+    if lengths and len(lengths[0]) > _MOST_DIGITS:
+        raise HttpError(400, "content-length has too many digits", field="content-length")
     head = Head(line, [field for field in fields.found if field[0] != b"content-length"])
     # llhttp lets nothing but digits through as a length, and none beside chunks.
     return head, None if b"transfer-encoding" in head.fields else int(lengths[0]) if lengths else 0

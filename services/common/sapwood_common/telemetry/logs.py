@@ -6,11 +6,13 @@ import contextvars
 import datetime
 import json
 import logging
+import numbers
 import re
 import sys
 from typing import Literal
 
 from sapwood_common.random_bytes import random_bytes
+from sapwood_common.telemetry.shown_text import LongText, cut, shown
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata key and HTTP header that carry the request id between services."""
@@ -52,6 +54,63 @@ def trace_id_of(traceparent: str | None) -> str | None:
     return found[1] if found is not None else None
 
 
+_MOST_SHOWN, _MOST_OF_VALUE, _MOST_OF_LONG = 16384, 1024, 12288
+"""Characters of a line, of a value in it, and of a :class:`LongText` in it."""
+_MOST_OF_TRACEBACK = 32768
+
+
+def _message(record: logging.LogRecord) -> str:
+    """A record's message on one line, its values and itself cut where they are long."""
+    arguments = record.args
+    if isinstance(arguments, tuple):
+        arguments = tuple(map(_value, arguments))
+    text = str(record.msg)
+    return shown(text % arguments if arguments else text, _MOST_SHOWN)
+
+
+def _value(value: object) -> object:
+    """A value of a log line, cut where it is long."""
+    if value is None or isinstance(value, numbers.Number):
+        return value
+    if isinstance(value, str):
+        return cut(value, _MOST_OF_LONG if isinstance(value, LongText) else _MOST_OF_VALUE)
+    return _Cut(value)
+
+
+class _Cut:
+    """A value of any class, of which a log line has the beginning and the end of what it would say."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return cut(str(self._value), _MOST_OF_VALUE)
+
+    def __repr__(self) -> str:
+        return cut(repr(self._value), _MOST_OF_VALUE)
+
+
+class _TextFormatter(logging.Formatter):
+    """One line for people; an exception's lines follow, each of which begins with a bar."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and the lines of its exception."""
+        record.message, record.asctime = _message(record), self.formatTime(record, self.datefmt)
+        text = self.formatMessage(record)
+        for more in (record.exc_info and self.formatException(record.exc_info), record.stack_info):
+            if more:
+                text += "".join(f"\n    | {line}" for line in _lines(more))
+        return text
+
+
+def _lines(traceback: str) -> list[str]:
+    """The lines of a traceback, without those in the middle where it is long: it may quote what clients sent."""
+    half = _MOST_OF_TRACEBACK // 2
+    if len(traceback) > 2 * half:
+        traceback = f"{traceback[:half]}\n...\n{traceback[-half:]}"
+    return [shown(line, _MOST_OF_VALUE) for line in traceback.split("\n")]
+
+
 class _JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
@@ -66,14 +125,14 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "service": self._service,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if (request_id := request_id_var.get()) != "-":
             entry["request_id"] = request_id
         if (trace_id := trace_id_of(traceparent_var.get())) is not None:
             entry["trace_id"] = trace_id
         if record.exc_info is not None:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = "\n".join(_lines(self.formatException(record.exc_info)))
         return json.dumps(entry, ensure_ascii=False)
 
 
@@ -98,7 +157,7 @@ def setup_logging(service: str, level: str = "info", log_format: LogFormat = "te
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
-    text = logging.Formatter(
+    text = _TextFormatter(
         f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} [%(request_id)s] %(message)s", datefmt="%H:%M:%S"
     )
     handler.setFormatter(_JsonFormatter(service) if log_format == "json" else text)

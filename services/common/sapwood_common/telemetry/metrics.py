@@ -1,6 +1,7 @@
 """Prometheus metrics: made in an injected registry, with labels whose values are bounded, and served over HTTP.
 
-A label takes only values that it knows; anything else is counted under ``other``, so that no client can make series.
+A label takes only values that it knows; anything else is counted under ``other``, so that no client can make series. Values not
+known beforehand are fit to be shown (``shown_text.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from prometheus_client.registry import Collector
 from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry.metrics_thread import serve_on_port, serve_on_socket
 from sapwood_common.telemetry.series import Counter, Gauge, Histogram, Series
+from sapwood_common.telemetry.shown_text import shown
 from sapwood_common.unix_socket import is_unix
 
 OTHER = "other"
+_MOST_OF_LABEL = 256
+"""Characters of a label's value."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Buckets from a decode step to a long generation."""
@@ -62,6 +66,7 @@ class AtMost:
 
     def bound(self, value: str) -> str:
         """Also remembers the value while there is room."""
+        value = shown(value, _MOST_OF_LABEL)
         if value in self._seen:
             return value
         if len(self._seen) >= self._limit:
@@ -71,7 +76,7 @@ class AtMost:
 
     def forget(self, value: str) -> None:
         """Forgets a value that exists no longer, which makes room for another."""
-        self._seen.discard(value)
+        self._seen.discard(shown(value, _MOST_OF_LABEL))
 
     def describe(self) -> str:
         return f"at most {self._limit}"
@@ -119,7 +124,8 @@ class Family(Generic[SeriesT]):
         if found is None:
             bounded = self._bounded(values)
             found = self._series.get(bounded) or self._series.setdefault(bounded, self._make())
-            if len(self._known) < _MOST_KNOWN:  # values that nobody knows beforehand may be without number
+            # Values that nobody knows beforehand may be without number, and long.
+            if len(self._known) < _MOST_KNOWN and all(len(value) <= _MOST_OF_LABEL for value in values.values()):
                 self._known[key] = found
         return found
 

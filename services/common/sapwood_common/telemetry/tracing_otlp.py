@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.telemetry.shown_text import shown
 from sapwood_common.telemetry.tracing import Attribute, Span, SpanKind, Tracing
 
 try:
@@ -25,6 +26,14 @@ _KINDS: dict[SpanKind, trace.SpanKind] = {
     "client": trace.SpanKind.CLIENT,
 }
 _EXPORT_INTERVAL_MS = 1_000
+_MOST_OF_NAME, _MOST_OF_VALUE, _MOST_IN_LIST = 256, 1024, 64
+
+
+def _attribute(value: Attribute) -> Attribute:
+    """An attribute whose text is fit to be shown."""
+    if isinstance(value, str):
+        return shown(value, _MOST_OF_VALUE)
+    return [shown(each, _MOST_OF_VALUE) for each in value[:_MOST_IN_LIST]] if isinstance(value, list) else value
 
 
 class _OtlpSpan(Span):
@@ -34,14 +43,14 @@ class _OtlpSpan(Span):
         self._span = span
 
     def set(self, name: str, value: Attribute) -> None:
-        self._span.set_attribute(name, value)
+        self._span.set_attribute(name, _attribute(value))
 
     def rename(self, name: str) -> None:
-        self._span.update_name(name)
+        self._span.update_name(shown(name, _MOST_OF_NAME))
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
         if error is not None:
-            self._span.set_status(trace.StatusCode.ERROR, error)
+            self._span.set_status(trace.StatusCode.ERROR, shown(error, _MOST_OF_VALUE))
         self._span.end(at_ns)
 
 
@@ -71,8 +80,11 @@ class OtlpTracing(Tracing):
         at_ns: int | None = None,
     ) -> Span:
         context = self._propagator.extract({"traceparent": parent} if parent else {}, Context())
+        own = {each: _attribute(value) for each, value in (attributes or {}).items()}
         return _OtlpSpan(
-            self._tracer.start_span(name, context, kind=_KINDS[kind], attributes=attributes, start_time=at_ns)
+            self._tracer.start_span(
+                shown(name, _MOST_OF_NAME), context, kind=_KINDS[kind], attributes=own, start_time=at_ns
+            )
         )
 
     def close(self) -> None:

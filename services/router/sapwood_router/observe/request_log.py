@@ -11,6 +11,7 @@ import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.status import row_of
+from sapwood_common.telemetry.shown_text import LongText
 from sapwood_router.request.context import RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.output import Output
 
@@ -78,7 +79,7 @@ class OpenLine:
             ttft,
             f" resumptions={context.resumptions}" if context.resumptions else "",
             "" if context.error is None else f" error={context.error.message!r}",
-            self._details(),
+            LongText(self._details()),
         )
 
     def _details(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+import re
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -14,6 +15,14 @@ _PHRASES = {status.value: status.phrase for status in http.HTTPStatus} | {
     529: "Overloaded",
 }
 """What the status is in words; the last two are no standard's: a request that was cancelled, and Anthropic's for an overload."""
+
+_PLAIN = re.compile(rb"[ -~]{0,4096}")
+_MOST_OF_VALUE = 4096
+
+
+def _fit(value: bytes) -> bytes:
+    """A value as a header can have it: no end of line in it, whoever it came from."""
+    return re.sub(rb"[^ -~]", b"?", value[:_MOST_OF_VALUE])
 
 
 class ResponseHeads:
@@ -34,7 +43,8 @@ class ResponseHeads:
 
         Args:
             status: HTTP status.
-            headers: Well formed, and none of those that say how long the body is or what becomes of the connection.
+            headers: Names well formed, and none of those that say how long the body is or what becomes of the
+                connection. Values are made well formed.
             framing: Those, as they are sent, each with its end of line.
         """
         second = int(self._clock())
@@ -47,6 +57,6 @@ class ResponseHeads:
             begin = self._begins[status] = line.encode("ascii")
         parts = [begin]
         for name, value in headers:
-            parts += (name, b": ", value, b"\r\n")
+            parts += (name, b": ", value if _PLAIN.fullmatch(value) else _fit(value), b"\r\n")
         parts += (framing, b"\r\n")
         return b"".join(parts)

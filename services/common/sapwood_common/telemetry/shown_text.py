@@ -1,0 +1,54 @@
+"""Text from outside as logs, metrics and traces may show it: one line, without what moves a terminal's cursor, not too long, and
+without the credentials of URLs."""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # controls: line feeds, ESC, NUL
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"  # other ends of lines, and what changes the order of writing or is not seen
+    "\ud800-\udfff]"  # halves of characters, which no encoder takes
+)
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/?#'\"@]*(?:@[^\s/?#'\"@]*)*@")
+_HIDDEN = "***@"
+_NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+_GAP = " ... "
+
+
+class LongText(str):
+    """A text that a log line may show at length, such as the prompt that an operator wants to see."""
+
+    __slots__ = ()
+
+
+def cut(text: str, most: int) -> str:
+    """A text of at most so many characters, at least 16: the middle of a longer one is left out, and its URLs' credentials."""
+    if len(text) <= most:
+        return text
+    text = _without_credentials(text)  # before a cut may part them from their end
+    half = (most - len(_GAP)) // 2
+    return f"{text[:half]}{_GAP}{text[len(text) - half :]}"
+
+
+def shown(text: str, most: int) -> str:
+    """A text from outside, fit to be shown.
+
+    Args:
+        text: The text.
+        most: As of :func:`cut`.
+    """
+    text = cut(text, most)
+    text = _without_credentials(text)
+    if text.isascii() and text.isprintable():
+        return text  # the usual case
+    return _UNSAFE.sub(_escaped, text)
+
+
+def _without_credentials(text: str) -> str:
+    return _CREDENTIALS.sub(_HIDDEN, text) if "://" in text else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    character = found[0]
+    return _NAMED.get(character) or (f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}")

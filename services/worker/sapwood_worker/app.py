@@ -147,8 +147,8 @@ async def _run(
 ) -> NoReturn:
     """Serves one scheduler process after the other. Raises ConfigError if the first cannot start."""
     grammars: RequestGrammars | None = None
-    publisher: KvEventPublisher | None = None
-    replays: asyncio.Future[None] | None = None
+    publishers: list[KvEventPublisher] = []
+    replays: list[asyncio.Future[None]] = []
 
     try:
         while True:
@@ -160,8 +160,8 @@ async def _run(
             )
             if grammars is None:
                 grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
-                publisher = _publisher(config, engine, info)
-                replays = None if publisher is None else asyncio.ensure_future(publisher.serve_replays())
+                publishers = _publishers(config, engine, info)
+                replays = [asyncio.ensure_future(each.serve_replays()) for each in publishers]
             epoch = time.time_ns()
             engine.scheduler_started(epoch)
             gc.freeze()  # collections then skip what is loaded: they take 80 ms of the event loop with it
@@ -177,9 +177,9 @@ async def _run(
             await health.loaded(False)
             await scheduler.start()
     finally:
-        if replays is not None:
-            replays.cancel()
-        if publisher is not None:
+        for replay in replays:
+            replay.cancel()
+        for publisher in publishers:
             publisher.close()
         if grammars is not None:
             await grammars.close()
@@ -224,18 +224,31 @@ def _sglang() -> Any:
     return service
 
 
-def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
-    """The ZeroMQ publisher of the engine's KV events; None if the configuration asks for none."""
+def _publishers(config: WorkerConfig, engine: Engine, info: ModelInfo) -> list[KvEventPublisher]:
+    """The ZeroMQ publishers of KV events, one for each prefix cache; none if the configuration asks for none."""
+    publishers: list[KvEventPublisher] = []
     if config.kv_events_port is None:
-        return None
-    publisher = KvEventPublisher(
-        config.host,
-        config.kv_events_port,
-        config.kv_events_replay_port,
-        topic=config.kv_events_topic,
-        keep=config.kv_events_keep,
-        block_size=info.page_size,
-    )
-    engine.kv_events.listen(publisher.publish)
-    announce(logger, "KV events on %s, replay on %s", publisher.address, publisher.replay_address or "no port")
-    return publisher
+        return publishers
+    ranks = info.attention_ranks
+    for rank, stream in enumerate(engine.cache_streams(ranks)):
+        publisher = KvEventPublisher(
+            config.host,
+            _port_of(rank, config.kv_events_port),
+            None if config.kv_events_replay_port is None else _port_of(rank, config.kv_events_replay_port),
+            topic=config.kv_events_topic,
+            keep=config.kv_events_keep,
+            block_size=info.page_size,
+            rank=rank,
+            form=config.kv_events_format,
+        )
+        publishers.append(publisher)
+        stream.listen(publisher.publish)
+        whose = f" of rank {rank}" if ranks > 1 else ""
+        announce(
+            logger, "KV events%s on %s, replay on %s", whose, publisher.address, publisher.replay_address or "no port"
+        )
+    return publishers
+
+
+def _port_of(rank: int, first: int) -> int:
+    return first + rank if first else 0

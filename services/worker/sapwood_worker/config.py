@@ -11,7 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.models.needs import OF_HUB
 from sapwood_worker.settings.model_settings import ModelSettings
-from sapwood_worker.settings.names import GrammarBackendName, HandoffMover, Role, SpeculateChoice
+from sapwood_worker.settings.names import GrammarBackendName, HandoffMover, KvEventsFormat, Role, SpeculateChoice
 from sapwood_worker.settings.needs import NEEDS
 
 
@@ -158,13 +158,20 @@ class WorkerConfig(ModelSettings):
         ge=0,
         le=65535,
         description="Port on which KV events go out over ZeroMQ PUB, in the format of vLLM and SGLang; 0 takes a free one "
-        "and logs it; none: they do not. (The gRPC stream of events is always there.)",
+        "and logs it; none: they do not. (The gRPC stream of events is always there.) "
+        "With --data-parallel-attention each rank has one, from this one up.",
     )
     kv_events_replay_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="Port on which ZeroMQ subscribers ask for events they missed; none: they cannot.",
+        description="Port on which ZeroMQ subscribers ask for events they missed; none: they cannot. "
+        "With --data-parallel-attention each rank has one, from this one up.",
+    )
+    kv_events_format: KvEventsFormat = Field(
+        "map",
+        description="How an event is written over ZeroMQ: as a map, as vLLM 0.33 and SGLang 0.5.23 do, or as an array, as "
+        "earlier versions did.",
     )
     kv_events_topic: str = Field("kv-events", description="Topic of the ZeroMQ messages.")
     kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")

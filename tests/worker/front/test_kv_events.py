@@ -26,11 +26,31 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.front.kv_event_publisher import KvEventPublisher, encode_batch
 from sapwood_worker.front.kv_event_stream import MOST_BEHIND, SNAPSHOT_BLOCKS, KvEventBatch, KvEventStream
-from sapwood_worker.records.kv_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, split_hashes
+from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, split_hashes
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.settings.names import KvEventsFormat
 
 
-class SharedStored(msgspec.Struct, array_like=True, tag="BlockStored"):
+class MapStored(msgspec.Struct, tag="BlockStored", forbid_unknown_fields=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class MapRemoved(msgspec.Struct, tag="BlockRemoved", forbid_unknown_fields=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class MapCleared(msgspec.Struct, tag="AllBlocksCleared", forbid_unknown_fields=True):
+    pass
+
+
+class ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
     token_ids: list[int]
@@ -40,13 +60,20 @@ class SharedStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     lora_name: str | None = None
 
 
-class SharedRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+class ArrayRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
     block_hashes: list[int | bytes]
     medium: str | None = None
 
 
-class SharedCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+class ArrayCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
     pass
+
+
+FORMATS: dict[KvEventsFormat, Any] = {
+    "map": MapStored | MapRemoved | MapCleared,
+    "array": ArrayStored | ArrayRemoved | ArrayCleared,
+}
+SHARED_MEDIA = ("GPU", "CPU_PINNED", "EXTERNAL")
 
 
 class SharedBatch(msgspec.Struct, array_like=True):
@@ -56,17 +83,19 @@ class SharedBatch(msgspec.Struct, array_like=True):
 
 
 class DocumentedSubscriber:
-    """Written from vLLM's documentation of its KV events: tagged msgpack arrays, hashes as numbers."""
+    """Written from vLLM's documentation of its KV events: tagged msgpack maps, or arrays as earlier; hashes as numbers."""
 
-    def __init__(self) -> None:
-        self._decoder = msgspec.msgpack.Decoder(list[SharedStored | SharedRemoved | SharedCleared])
+    def __init__(self, form: KvEventsFormat = "map", rank: int = 0) -> None:
+        self._rank = rank
+        self._decoder = msgspec.msgpack.Decoder(list[FORMATS[form]])
         self.blocks: dict[tuple[str | None, int], tuple[int | None, tuple[int, ...], str | None]] = {}
 
     def receive(self, payload: bytes) -> None:
         batch = msgspec.msgpack.decode(payload, type=SharedBatch)
+        assert batch.data_parallel_rank == self._rank
         for event in self._decoder.decode(msgspec.msgpack.encode(batch.events)):
             match event:
-                case SharedStored():
+                case MapStored() | ArrayStored():
                     parent = event.parent_block_hash
                     assert len(event.token_ids) == event.block_size * len(event.block_hashes)
                     for index, block in enumerate(event.block_hashes):
@@ -75,7 +104,7 @@ class DocumentedSubscriber:
                         assert (event.medium, block) not in self.blocks, "stored twice"
                         self.blocks[event.medium, block] = (parent, tuple(tokens), event.lora_name)
                         parent = block
-                case SharedRemoved():
+                case MapRemoved() | ArrayRemoved():
                     for block in event.block_hashes:
                         del self.blocks[event.medium, block]
                 case _:
@@ -161,7 +190,8 @@ def number(block: bytes) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_documented_subscriber_rebuilds_the_tree_exactly(seed: int) -> None:
-    traffic, subscriber, stream = Traffic(seed), DocumentedSubscriber(), KvEventStream()
+    form: KvEventsFormat = "map" if seed % 3 else "array"
+    traffic, subscriber, stream = Traffic(seed), DocumentedSubscriber(form), KvEventStream()
     stream.begin(1)
     loras = set()
     for _ in range(300):
@@ -169,7 +199,7 @@ def test_a_documented_subscriber_rebuilds_the_tree_exactly(seed: int) -> None:
         events = traffic.scheduler.take_kv_events()
         assert traffic.flushed or AllBlocksCleared() not in events
         stream.apply(events)
-        subscriber.receive(encode_batch(0.0, events, traffic.page_size))
+        subscriber.receive(encode_batch(0.0, events, traffic.page_size, 0, form))
         cached = traffic.cached()
         assert {block for _, block in subscriber.blocks} == {number(block) for block in cached}
         assert subscriber.sequences() == set(cached.values())
@@ -177,9 +207,9 @@ def test_a_documented_subscriber_rebuilds_the_tree_exactly(seed: int) -> None:
         assert stream.num_blocks == len(cached)
         assert stream.digest == reduce(xor, map(digest_term, cached), 0)
         loras |= {lora for _, _, lora in subscriber.blocks.values()}
-        late = DocumentedSubscriber()
+        late = DocumentedSubscriber(form)
         for part in stream.snapshot():
-            late.receive(encode_batch(0.0, part.events, traffic.page_size))
+            late.receive(encode_batch(0.0, part.events, traffic.page_size, 0, form))
         assert late.blocks == subscriber.blocks
     assert stream.seq > 50 and loras == {None, "poet"}
 
@@ -278,8 +308,11 @@ async def test_a_subscriber_that_does_not_read_gets_a_new_snapshot() -> None:
     await batches.aclose()
 
 
-async def test_zeromq_subscribers_see_gaps_and_have_them_replayed() -> None:
-    publisher = KvEventPublisher("127.0.0.1", 0, 0, topic="kv-events", keep=100, block_size=2)
+@pytest.mark.parametrize(("form", "replay_topic"), [("map", [b"kv-events"]), ("array", [])])
+async def test_zeromq_subscribers_see_gaps_and_have_them_replayed(
+    form: KvEventsFormat, replay_topic: list[bytes]
+) -> None:
+    publisher = KvEventPublisher("127.0.0.1", 0, 0, topic="kv-events", keep=100, block_size=2, rank=3, form=form)
     replays = asyncio.ensure_future(publisher.serve_replays())
     stream = KvEventStream()
     stream.listen(publisher.publish)
@@ -289,7 +322,7 @@ async def test_zeromq_subscribers_see_gaps_and_have_them_replayed() -> None:
     sub = context.socket(zmq.SUB)
     sub.setsockopt_string(zmq.SUBSCRIBE, "kv-events")
     sub.connect(f"tcp://{publisher.address}")
-    subscriber = DocumentedSubscriber()
+    subscriber = DocumentedSubscriber(form, rank=3)
     index = 3
     while not await sub.poll(50):  # until the subscription has arrived
         stream.apply([stored([block(index)])])
@@ -303,10 +336,12 @@ async def test_zeromq_subscribers_see_gaps_and_have_them_replayed() -> None:
     await dealer.send_multipart((b"", (0).to_bytes(8, "big")))
     replayed = []
     while True:
-        _, number_of, old = await asyncio.wait_for(dealer.recv_multipart(), 60)
+        _, *topics, number_of, old = await asyncio.wait_for(dealer.recv_multipart(), 60)
         if not old:
+            assert topics == [b""] * len(replay_topic)
             assert int.from_bytes(number_of, "big", signed=True) == -1
             break
+        assert topics == replay_topic
         replayed.append(int.from_bytes(number_of, "big"))
         if replayed[-1] < first:
             subscriber.receive(old)
@@ -388,12 +423,12 @@ async def test_a_worker_publishes_what_each_tier_holds_over_zeromq(start, tmp_pa
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(f"tcp://{found[2]}")
         subscriber = DocumentedSubscriber()
-        while {medium for medium, _ in subscriber.blocks} != set(MEDIA):
+        while {medium for medium, _ in subscriber.blocks} != set(SHARED_MEDIA):
             subscriber = DocumentedSubscriber()
             await dealer.send_multipart((b"", bytes(8)))
-            while (frames := await asyncio.wait_for(dealer.recv_multipart(), 60))[2]:
-                subscriber.receive(frames[2])
-        for medium in MEDIA:
+            while (frames := await asyncio.wait_for(dealer.recv_multipart(), 60))[3]:
+                subscriber.receive(frames[3])
+        for medium in SHARED_MEDIA:
             assert {number(name) for name in hash_pages(range(40), 16)} <= {
                 name for where, name in subscriber.blocks if where == medium
             }

@@ -352,12 +352,12 @@ class EventLoop:
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
-        events = self._scheduler.take_kv_events()
+        events, rank_events = self._scheduler.take_kv_events(), self._scheduler.take_rank_kv_events()
         experts = None if self._experts is None else self._experts.take(idle=not self._busy)
         sums = None if self._sums is None else self._sums.take(idle=not self._busy)
-        if outputs or events or experts is not None or sums is not None or load != self._reported:
+        if outputs or events or rank_events or experts is not None or sums is not None or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts, sums))
+            self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts, sums, rank_events))
             if outputs:
                 reached("tokens sent")
             if any(output.ticket is not None for output in outputs):

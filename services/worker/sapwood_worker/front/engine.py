@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -93,7 +93,9 @@ class Engine:
         self._lost: str | None = None
         self._load_changed = asyncio.Event()
         self.kv_events = KvEventStream()
-        """What is cached."""
+        """What is cached, on any rank."""
+        self.rank_kv_events: list[KvEventStream] = []
+        """With data-parallel attention, what each rank caches; empty if nobody asks (:meth:`cache_streams`)."""
         self.load = Load()
         """The load after the last step."""
         self.experts = ExpertLoad()
@@ -280,7 +282,7 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, kv_events, times, experts, sums):
+            case Step(outputs, load, kv_events, times, experts, sums, rank_kv_events):
                 self.experts = experts or self.experts
                 self.sums = sums or self.sums
                 if outputs:
@@ -296,6 +298,8 @@ class Engine:
                         if output.ticket is not None:
                             reached("ticket at front" if output.finish_reason else "pages at front")
                 self.kv_events.apply(kv_events)
+                for stream, events in zip(self.rank_kv_events, rank_kv_events, strict=False):
+                    stream.apply(events)
                 if kv_events or load != self.load:
                     self._load_is(load)
             case Refused(serial, kind, text, field, retry_after):
@@ -312,11 +316,17 @@ class Engine:
                 if (future := self._calls.get(call)) is not None and not future.done():
                     future.set_exception(_REFUSALS.get(kind, errors.InternalError)(text, field=field))
 
+    def cache_streams(self, ranks: int) -> Sequence[KvEventStream]:
+        """One stream of events for each prefix cache; to be called before a scheduler has started."""
+        self.rank_kv_events = [KvEventStream() for _ in range(ranks)] if ranks > 1 else []
+        return self.rank_kv_events or [self.kv_events]
+
     def scheduler_started(self, epoch: int) -> None:
         """A scheduler process is ready, with nothing cached; requests may come."""
         self._lost = None
         self.experts, self.sums = ExpertLoad(), {}
-        self.kv_events.begin(epoch)
+        for stream in (self.kv_events, *self.rank_kv_events):
+            stream.begin(epoch)
         for role in self.roles if len(self.roles) > 1 else ():  # nobody waits for the answers
             self._send(CacheCommand(next(self._serials), "restore_role", role))
         self._load_is(Load())

@@ -1,10 +1,17 @@
 """KV events over ZeroMQ, in the msgpack format that vLLM, SGLang and Dynamo share.
 
 A PUB socket sends ``[topic, sequence number as 8 bytes big endian, payload]`` for each batch. A ROUTER socket answers an 8-byte
-big-endian number with every batch from that one on that is still kept, ``[number, payload]`` each, then ``[-1, empty]``.
-The payload is a msgpack array ``[seconds since 1970, events, data parallel rank]``; an event is
+big-endian number with every batch from that one on that is still kept, ``[topic, number, payload]`` each, then
+``[empty, -1, empty]``.
+
+The payload is a msgpack array ``[seconds since 1970, events, data parallel rank]``. An event is a map: ``type`` is BlockStored,
+BlockRemoved or AllBlocksCleared, and the other keys are those of vLLM 0.33 and SGLang 0.5.23. Of either, all keys are there that
+its decoder requires. A hash is an unsigned number, as in vLLM: the last 8 bytes of our 16. A medium is named as in SGLang: GPU,
+CPU_PINNED (the host's memory) or EXTERNAL (a store).
+
+The format ``array`` is the one both had before: an event is
 ``["BlockStored", hashes, parent hash, tokens, block size, LoRA id, medium, LoRA name]``, ``["BlockRemoved", hashes, medium]`` or
-``["AllBlocksCleared"]``. A hash is an unsigned number, as in vLLM: the last 8 bytes of our 16.
+``["AllBlocksCleared"]``, a medium is GPU, CPU_TIER1 or CPU_TIER2, and answers of the ROUTER socket have no topic.
 
 PUB drops what a slow subscriber does not read: it sees a gap in the numbers and asks for a replay.
 """
@@ -23,11 +30,13 @@ import zmq.asyncio
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.front.kv_event_stream import KvEventBatch
-from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, split_hashes
+from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
+from sapwood_worker.settings.names import KvEventsFormat
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 _SEND_HIGH_WATER = 100_000
+_MEDIUM: dict[Medium, str] = {"GPU": "GPU", "CPU_TIER1": "CPU_PINNED", "CPU_TIER2": "EXTERNAL"}
 
 
 class KvEventPublisher:
@@ -40,6 +49,8 @@ class KvEventPublisher:
         topic: The topic of every message.
         keep: Batches kept for replay.
         block_size: Tokens in a block.
+        rank: The data-parallel rank whose cache it is.
+        form: The format of the events.
 
     Attributes:
         address: ``host:port`` of the PUB socket.
@@ -50,10 +61,22 @@ class KvEventPublisher:
     """
 
     def __init__(
-        self, host: str, port: int, replay_port: int | None, *, topic: str, keep: int, block_size: int
+        self,
+        host: str,
+        port: int,
+        replay_port: int | None,
+        *,
+        topic: str,
+        keep: int,
+        block_size: int,
+        rank: int = 0,
+        form: KvEventsFormat = "map",
     ) -> None:
         self._topic = topic.encode()
         self._block_size = block_size
+        self._rank = rank
+        self._form = form
+        self._replay_topic = () if form == "array" else (self._topic,)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self._context = zmq.asyncio.Context()
         self._pub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUB)
@@ -71,7 +94,7 @@ class KvEventPublisher:
 
     def publish(self, batch: KvEventBatch) -> None:
         """Sends a batch; never blocks."""
-        payload = encode_batch(time.time(), batch.events, self._block_size)
+        payload = encode_batch(time.time(), batch.events, self._block_size, self._rank, self._form)
         self._kept.append((batch.seq, payload))
         self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
@@ -85,8 +108,9 @@ class KvEventPublisher:
             first = int.from_bytes(frames[-1], "big")
             for seq, payload in tuple(self._kept):
                 if seq >= first:
-                    await router.send_multipart((client, b"", seq.to_bytes(8, "big"), payload))
-            await router.send_multipart((client, b"", END_OF_REPLAY, b""))
+                    await router.send_multipart((client, b"", *self._replay_topic, seq.to_bytes(8, "big"), payload))
+            no_topic = (b"",) * len(self._replay_topic)
+            await router.send_multipart((client, b"", *no_topic, END_OF_REPLAY, b""))
 
     def close(self) -> None:
         """Closes the sockets; what is not sent yet is dropped."""
@@ -96,12 +120,34 @@ class KvEventPublisher:
         self._context.term()
 
 
-def encode_batch(seconds: float, events: Sequence[KvEvent], block_size: int) -> bytes:
+def encode_batch(
+    seconds: float, events: Sequence[KvEvent], block_size: int, rank: int = 0, form: KvEventsFormat = "map"
+) -> bytes:
     """The msgpack payload of a batch, as the module describes it."""
-    return msgspec.msgpack.encode([seconds, [_shared_format(event, block_size) for event in events], 0])
+    shared = _as_array if form == "array" else _as_map
+    return msgspec.msgpack.encode([seconds, [shared(event, block_size) for event in events], rank])
 
 
-def _shared_format(event: KvEvent, block_size: int) -> list[Any]:
+def _as_map(event: KvEvent, block_size: int) -> dict[str, Any]:
+    match event:
+        case BlockStored(hashes, parent, token_ids, medium, lora):
+            return {
+                "type": "BlockStored",
+                "block_hashes": _numbers(hashes),
+                "parent_block_hash": _number(parent) if parent else None,
+                "token_ids": array("I", token_ids).tolist(),
+                "block_size": block_size,
+                "lora_id": None,
+                "medium": _MEDIUM[medium],
+                "lora_name": lora or None,
+            }
+        case BlockRemoved(hashes, medium):
+            return {"type": "BlockRemoved", "block_hashes": _numbers(hashes), "medium": _MEDIUM[medium]}
+        case _:
+            return {"type": "AllBlocksCleared"}
+
+
+def _as_array(event: KvEvent, block_size: int) -> list[Any]:
     match event:
         case BlockStored(hashes, parent, token_ids, medium, lora):
             tokens = array("I", token_ids).tolist()

@@ -173,7 +173,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the
     steps before it for which no message was sent; ``experts``: what the model's experts have got, now and then; ``sums``: the
-    same of how often each method has summed tensors over ranks.
+    same of how often each method has summed tensors over ranks; ``rank_kv_events``: with data-parallel attention, the events of
+    each rank's own prefix cache, which ``kv_events`` merges.
     """
 
     outputs: list[RequestOutput]
@@ -182,6 +183,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     times: list[StepTime] = []
     experts: ExpertLoad | None = None
     sums: dict[str, int] | None = None
+    rank_kv_events: list[list[KvEvent]] = []
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):

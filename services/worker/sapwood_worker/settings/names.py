@@ -13,6 +13,7 @@ Role = Literal["both", "prefill", "decode"]
 DispatchName = Literal["gather", "direct", "direct-float8"]
 AllReduceName = Literal["auto", "backend", "one-shot", "two-shot"]
 HandoffMover = Literal["auto", "tcp", "shm", "nixl", "mooncake", "cuda"]
+KvEventsFormat = Literal["map", "array"]
 LanesName = Literal["auto", "always", "off"]
 Half = Literal["prefill", "decode"]
 

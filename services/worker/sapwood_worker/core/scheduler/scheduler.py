@@ -345,6 +345,10 @@ class Scheduler:
         """Removes and returns what the prefix cache stored and removed since the last call, in order."""
         return [] if self._kv_events is None else self._kv_events.take()
 
+    def take_rank_kv_events(self) -> list[list[KvEvent]]:
+        """Empty: there is one prefix cache only, and :meth:`take_kv_events` has its events."""
+        return []
+
     def load(self) -> Load:
         """The load now. O(running)."""
         return measure_load(

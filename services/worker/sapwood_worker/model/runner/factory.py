@@ -47,6 +47,7 @@ OF_ENCODERS = (
             *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
             *(
                 "kv_events_keep",
+                "kv_events_format",
                 "structured_output",
                 "jump_forward",
                 "grammar_timeout",

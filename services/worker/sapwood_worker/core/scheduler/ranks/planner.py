@@ -45,6 +45,7 @@ class RankPlanner:
         self._config = config
         self._ranks = schedulers
         self._events = MergedEvents(len(schedulers))
+        self._rank_events: list[list[KvEvent]] = []
         self._steps = 0
         # For each step in flight the number that each rank's scheduler has given its part; -1: it has none.
         self._in_flight: deque[list[int]] = deque()
@@ -182,7 +183,13 @@ class RankPlanner:
 
     def take_kv_events(self) -> list[KvEvent]:
         """As :meth:`Scheduler.take_kv_events`: a block is removed when no rank has it any more."""
-        return self._events.merge([each.take_kv_events() for each in self._ranks])
+        self._rank_events = [each.take_kv_events() for each in self._ranks]
+        return self._events.merge(self._rank_events)
+
+    def take_rank_kv_events(self) -> list[list[KvEvent]]:
+        """The events of each rank's own prefix cache that the last :meth:`take_kv_events` merged; empty if there were none."""
+        events, self._rank_events = self._rank_events, []
+        return events if any(events) else []
 
     def load(self) -> Load:
         """The load of all ranks together. O(running)."""

@@ -23,7 +23,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := PYTEST_XDIST_AUTO_NUM_WORKERS=$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu trace node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ bench-floods: $(BIN)/.installed-dev ## Measure what other clients feel of floods
 
 bench-fleet: $(BIN)/.installed-dev ## Measure policies, indexes and admission against 1000 simulated workers: ARGS='--workers 100 --pages 100000 --rate 1000'
 	$(BIN)/python benchmarks/bench_fleet.py $(ARGS)
+
+trace: $(BIN)/.installed-dev ## Count what one streamed chat runs through: files, classes, live objects, borders, calls a token
+	$(BIN)/python benchmarks/trace_request.py $(ARGS)
 
 bench-gpu: $(BIN)/.installed-dev ## Check and measure engine and services on this CUDA GPU: ARGS=out.jsonl
 	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu/run.sh $(ARGS)

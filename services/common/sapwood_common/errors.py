@@ -28,6 +28,26 @@ class InvalidArgumentError(SapwoodError):
     """A malformed or out-of-range field, or a prompt longer than the context."""
 
 
+class PromptTooLongError(InvalidArgumentError):
+    """A prompt longer than the context, in words that agents look for: they shorten the conversation and go on."""
+
+    @classmethod
+    def of(cls, tokens: int, most: int, *, field: str | None = None) -> PromptTooLongError:
+        """The error of a prompt of so many tokens where ``most`` would do."""
+        return cls(
+            f"prompt is too long: {tokens} tokens > {most} maximum. This model's maximum context length is {most} tokens; "
+            "please reduce the length of the messages",
+            field=field,
+        )
+
+    @classmethod
+    def in_bytes(cls, size: int, most: int, *, field: str | None = None) -> PromptTooLongError:
+        """The same where its bytes say so, before there are tokens."""
+        return cls(
+            f"prompt is too long: {size} bytes > {most} maximum; please reduce the length of the messages", field=field
+        )
+
+
 class NotFoundError(SapwoodError):
     """No such model, worker or request."""
 

@@ -16,6 +16,9 @@ from google.rpc.status_pb2 import Status
 from sapwood_common import errors
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_DOMAIN = "sapwood"
+_REASONS: dict[str, type[errors.SapwoodError]] = {"PROMPT_TOO_LONG": errors.PromptTooLongError}
+"""Classes that have no status of their own, by what says so."""
 
 
 class StatusRow(NamedTuple):
@@ -64,6 +67,11 @@ def error_of_code(code: grpc.StatusCode) -> type[errors.SapwoodError]:
     return row.error if row is not None else _FOREIGN.get(code, errors.InternalError)
 
 
+def reason_of(error: errors.SapwoodError) -> str:
+    """What says of an error more than its status; empty: nothing."""
+    return next((reason for reason, cls in _REASONS.items() if isinstance(error, cls)), "")
+
+
 def code_number(error: errors.SapwoodError) -> int:
     """The numeric ``google.rpc.Code`` of an error."""
     number: int = row_of(error).grpc.value[0]
@@ -76,6 +84,8 @@ def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes],
     That a request was cancelled is always told there, so that :func:`from_rpc_error` can tell it from a call that broke.
     """
     details: list[AnyMessage] = []
+    if reason := reason_of(error):
+        details.append(_pack(error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN)))
     if error.field is not None:
         bad_request = error_details_pb2.BadRequest()
         bad_request.field_violations.add(field=error.field, description=error.message)
@@ -103,43 +113,51 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SapwoodError:
     """
     field: str | None = None
     retry_after: float | None = None
-    detailed = False
+    detailed, reason = False, ""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             detailed = True
-            field, retry_after = _unpack(value)
+            field, retry_after, reason = _unpack(value)
     if error.code() is grpc.StatusCode.CANCELLED and not detailed:
         return errors.UnavailableError("the peer cancelled the call")
-    cls = error_of_code(error.code())
+    cls = _REASONS.get(reason) or error_of_code(error.code())
     return cls(error.details() or error.code().name, field=field, retry_after=retry_after)
 
 
-def from_parts(code: int, message: str, field: str = "") -> errors.SapwoodError:
-    """The exception for a numeric code carried inside a multiplexed stream."""
+def from_parts(code: int, message: str, field: str = "", reason: str = "") -> errors.SapwoodError:
+    """The exception for a numeric code, and what says more, carried inside a multiplexed stream."""
+    if reason in _REASONS:
+        return _REASONS[reason](message, field=field or None)
     for row in TABLE:
         if row.grpc.value[0] == code:
             return row.error(message, field=field or None)
     return errors.InternalError(message, field=field or None)
 
 
-def _pack(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> AnyMessage:
+def _pack(
+    message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo | error_details_pb2.ErrorInfo,
+) -> AnyMessage:
     packed = AnyMessage()
     packed.Pack(message)
     return packed
 
 
-def _unpack(raw: bytes) -> tuple[str | None, float | None]:
+def _unpack(raw: bytes) -> tuple[str | None, float | None, str]:
     field: str | None = None
     retry_after: float | None = None
+    reason = ""
     try:
         status = Status.FromString(raw)
     except Exception:  # a peer's broken details must not hide the error itself
-        return None, None
+        return None, None, ""
     for detail in status.details:
         bad_request = error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
+        info = error_details_pb2.ErrorInfo()
         if detail.Unpack(bad_request) and bad_request.field_violations:
             field = bad_request.field_violations[0].field
         elif detail.Unpack(retry):
             retry_after = retry.retry_delay.ToMilliseconds() / 1000
-    return field, retry_after
+        elif detail.Unpack(info) and info.domain == _DOMAIN:
+            reason = info.reason
+    return field, retry_after, reason

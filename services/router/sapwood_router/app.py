@@ -35,7 +35,7 @@ from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
 from sapwood_router.edges.responses.store import ResponseStore
-from sapwood_router.edges.table import all_routes
+from sapwood_router.edges.table import DIALECTS, all_routes
 from sapwood_router.edges.ui.routes import ui_routes
 from sapwood_router.fleet.backends.probe import BackendProbe, served_by
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
@@ -213,6 +213,7 @@ class RouterApplication:
             guard=guard,
             origins=origins,
             strict=config.strict_parameters,
+            dialects=DIALECTS,
         )
         self._http = HttpServer(
             self._front.serve,

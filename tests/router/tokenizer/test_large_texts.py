@@ -128,4 +128,4 @@ async def test_the_tokenizer_sends_no_tokens_of_a_long_text_that_no_context_hold
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error.get("param") == param
-    assert "is longer than the limit of" in error["message"]  # the tokenizer's words
+    assert "prompt is too long" in error["message"]  # the tokenizer's words

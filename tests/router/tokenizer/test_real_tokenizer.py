@@ -207,3 +207,11 @@ async def test_a_gap_is_filled_and_ends_where_such_answers_end(client, router, w
         found = [response async for response in router_pb2_grpc.RouterStub(channel).Generate(request)]
     assert "".join(response.text for response in found) == " return"
     assert list(worker.calls[-1].request.token_ids) == prompt("def f(x):", " x\n")
+
+
+async def test_a_stop_string_does_not_end_an_answer_before_its_fewest_tokens(client, worker, byte_tokenizer) -> None:
+    worker.script.tokens = lambda prompt: byte_tokenizer.encode("one. two. three.").ids
+    asked = {"model": "fake", "prompt": "count", "stop": ".", "max_tokens": 99}
+    for fewest, text in ((0, "one"), (3, "one"), (4, "one. two"), (9, "one. two. three"), (16, "one. two. three.")):
+        answer = await client.completions.create(**asked, extra_body={"min_tokens": fewest})
+        assert answer.choices[0].text == text, fewest

@@ -163,3 +163,30 @@ def test_a_decoder_that_is_not_understood_is_refused_when_it_is_loaded() -> None
         tokenizer.decoder = decoder
         with pytest.raises(ConfigError, match="is not supported"):
             TokenBytes(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "match"),
+    [(0, "a", "STOP"), (4, "a", "STOP"), (5, "aSTOPb", "STOP"), (9, "aSTOPb", "STOP"), (10, "aSTOPbSTOPc", None)],
+)
+def test_a_stop_string_within_the_first_tokens_is_text(
+    byte_level: Tokenizer, min_tokens: int, shown: str, match: str | None
+) -> None:
+    detokenizer = Detokenizer(TokenBytes(byte_level), ["STOP"], NONE, min_tokens=min_tokens)
+    text, found = "", None
+    for token in [byte_level.encode(c).ids[0] for c in "aSTOPbSTOPc"]:
+        piece = detokenizer.push([token])
+        text, found = text + piece.text, piece.stop_match
+        if found is not None:
+            break
+    else:
+        piece = detokenizer.finish()
+        text, found = text + piece.text, piece.stop_match
+    assert (text, found) == (shown, match)
+
+
+def test_a_stop_string_that_begins_within_the_first_tokens_may_end_the_text(byte_level: Tokenizer) -> None:
+    detokenizer = Detokenizer(TokenBytes(byte_level), ["abab"], NONE, min_tokens=4)
+    pieces = [detokenizer.push([byte_level.encode(c).ids[0]]) for c in "ababab"]
+    assert "".join(piece.text for piece in pieces) == "ab", "the second one, which begins within the first"
+    assert pieces[-1].stop_match == "abab"

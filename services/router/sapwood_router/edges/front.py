@@ -17,7 +17,7 @@ from sapwood_common.errors import (
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
 from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_router.edges.guard import Guard
-from sapwood_router.edges.http.errors import OPENAI, Dialect
+from sapwood_router.edges.http.errors import Dialect, Dialects
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.left_out import LeftOutLog
 from sapwood_router.edges.http.origins import Origins, check_content_type
@@ -46,13 +46,14 @@ class Endpoint:
         handler: Handler,
         guard: Guard | None,
         origins: Origins | None,
-        dialect: Dialect = OPENAI,
+        dialect: Dialect | None = None,
     ) -> None:
         self._front = front
         self._guard = guard
         self._origins = origins
         self._handler = handler
         self.dialect = dialect
+        """How errors are told; None: as of the API that the request seems to be of."""
 
     @property
     def public(self) -> bool:
@@ -61,7 +62,8 @@ class Endpoint:
 
     async def __call__(self, request: Request, path: str) -> None:
         """Answers a request for a path."""
-        exchange = Exchange(request, self.dialect, self._front.left_out, path)
+        dialect = self.dialect or self._front.dialects.of(path, request.head.fields)
+        exchange = Exchange(request, dialect, self._front.left_out, path)
         self._front.begin()
         try:
             exchange.accept_request_id()
@@ -102,9 +104,11 @@ class HttpFront:
         guard: Asks for API keys, but not for what is public.
         origins: Whose web pages may ask for what the guard guards.
         strict: Whether a request with what nothing here serves is refused.
+        dialects: Say how errors are told where no route does.
 
     Attributes:
         left_out: What was left out of any request.
+        dialects: As given.
     """
 
     def __init__(
@@ -119,7 +123,9 @@ class HttpFront:
         guard: Guard,
         origins: Origins,
         strict: bool = False,
+        dialects: Dialects | None = None,
     ) -> None:
+        self.dialects = dialects or Dialects()
         self.left_out = LeftOutLog(strict=strict)
         self._guard = guard
         self._origins = origins

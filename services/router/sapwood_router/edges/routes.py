@@ -52,7 +52,7 @@ class Ask:
         handler: Answers.
         method: The HTTP method.
         public: Whether no API key is asked for, and no page's origin.
-        dialect: How errors are told.
+        dialect: How errors are told; None: as of the API that the request seems to be of.
         summary, gives: As of :class:`Post`.
         is_folder: Whether the path is one by itself although it ends with a slash. Else the slash does not matter.
     """
@@ -61,7 +61,7 @@ class Ask:
     handler: Handler
     method: str = "GET"
     public: bool = False
-    dialect: Dialect = OPENAI
+    dialect: Dialect | None = None
     summary: str = ""
     gives: type[msgspec.Struct] | None = None
     is_folder: bool = False

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from sapwood_router.edges.anthropic.errors import AnthropicDialect
 from sapwood_router.edges.anthropic.messages import count_tokens, create_message
 from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount
+from sapwood_router.edges.http.errors import Dialects
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
 from sapwood_router.edges.http.status_page import HEADERS, render
@@ -46,6 +47,10 @@ from sapwood_router.observe.status import RouterState
 
 _MODEL = "/v1/models/"
 """Followed by a model's name, which may have slashes."""
+
+
+DIALECTS = Dialects((("/v1/messages", AnthropicDialect()),), {b"anthropic-version": AnthropicDialect()})
+"""How a request for a path that is not there is told so."""
 
 
 def all_routes(

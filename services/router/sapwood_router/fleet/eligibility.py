@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, UnavailableError
 from sapwood_router.fleet.registry import RETRY_AFTER
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
@@ -128,8 +128,7 @@ def _misfit(served: list[ServedModel], demand: Demand) -> InvalidArgumentError:
             lack = "has no head that classifies" if demand.classifies else "makes no embeddings"
             return InvalidArgumentError(f"model {demand.model!r} {lack}", field="model")
     longest = max(each.context_length for each in served)
-    what = "the input" if demand.embeds else "the prompt"
-    return InvalidArgumentError(f"{what} has {demand.tokens} tokens, the context holds {longest}", field=demand.field)
+    return PromptTooLongError.of(demand.tokens, longest, field=demand.field)
 
 
 def _passed_over(worker: Worker) -> str:

@@ -79,10 +79,14 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class Truncation(msgspec.Struct, frozen=True):
-    """A longer prompt is cut to ``tokens``, its last ones or its first; -1: to as many as leave room for the answer."""
+    """A longer prompt is cut to ``tokens``, its last ones or its first; -1: to as many as leave room for the answer.
+
+    ``drops_turns``: a conversation loses its oldest turns instead, and no turn is cut.
+    """
 
     tokens: int
     keep_first: bool = False
+    drops_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

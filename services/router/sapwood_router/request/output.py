@@ -23,6 +23,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
         tools: The tools on offer, a JSON array.
         call_id_seed: What the ids of calls are made from: the same for each replay.
         include_stop: Whether what the output ended at, a stop string or an end token, is part of it.
+        min_tokens: Tokens that no stop string ends the output within.
     """
 
     stop: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     tools: str = ""
     call_id_seed: str = ""
     include_stop: bool = False
+    min_tokens: int = 0
 
 
 class ToolCallDelta(msgspec.Struct):

@@ -11,7 +11,7 @@ from typing import TypeVar
 import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
-from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, PromptTooLongError, UnavailableError
 from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_common.pacing.steps import Steps, in_turns
 from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
@@ -336,7 +336,7 @@ class TokenizerClient:
         """The turn of a request with much text, unless the service would refuse it for the characters of its longest one."""
         most = (await self.info(request_id, deadline)).max_text_bytes
         if 0 < most < longest:
-            raise InvalidArgumentError(f"it has {longest} characters; the limit is {most} bytes", field=field)
+            raise PromptTooLongError.in_bytes(longest, most, field=field)
         async with self._large.turn(cache_salt, deadline):
             yield
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_router.request.arguments import whole_arguments
 from sapwood_router.request.context import ChatPrompt, RequestContext, Turn
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.request.structure import AnswerGrammar
@@ -45,7 +46,8 @@ def to_turns(turns: Sequence[Turn]) -> list[common_pb2.ChatMessage]:
             content=turn.content,
             name=turn.name,
             tool_calls=[
-                common_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls
+                common_pb2.ToolCall(id=call.id, name=call.name, arguments=whole_arguments(call.arguments))
+                for call in turn.tool_calls
             ],
             tool_call_id=turn.tool_call_id,
             reasoning=turn.reasoning,
@@ -65,6 +67,7 @@ def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:
         tools=options.tools,
         tool_call_id_seed=options.call_id_seed,
         include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
     )
 
 

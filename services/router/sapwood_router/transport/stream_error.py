@@ -9,7 +9,8 @@ from sapwood_common.status import from_parts
 
 def stream_error(message: worker_pb2.GenerationError | tokenizer_pb2.StreamError) -> SapwoodError:
     """The error of one stream, or of one item, of a session."""
-    error = from_parts(message.code, message.message, message.field)
+    reason = message.reason if isinstance(message, tokenizer_pb2.StreamError) else ""
+    error = from_parts(message.code, message.message, message.field, reason)
     if message.HasField("retry_after_ms"):
         error.retry_after = message.retry_after_ms / 1000
     return error

@@ -38,11 +38,19 @@ class Detokenizer:
         stop: Stop strings, none empty.
         skipped: Token ids that leave no text.
         include_stop: Whether the stop string that ends the text is part of it.
+        min_tokens: A stop string that one of the first so many tokens completes does not end the text.
     """
 
     def __init__(
-        self, table: TokenBytes, stop: Sequence[str], skipped: frozenset[int], *, include_stop: bool = False
+        self,
+        table: TokenBytes,
+        stop: Sequence[str],
+        skipped: frozenset[int],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self._table = table
         self._include_stop = include_stop
         self._skipped = skipped
@@ -80,7 +88,7 @@ class Detokenizer:
             self._tokens += 1
             if text:
                 self._decoded += len(text)
-                released, match = matcher.push(text)
+                released, match = matcher.push(text, may_end=self._tokens > self._min_tokens)
                 texts.append(released)
                 self._released += len(released)
                 if match is not None:
@@ -94,7 +102,7 @@ class Detokenizer:
         rest = self._decoder.decode(b"", final=True)
         if self._matcher is None:
             return Piece(rest, self._tokens)
-        released, match = self._matcher.push(rest)
+        released, match = self._matcher.push(rest, may_end=self._tokens > self._min_tokens)
         if match is not None:
             return self._ended(released, match)
         return Piece(released + self._matcher.finish(), self._tokens)

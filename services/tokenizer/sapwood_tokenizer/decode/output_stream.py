@@ -19,12 +19,14 @@ class StreamOptions:
         skip_special_tokens: Whether special tokens are left out, but for those that a parser needs.
         parsers: The parsers that it goes through.
         include_stop: Whether the stop string that ends the text is part of it.
+        min_tokens: Tokens whose text no stop string ends.
     """
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     parsers: ParserOptions = field(default_factory=ParserOptions)
     include_stop: bool = False
+    min_tokens: int = 0
 
 
 StreamPiece = tuple[list[Event], int, str | None]

@@ -25,12 +25,19 @@ class StopMatcher:
         self._patterns = [_Pattern(text) for text in stop]
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Takes new text; returns what may be shown now, and the stop string that was completed, which ends the text."""
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
+        """Takes new text; returns what may be shown now, and the stop string that was completed, which ends the text.
+
+        Where it may not end, a stop string that is completed is text; one that is begun may be completed by later text.
+        """
         if not self._patterns:
             return text, None
         before = len(self._held)
-        ends = [(end, -len(pattern.text), pattern.text) for pattern in self._patterns if (end := pattern.feed(text))]
+        ends = [
+            (end, -len(pattern.text), pattern.text)
+            for pattern in self._patterns
+            if (end := pattern.feed(text, may_end=may_end))
+        ]
         text = self._held + text
         if ends:
             end, _, match = min(ends)
@@ -63,8 +70,8 @@ class _Pattern:
             matched += text[index] == text[matched]
             self._fallback[index] = matched
 
-    def feed(self, text: str) -> int:
-        """How many characters of ``text`` it took to complete the string; 0 if it is not complete."""
+    def feed(self, text: str, *, may_end: bool) -> int:
+        """How many characters of ``text`` it took to complete the string; 0 if it is not complete, or may not end the text."""
         pattern, state, at = self.text, self.state, 0
         while at < len(text):
             if not state:
@@ -77,6 +84,8 @@ class _Pattern:
             state += character == pattern[state]
             at += 1
             if state == len(pattern):
-                return at
+                if may_end:
+                    return at
+                state = self._fallback[state - 1]
         self.state = state
         return 0

@@ -24,7 +24,7 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from sapwood_common.contract.limits import MOST_GAPS
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, PromptTooLongError
 from sapwood_tokenizer.encode.batch_encoder import BatchEncoder, Encoded, PartKey
 from sapwood_tokenizer.encode.encode_cache import CacheStats, EncodeCache
 from sapwood_tokenizer.encode.fill_in_middle import FillInMiddle, find_form
@@ -163,9 +163,7 @@ class Encoder:
                     "the text holds half a surrogate pair, which is no text", field=name
                 ) from error
             if size > self._options.max_text_bytes:
-                raise InvalidArgumentError(
-                    f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}", field=name
-                )
+                raise PromptTooLongError.in_bytes(size, self._options.max_text_bytes, field=name)
         kind, salt = (options.parse_special_tokens, options.offsets), options.salt
         results = await (self._run(texts, salt, kind) if options.offsets else self._look_up_or_run(texts, salt, kind))
         for name, result in zip(names, results, strict=True):
@@ -181,9 +179,7 @@ class Encoder:
         if limits:
             for name, one in zip(names, encoded, strict=False):
                 if len(one.ids) > min(limits):
-                    raise InvalidArgumentError(
-                        f"a text of {len(one.ids)} tokens is longer than the limit of {min(limits)}", field=name
-                    )
+                    raise PromptTooLongError.of(len(one.ids), min(limits), field=name)
         return encoded
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.contract.limits import LONGEST_SALT, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
-from sapwood_common.status import code_number
+from sapwood_common.status import code_number, reason_of
 from sapwood_tokenizer.decode.output_stream import StreamOptions
 from sapwood_tokenizer.encode.encode_cache import CacheStats
 from sapwood_tokenizer.encode.encoder import EncodeOptions
@@ -195,6 +195,7 @@ def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) ->
             id_seed=options.tool_call_id_seed or id_seed,
         ),
         include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
     )
 
 
@@ -227,5 +228,6 @@ def write_error(error: SapwoodError, message: tokenizer_pb2.StreamError) -> None
     message.code = code_number(error)
     message.message = error.message
     message.field = error.field or ""
+    message.reason = reason_of(error)
     if error.retry_after is not None:
         message.retry_after_ms = round(error.retry_after * 1000)

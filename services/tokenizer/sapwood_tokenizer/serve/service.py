@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.errors import InvalidArgumentError, UnimplementedError
+from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, UnimplementedError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.settings.flags import service_flag
 from sapwood_tokenizer.decode.detokenizer import Detokenizer
@@ -185,9 +185,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             )
         size, most = request.ByteSize(), self._limits.max_text_bytes
         if size > most:
-            raise InvalidArgumentError(
-                f"a conversation of {size} bytes is longer than the limit of {most}", field="messages"
-            )
+            raise PromptTooLongError.in_bytes(size, most, field="messages")
         place = await self._render_threads.enter()
         budget = Budget(self._limits.template_timeout, MOST_CHARACTERS, place)
 
@@ -296,7 +294,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             )
         parser = OutputParser(options.parsers)
         skipped = self._skipped_for(parser.special_tokens) if options.skip_special_tokens else frozenset[int]()
-        detokenizer = Detokenizer(self._table, options.stop, skipped, include_stop=options.include_stop)
+        detokenizer = Detokenizer(
+            self._table, options.stop, skipped, include_stop=options.include_stop, min_tokens=options.min_tokens
+        )
         return OutputStream(detokenizer, parser)
 
     def _skipped_for(self, needed: frozenset[str]) -> frozenset[int]:

@@ -230,7 +230,7 @@ WRONG = [
     ({"input": [{"role": "user", "content": "a"}, {"role": "system", "content": "late"}]}, "input[1].role"),
     ({"input": [{"type": "item_reference"}]}, "input[0].id"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
-    ({"input": [{**CALL, "arguments": "{"}]}, "input[0].arguments"),
+    ({"input": [{**CALL, "arguments": 5}]}, "input[0].arguments"),
     ({"input": [{**CALL, "name": None}]}, "input[0].name"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),

@@ -171,7 +171,7 @@ async def test_what_would_be_refused_is_explained_as_that_and_what_would_wait_wi
 
         lengths = sorted(worker.model.context_length for worker in cluster.router.registry.all())
         message, field = await expect_error(explained("a" * lengths[-1]), grpc.StatusCode.INVALID_ARGUMENT)
-        assert (f"the context holds {lengths[-1]}" in message, field) == (True, "text")
+        assert (f"context length is {lengths[-1]} tokens" in message, field) == (True, "text")
         gate = asyncio.Event()
         for worker in cluster.workers:
             worker.script.gate = gate

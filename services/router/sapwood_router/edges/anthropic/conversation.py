@@ -10,6 +10,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
 from sapwood_router.edges.http.left_out import LeftOut
+from sapwood_router.request.arguments import arguments_text
 from sapwood_router.request.context import ChatPrompt, ToolCall, Turn
 from sapwood_router.request.structure import ToolChoice
 
@@ -156,7 +157,7 @@ class _Turns:
                 raise InvalidArgumentError(f"{name} is required", field=f"{where}.{name}")
         assert block.id is not None and block.name is not None
         self._tool_names[block.id] = block.name
-        return ToolCall(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
+        return ToolCall(block.id, block.name, arguments_text(block.input))
 
 
 def _is_foreign(kind: str) -> bool:

@@ -24,11 +24,22 @@ _TYPES = {
 }
 
 
+class ErrorDetails(msgspec.Struct):
+    """What programs read of an error."""
+
+    error_code: str
+
+
+class ThreadsError(errors.InvalidArgumentError):
+    """A request that goes on with a thread: its client then sends the whole conversation."""
+
+
 class Error(msgspec.Struct):
     """An error."""
 
     type: str
     message: str
+    details: ErrorDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorResponse(msgspec.Struct, kw_only=True):
@@ -54,6 +65,8 @@ class AnthropicDialect:
         if error.field and error.field not in message:
             message = f"{error.field}: {message}"
         told = Error(_TYPES.get(self.status(error), "api_error"), message)
+        if isinstance(error, ThreadsError):
+            told.details = ErrorDetails("thread_unsupported_request")
         return msgspec.json.encode(ErrorResponse(error=told, request_id=request_id))
 
     def event(self, error: errors.SapwoodError, request_id: str) -> bytes:

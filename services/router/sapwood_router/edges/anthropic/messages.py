@@ -11,6 +11,7 @@ from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import SapwoodError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_of
+from sapwood_router.edges.anthropic.errors import ThreadsError
 from sapwood_router.edges.anthropic.events import MessageEvents
 from sapwood_router.edges.anthropic.types import (
     SIGNATURE,
@@ -56,6 +57,8 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     await exchange.breathe()
     request = convert(given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING, left_out=exchange.left_out)
     exchange.accept_body_id(request)
+    if request.thread is not None:
+        raise ThreadsError("no threads are kept here: send the whole conversation without thread", field="thread")
     stream = request.stream is True
     await exchange.breathe()
     deadline = deadline if stream else exchange.sooner(deadline)

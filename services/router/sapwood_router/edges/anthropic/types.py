@@ -18,7 +18,7 @@ class Block(msgspec.Struct):
     text: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     thinking: str | None = None
@@ -102,6 +102,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+    thread: Any = None  # refused in words that clients know
 
 
 class Usage(msgspec.Struct):

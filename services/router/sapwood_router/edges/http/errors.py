@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -85,6 +86,26 @@ class OpenAIDialect:
 OPENAI = OpenAIDialect()
 
 
+class Dialects:
+    """Which API a request is of where no route says so.
+
+    Args:
+        below: What is below a path is of this API; of several such paths the first counts.
+        by_header: What has a header is of this API, in small letters.
+    """
+
+    def __init__(self, below: Sequence[tuple[str, Dialect]] = (), by_header: Mapping[bytes, Dialect] | None = None):
+        self._below = below
+        self._by_header = by_header or {}
+
+    def of(self, path: str, headers: Mapping[bytes, bytes]) -> Dialect:
+        """The dialect of a request."""
+        for header, dialect in self._by_header.items():
+            if header in headers:
+                return dialect
+        return next((dialect for prefix, dialect in self._below if path.startswith(prefix)), OPENAI)
+
+
 def http_status(error: errors.SapwoodError) -> int:
     """The HTTP status of an error."""
     return error.status if isinstance(error, HttpError) else row_of(error).http
@@ -92,9 +113,17 @@ def http_status(error: errors.SapwoodError) -> int:
 
 def error_body(error: errors.SapwoodError) -> bytes:
     """The body of an error response, as JSON."""
-    code = "model_not_found" if isinstance(error, errors.NotFoundError) and error.field == "model" else None
     kind = _TYPES.get(http_status(error), "server_error")
-    return msgspec.json.encode(ErrorResponse(Error(error.message, kind, error.field, code)))
+    return msgspec.json.encode(ErrorResponse(Error(error.message, kind, error.field, error_code(error))))
+
+
+def error_code(error: errors.SapwoodError) -> str | None:
+    """OpenAI's code of an error, where it has one."""
+    if isinstance(error, errors.PromptTooLongError):
+        return "context_length_exceeded"
+    if isinstance(error, errors.NotFoundError) and error.field == "model":
+        return "model_not_found"
+    return None
 
 
 def retry_headers(error: errors.SapwoodError) -> list[tuple[bytes, bytes]]:

@@ -45,6 +45,7 @@ from sapwood_router.edges.openai.types import (
     stop_reason,
 )
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.arguments import arguments_text
 from sapwood_router.request.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.request_ids import unique_id
@@ -251,14 +252,20 @@ def _turn(message: Message, path: str) -> Turn:
         name=message.name,
         tool_calls=tuple(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())),
         tool_call_id=message.tool_call_id or None,
-        reasoning=message.reasoning_content or None,
+        reasoning=_reasoning(message) if role == "assistant" else None,
     )
 
 
 def _call(call: ToolCallObject, path: str) -> ToolCall:
     if call.type != "function":
         raise InvalidArgumentError(f"calls of type {call.type!r} are not supported", field=f"{path}.type")
-    return ToolCall(call.id, call.function.name, call.function.arguments)
+    return ToolCall(call.id, call.function.name, arguments_text(call.function.arguments))
+
+
+def _reasoning(message: Message) -> str | None:
+    """What the assistant reasoned, by either of its names."""
+    other = message.reasoning if isinstance(message.reasoning, str) else None
+    return message.reasoning_content or other or None
 
 
 def _content(message: Message, path: str) -> str | None:

@@ -76,10 +76,10 @@ class ContentPart(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """What a call calls; ``arguments`` is JSON as text."""
+    """What a call calls; ``arguments`` is JSON as text, and some clients send the object itself."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCallObject(msgspec.Struct):
@@ -106,7 +106,8 @@ class Tool(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """A message of a conversation; ``reasoning_content`` is an extension, named as in DeepSeek's API, vLLM and SGLang."""
+    """A message of a conversation; the reasoning is an extension, ``reasoning_content`` in DeepSeek's API, vLLM and SGLang, and
+    ``reasoning`` in newer versions of vLLM, Ollama and OpenRouter."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -114,6 +115,7 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCallObject] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None
     # A client may send an answer back as it came, with these empty.
     refusal: str | None = None
     function_call: Any = None

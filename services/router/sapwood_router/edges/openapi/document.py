@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_router.edges.http.errors import OPENAI
 from sapwood_router.edges.routes import Post, Route
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -53,7 +54,7 @@ def _method(route: Route) -> str:
 
 def _types(route: Route) -> Sequence[type[msgspec.Struct]]:
     taken = route.takes if isinstance(route, Post) else ()
-    return (*taken, route.dialect.shape, *(() if route.gives is None else (route.gives,)))
+    return (*taken, (route.dialect or OPENAI).shape, *(() if route.gives is None else (route.gives,)))
 
 
 def _operation(route: Route, schema_of: dict[type[msgspec.Struct], dict[str, Any]]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _operation(route: Route, schema_of: dict[type[msgspec.Struct], dict[str, Any
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": taken}}}
         if route.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"application/json": {"schema": schema_of[route.dialect.shape]}}
+    error = {"application/json": {"schema": schema_of[(route.dialect or OPENAI).shape]}}
     made["responses"] = {
         "200": {"description": "the answer", "content": content},
         "default": {"description": "an error", "content": error},

@@ -33,7 +33,15 @@ from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFor
 from sapwood_router.edges.single_run import send_events, send_whole
 from sapwood_router.edges.telling import Telling
 from sapwood_router.flow.pipeline import Pipeline
-from sapwood_router.request.context import ChatPrompt, FieldNames, Finish, FinishReason, RequestContext, Turn
+from sapwood_router.request.context import (
+    ChatPrompt,
+    FieldNames,
+    Finish,
+    FinishReason,
+    RequestContext,
+    Truncation,
+    Turn,
+)
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.request.request_ids import unique_id
 from sapwood_router.request.structure import AnswerGrammar
@@ -45,7 +53,6 @@ NEUTRAL: Neutral = {
     "conversation": (),
     "moderation": (),
     "prompt": (),
-    "truncation": ("disabled",),
 }
 """Parameters that are taken only with the values that ask for nothing."""
 ALSO_IGNORED = frozenset({"max_tool_calls", "client_metadata"})
@@ -242,7 +249,7 @@ class _Answer:
             "tools": request.tools or [],
             "top_logprobs": sampling.logprobs or 0,
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": None,
             "metadata": request.metadata or {},
             **more,
@@ -306,12 +313,19 @@ def _context(
         fields=fields,
         deadline=deadline,
         model=request.model,
-        truncation=truncation_of(request),
+        truncation=_truncation(request),
         whole=not request.stream,
         grammar=None if request.text is None or request.text.format is None else _grammar(request.text.format),
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
+
+
+def _truncation(request: ResponsesRequest) -> Truncation | None:
+    """How a long conversation is cut: as the extension says, else as OpenAI's parameter does."""
+    if (wanted := truncation_of(request)) is not None:
+        return wanted
+    return Truncation(-1, drops_turns=True) if request.truncation == "auto" else None
 
 
 def _logprobs_of(request: ResponsesRequest) -> int | None:

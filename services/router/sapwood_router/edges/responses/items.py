@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
-from sapwood_common.contract.json_text import decode
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.pacing.steps import Steps
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.responses.types import Item, Part
+from sapwood_router.request.arguments import arguments_text
 from sapwood_router.request.context import ToolCall, Turn
 from sapwood_router.request.output import Output
 from sapwood_router.request.validation import check_arguments
@@ -131,14 +129,9 @@ def _needed(value: str | None, path: str) -> str:
 
 
 def _arguments(item: Item, path: str) -> str:
-    check_arguments(item.arguments or "", f"{path}.arguments")
-    try:
-        found = decode(item.arguments or "")
-    except (msgspec.DecodeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidArgumentError("the arguments of a call are a JSON object", field=f"{path}.arguments")
-    return item.arguments or ""
+    text = arguments_text(item.arguments)
+    check_arguments(text, f"{path}.arguments")
+    return text
 
 
 def _text(content: str | list[Part] | None, path: str) -> str:

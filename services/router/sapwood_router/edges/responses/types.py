@@ -28,7 +28,7 @@ class Item(msgspec.Struct):
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     output: str | list[Part] | None = None
 
 
@@ -80,6 +80,7 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
-from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, SapwoodError
 from sapwood_common.pacing.heavy_work import Stint
 from sapwood_router.fleet.registry import Registry
+from sapwood_router.flow.stages.shorten import shortened
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
@@ -25,7 +26,7 @@ from sapwood_router.request.validation import (
     check_truncation,
     check_whole_prompt,
 )
-from sapwood_router.tokenizer.client import TokenizerClient
+from sapwood_router.tokenizer.client import EncodedChat, TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
 
 TOOLS_HIDDEN = "the chat template of this model does not show tools: the model was not told which there are"
@@ -53,6 +54,8 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
     if context.grammar is not None:
         check_grammar(context.grammar.text, context.fields.grammar)
     check_stop(context.output.stop, context.fields.stop)
+    if context.output.stop and context.sampling.min_tokens:
+        context.output = replace(context.output, min_tokens=context.sampling.min_tokens)
     check_bad_words(context.bad_words)
     if context.truncation is not None:
         check_truncation(context.truncation.tokens)
@@ -97,9 +100,7 @@ async def _check_many(token_ids: Sequence[int], context: RequestContext, registr
     """Looks at a long prompt only if it fits, and lets others go on now and then."""
     most = _most_tokens(context, registry)
     if most is not None and len(token_ids) > most():
-        raise InvalidArgumentError(
-            f"the prompt has {len(token_ids)} tokens, the context holds {most()}", field=context.fields.prompt
-        )
+        raise PromptTooLongError.of(len(token_ids), most(), field=context.fields.prompt)
     for piece in pieces(token_ids):
         check_token_ids(piece, context.fields.prompt)
         await stint.pause()
@@ -108,6 +109,12 @@ async def _check_many(token_ids: Sequence[int], context: RequestContext, registr
 def _most_tokens(context: RequestContext, registry: Registry) -> Callable[[], int] | None:
     """Says beyond how many tokens no worker takes the prompt; None: it is cut."""
     return None if context.truncation else lambda: registry.context_length(registry.resolve(context.model))
+
+
+def _room(context: RequestContext, registry: Registry) -> int:
+    """Tokens of a prompt that leave room for the answer; clients ask for more than they need, so a quarter is kept at most."""
+    length = registry.context_length(registry.resolve(context.model))
+    return max(1, length - max(1, min(context.sampling.max_tokens, length // 4)))
 
 
 def _cut(token_ids: TokenIds, context: RequestContext, registry: Registry) -> TokenIds:
@@ -160,15 +167,20 @@ async def _prepare_chat(
 ) -> None:
     info = await tokenizer.info(context.request_id, context.deadline)
     choice = context.tool_choice
-    encoded = await tokenizer.encode_chat(
-        prompt,
-        context.request_id,
-        context.deadline,
-        context.caller.cache_salt,
-        stint,
-        most_tokens=_most_tokens(context, registry),
-    )
-    context.token_ids = _cut(encoded.token_ids, context, registry)
+    drops_turns = context.truncation is not None and context.truncation.drops_turns
+    most_tokens = _most_tokens(context, registry)
+
+    async def encode(shown: ChatPrompt) -> EncodedChat:
+        return await tokenizer.encode_chat(
+            shown, context.request_id, context.deadline, context.caller.cache_salt, stint, most_tokens=most_tokens
+        )
+
+    if drops_turns:
+        encoded = await shortened(prompt, encode, _room(context, registry))
+        context.token_ids = encoded.token_ids
+    else:
+        encoded = await encode(prompt)
+        context.token_ids = _cut(encoded.token_ids, context, registry)
     context.output = replace(
         context.output,
         tool_parser=info.tool_parser if prompt.tools else "",

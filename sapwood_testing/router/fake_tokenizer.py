@@ -161,7 +161,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def CompileGrammar(  # noqa: N802
         self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
     ) -> tokenizer_pb2.CompileGrammarResponse:
-        """A name for the grammar; the fake worker keeps to none. A grammar that says "bad" is at fault."""
+        """A name for the grammar; the fake worker keeps to none. A grammar that says "bad" is at fault;
+        "uniqueItems" is not enforced."""
         self.grammars.append(request)
         kind = request.grammar.WhichOneof("grammar")
         if kind is not None and "bad" in str(request.grammar):
@@ -170,7 +171,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError("it is bad", field="tool_calls.tools[0].function.parameters")
         parser = (request.tool_calls.tool_parser or TOOL_PARSER) if request.HasField("tool_calls") else ""
         return tokenizer_pb2.CompileGrammarResponse(
-            compiled=f"compiled {len(self.grammars)}".encode(), tool_parser=parser
+            compiled=f"compiled {len(self.grammars)}".encode(),
+            tool_parser=parser,
+            left_out=["uniqueItems"] if "uniqueItems" in str(request.grammar) else [],
         )
 
     async def GetTokenBytes(  # noqa: N802

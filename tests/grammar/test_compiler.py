@@ -55,7 +55,7 @@ async def stuck(compiler: GrammarCompiler, source: GrammarSource = HOSTILE) -> a
     (child,) = children()  # which waits for another
     os.kill(child, signal.SIGSTOP)
     task = asyncio.create_task(compiler.compile(source))
-    while not compiler._pool._busy:
+    while not compiler._pool._pool._busy:
         await asyncio.sleep(0)
     return task
 
@@ -192,3 +192,63 @@ async def test_closing_leaves_no_process_behind():
     assert children()
     await pool.close()
     assert not children()
+
+
+def chain(count: int, last: dict[str, object]) -> dict[str, object]:
+    """A schema of references, each to the one before: a fixed point that goes over all of them each time takes minutes."""
+    links = {f"d{n}": {"$ref": f"#/$defs/d{n - 1}"} for n in range(count, 0, -1)}
+    return {"$defs": {**links, "d0": last}, "$ref": f"#/$defs/d{count}"}
+
+
+async def test_long_chains_of_references_are_followed_once(compiler):
+    assert await compiler.compile(GrammarSource("json_schema", json.dumps(chain(9_000, {"type": "integer"}))))
+    wide = {
+        "$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(9_000)} | {"d9000": {}},
+        "type": "object",
+        "properties": {f"p{n}": {"$ref": f"#/$defs/d{n}"} for n in range(0, 9_000, 100)},
+        "required": [f"p{n}" for n in range(0, 9_000, 100)],
+    }
+    assert await compiler.compile(GrammarSource("json_schema", json.dumps(wide)))
+    endless = GrammarSource("json_schema", json.dumps(chain(9_000, {"$ref": "#/$defs/d9000"})))
+    with pytest.raises(InvalidArgumentError, match="no end"):
+        await compiler.compile(endless)
+
+
+def hostile(kind: str, number: int) -> GrammarSource:
+    """A grammar whose compilation takes seconds, another one for each number."""
+    words = [str(one * 7919 + number) for one in range(60_000)]
+    match kind:
+        case "regex":
+            return GrammarSource("regex", "|".join(words), salt="alice")
+        case "ebnf":
+            return GrammarSource("ebnf", "start: " + " | ".join(f'"{word}"' for word in words), salt="alice")
+        case "json_schema":
+            return GrammarSource("json_schema", json.dumps({"enum": words}), salt="alice")
+    tag = {"format": {"type": "or", "elements": [{"type": "const_string", "value": word} for word in words[:20_000]]}}
+    return GrammarSource("structural_tag", json.dumps(tag), salt="alice")
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf", "structural_tag"])
+async def test_a_tenants_hostile_grammars_stop_no_other_tenants(compiler, kind):
+    flood = [asyncio.create_task(compiler.compile(hostile(kind, number))) for number in range(16)]
+    await asyncio.sleep(0.1)
+    for number in range(3):
+        source = GrammarSource("json_schema", json.dumps({"const": number}), salt="bob")
+        assert await compiler.compile(source)
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_the_error_of_a_grammar_that_had_to_wait_says_so():
+    compiler = GrammarCompiler(FINGERPRINT, (), CompilerLimits(timeout=0.4, processes=1))
+    try:
+        compiler._pool._pool._free = 0  # as if all places were taken
+        with pytest.raises(ResourceExhaustedError, match=r"waited 0\.4 s for other grammars and ran 0 s") as caught:
+            await compiler.compile(EASY)
+        assert caught.value.retry_after is not None
+        assert caught.value.field == "grammar.regex"
+        with pytest.raises(DeadlineExceededError, match=r"waited 0\.1 s for other grammars"):
+            await compiler.compile(EASY, timeout=0.1)
+    finally:
+        await compiler.close()

@@ -245,11 +245,6 @@ def test_marks_that_no_grammar_can_spell() -> None:
         (TOOLS, "rain", "tool_calls.name"),
         ('[{"function": {"name": "a b"}}]', "", "tool_calls.tools[0].function.name"),
         ('[{"function": {"name": "f", "parameters": 1}}]', "", "tool_calls.tools[0].function.parameters"),
-        (
-            '[{"function": {"name": "f", "strict": true, "parameters": {"minProperties": 2}}}]',
-            "",
-            "tool_calls.tools[0].function.parameters",
-        ),
     ],
 )
 def test_a_wrong_tool_is_named(tools: str, name: str, field: str) -> None:

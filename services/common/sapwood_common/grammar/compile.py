@@ -11,19 +11,23 @@ after a token does not depend on how earlier text was cut into tokens.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import llguidance
 
-from sapwood_common.grammar.json_schema import GrammarError, to_engine_schema
+from sapwood_common.grammar.json_schema import STEPS, GrammarError, engine_schema, parse_schema, relax
 from sapwood_common.grammar.lark import lark_of_ebnf, regex
-from sapwood_common.grammar.source import GrammarSource
-from sapwood_common.grammar.structural_tag import lark_of_structural_tag
+from sapwood_common.grammar.source import GrammarOptions, GrammarSource
+from sapwood_common.grammar.structural_tag import SchemaText, lark_of_structural_tag
 
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _WALKS, _WALK_STEPS = 2, 64
 _LONGEST_MESSAGE = 400
+_MOST_WARNINGS = 8
+_LONGEST_WARNING = 100
 
 
 def parser_limits() -> llguidance.LLParserLimits:
@@ -66,23 +70,55 @@ class GrammarBuilder:
         Raises:
             GrammarError: It is malformed, cannot be enforced, matches nothing or needs too much work.
         """
-        lark = _HEADER + self._lark(source)
+        return self.compile_noting(source)[0]
+
+    def compile_noting(self, source: GrammarSource) -> tuple[str, list[str]]:
+        """As :meth:`compile`, and what was left out of lenient schemas because it cannot be enforced."""
+        try:
+            return self._build(_HEADER + self._lark(source, _whole_schema))
+        except GrammarError as error:
+            if source.kind not in ("json_schema", "structural_tag"):
+                raise
+            alone = _Alone(self)
+            lark = self._lark(source, alone.schema_text)  # names the schema that is at fault, if it is strict
+            if not alone.left_out:
+                raise error from None
+            built, ignored = self._build(_HEADER + lark)
+            return built, [*alone.left_out, *ignored]
+
+    def _build(self, lark: str) -> tuple[str, list[str]]:
+        matcher = self._matcher(lark)
+        self._walk(matcher)
+        return lark, [_shortened(warning) for warning in matcher.get_grammar_warnings()[:_MOST_WARNINGS]]
+
+    def _matcher(self, lark: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise GrammarError(engine_message(matcher.get_error()))
-        self._walk(matcher)
-        return lark
+        return matcher
 
-    def _lark(self, source: GrammarSource) -> str:
+    def _lark(self, source: GrammarSource, schema_text: SchemaText) -> str:
         match source.kind:
             case "json_schema":
-                return f"start: %json {to_engine_schema(source.text, source.options)}"
+                return f"start: %json {schema_text(parse_schema(source.text), source.options, '')}"
             case "regex":
                 return f"start: {regex(source.text)}"
             case "ebnf":
                 return lark_of_ebnf(source.text).replace("%llguidance {}", "")
             case "structural_tag":
-                return lark_of_structural_tag(source.text, source.options, self._special_names)
+                return lark_of_structural_tag(source.text, source.options, self._special_names, schema_text)
+
+    def check_schema(self, text: str) -> None:
+        """Raises GrammarError if a schema in the engine's form cannot be compiled alone."""
+        self._walk(self._matcher(f"{_HEADER}start: %json {text}"))
+
+    def check_pattern(self, pattern: str) -> str:
+        """What is wrong with a regular expression of a schema; "" if nothing."""
+        try:
+            self._matcher(f"{_HEADER}start: %json {json.dumps({'type': 'string', 'pattern': pattern})}")
+        except GrammarError as error:
+            return str(error)
+        return ""
 
     def _walk(self, matcher: llguidance.LLMatcher) -> None:
         chance = random.Random(0)
@@ -101,6 +137,58 @@ class GrammarBuilder:
                 if matcher.is_stopped():
                     break
             matcher.reset()
+
+
+class _Alone:
+    """Writes each schema of a grammar so that it can be compiled alone: a lenient one without what cannot be enforced.
+
+    Attributes:
+        left_out: What was left out.
+    """
+
+    def __init__(self, builder: GrammarBuilder) -> None:
+        self._builder = builder
+        self.left_out: list[str] = []
+
+    def schema_text(self, schema: Any, options: GrammarOptions, field: str) -> str:
+        """The schema in the engine's form. Raises GrammarError, with the field, if it cannot be compiled."""
+        written = json.dumps(schema)
+        try:
+            return self._checked(schema, options)
+        except GrammarError as error:
+            first = error
+        error = first
+        for step in range(1, STEPS + 1 if options.lenient else 1):
+            relaxed, left_out = relax(json.loads(written), step, self._builder.check_pattern)
+            try:
+                text = self._checked(relaxed, options)
+            except GrammarError as next_error:
+                error = next_error
+                if _is_contradiction(error):  # it can be enforced, and nothing matches it
+                    break
+                continue
+            self.left_out += left_out or ["what the engine refuses"]
+            return text
+        raise GrammarError(str(error if _is_contradiction(error) else first), field or first.field)
+
+    def _checked(self, schema: Any, options: GrammarOptions) -> str:
+        text = engine_schema(schema, options)
+        self._builder.check_schema(text)
+        return text
+
+
+def _whole_schema(schema: Any, options: GrammarOptions, _field: str) -> str:
+    return engine_schema(schema, options)
+
+
+def _is_contradiction(error: GrammarError) -> bool:
+    return str(error).startswith(
+        ("Unsatisfiable schema", "the schema cannot be satisfied", "the schema is false", "nothing matches")
+    )
+
+
+def _shortened(warning: str) -> str:
+    return warning[:_LONGEST_WARNING]
 
 
 class _ByteTokenizer:

@@ -1,56 +1,41 @@
-"""The process that compiles: ``python -m sapwood_common.grammar.compile_process``. Started, fed and killed by ``compile_pool``.
+"""The process that compiles: ``python -P -m sapwood_common.grammar.compile_process``, of a ``ChildPool``.
 
-Frames on standard input and output: 4 bytes length, big-endian, then JSON. The first frame in holds the settings; each later
-one holds a source, and is answered by one frame with ``lark`` or ``error``. The process ends with its input or its parent.
+The settings are a JSON list: the names of the special tokens. A question is a JSON object: a source. Its answer is a JSON object
+with ``lark`` and ``left_out``, or with ``error`` and ``field``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import resource
-import signal
 import sys
-from typing import Any, BinaryIO
 
+from sapwood_common.child_pool import Answer, serve_parent
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 
+_STACK_BYTES = 256 * 1024 * 1024
+"""The engine goes down a chain of references by recursion."""
 
-def main() -> int:
-    """Compiles until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, which then closes the input
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    settings = _read(source)
-    if settings is None:
-        return 0
-    resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"], settings["memory_bytes"]))
-    builder = GrammarBuilder(settings["special_names"])
-    while (request := _read(source)) is not None:
+
+def make(settings: bytes) -> tuple[bytes, Answer]:
+    """The greeting, which is empty, and what compiles."""
+    builder = GrammarBuilder(json.loads(settings))
+
+    def answer(question: bytes) -> bytes:
+        request = json.loads(question)
         options = GrammarOptions(request["any_whitespace"], request["lenient"])
         try:
-            answer = {"lark": builder.compile(GrammarSource(request["kind"], request["text"], options))}
+            lark, left_out = builder.compile_noting(GrammarSource(request["kind"], request["text"], options))
+            found: dict[str, object] = {"lark": lark, "left_out": left_out}
         except GrammarError as error:
-            answer = {"error": str(error)}
+            found = {"error": str(error), "field": error.field}
         except (MemoryError, RecursionError):
-            answer = {"error": "it is too large or nested too deep"}
-        payload = json.dumps(answer).encode()
-        sink.write(len(payload).to_bytes(4, "big") + payload)
-        sink.flush()
-    return 0
+            found = {"error": "it is too large or nested too deep", "field": ""}
+        return json.dumps(found).encode()
 
-
-def _read(source: BinaryIO) -> dict[str, Any] | None:
-    header = source.read(4)
-    if len(header) < 4:
-        return None
-    frame: dict[str, Any] = json.loads(source.read(int.from_bytes(header, "big")))
-    return frame
+    return b"", answer
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_parent(make, _STACK_BYTES))

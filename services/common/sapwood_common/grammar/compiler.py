@@ -1,8 +1,8 @@
 """Compiles grammars for a service, each once, within bounds, and keeps the artefacts.
 
-Bounds: the source's size; a deadline for each caller; the processes of the pool; a budget of bytes for artefacts (the least
-recently used one goes first; each costs its bytes and 256 more). Callers with the same grammar share one compilation, which is
-killed when the last of them has gone. O(1) for a hit.
+Bounds: the source's size; a deadline for each caller; the processes of the pool, in which callers with other salts have fair
+places; a budget of bytes for artefacts (the least recently used one goes first; each costs its bytes and 256 more). Callers with
+the same grammar share one compilation, which is killed when the last of them has gone. O(1) for a hit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError
+from sapwood_common.child_pool import Progress
+from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError, SapwoodError
 from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile_pool import CompilePool
 from sapwood_common.grammar.source import GrammarSource
@@ -36,9 +37,23 @@ class CompilerLimits:
     cache_bytes: int = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What compiling a source gave.
+
+    Attributes:
+        artefact: The serialised :class:`~sapwood_common.grammar.artefact.GrammarArtefact`.
+        left_out: What its lenient schemas ask for and the grammar does not enforce.
+    """
+
+    artefact: bytes
+    left_out: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class _Job:
-    task: asyncio.Task[bytes]
+    task: asyncio.Task[Compiled]
+    progress: Progress
     waiters: int = 0
 
 
@@ -61,7 +76,7 @@ class GrammarCompiler:
         self._limits = limits or CompilerLimits()
         self._pool = CompilePool(special_names, self._limits.processes)
         self._jobs: dict[bytes, _Job] = {}
-        self._kept: OrderedDict[bytes, bytes] = OrderedDict()
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
         self.cached_bytes = 0
 
     def find(self, source: GrammarSource) -> bytes | None:
@@ -70,10 +85,14 @@ class GrammarCompiler:
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
-        return kept
+        return None if kept is None else kept.artefact
 
     async def compile(self, source: GrammarSource, timeout: float | None = None) -> bytes:
-        """The serialised :class:`~sapwood_common.grammar.artefact.GrammarArtefact`.
+        """As :meth:`compile_noting`; only the artefact."""
+        return (await self.compile_noting(source, timeout)).artefact
+
+    async def compile_noting(self, source: GrammarSource, timeout: float | None = None) -> Compiled:
+        """The artefact, and what it does not enforce.
 
         Args:
             source: What to compile.
@@ -82,7 +101,7 @@ class GrammarCompiler:
         Raises:
             InvalidArgumentError: The grammar is too large, malformed, or cannot be enforced; its field is named.
             DeadlineExceededError: It took too long; the compilation is killed unless others wait for it.
-            ResourceExhaustedError: Too many grammars wait to be compiled.
+            ResourceExhaustedError: Too many grammars wait to be compiled, or it had to wait for others too long.
         """
         field = f"grammar.{source.kind}"
         size = len(source.text.encode())
@@ -90,17 +109,21 @@ class GrammarCompiler:
             raise InvalidArgumentError(
                 f"the grammar has {size} bytes; at most {self._limits.max_source_bytes} are compiled", field=field
             )
-        kept = self.find(source)
+        key = source.key(self._fingerprint)
+        kept = self._kept.get(key)
         if kept is not None:
+            self._kept.move_to_end(key)
             return kept
         allowed = self._limits.timeout if timeout is None else min(timeout, self._limits.timeout)
+        job = self._join(key, source)
         try:
             async with asyncio.timeout(allowed):
-                return await self._join(source)
+                return await asyncio.shield(job.task)
         except TimeoutError:
-            raise DeadlineExceededError(
-                f"{field} was not compiled within {max(allowed, 0):.3g} s: it is too complex", field=field
-            ) from None
+            ran = job.progress.seconds(asyncio.get_running_loop().time())
+            raise _time_up(field, allowed, ran, own=allowed >= self._limits.timeout) from None
+        finally:
+            self._leave(key, job)
 
     async def close(self) -> None:
         """Ends all compilations."""
@@ -108,38 +131,59 @@ class GrammarCompiler:
             job.task.cancel()
         await self._pool.close()
 
-    async def _join(self, source: GrammarSource) -> bytes:
-        key = source.key(self._fingerprint)
+    def _join(self, key: bytes, source: GrammarSource) -> _Job:
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = _Job(asyncio.create_task(self._run(key, source)))
+            progress = Progress()
+            job = self._jobs[key] = _Job(asyncio.create_task(self._run(key, source, progress)), progress)
         job.waiters += 1
-        try:
-            return await asyncio.shield(job.task)
-        finally:
-            job.waiters -= 1
-            if job.waiters == 0 and not job.task.done():
-                job.task.cancel()
-                # A caller that comes now must not join what is being killed.
-                if self._jobs.get(key) is job:
-                    del self._jobs[key]
+        return job
 
-    async def _run(self, key: bytes, source: GrammarSource) -> bytes:
+    def _leave(self, key: bytes, job: _Job) -> None:
+        job.waiters -= 1
+        if job.waiters == 0 and not job.task.done():
+            job.task.cancel()
+            # A caller that comes now must not join what is being killed.
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
+
+    async def _run(self, key: bytes, source: GrammarSource, progress: Progress) -> Compiled:
         job = self._jobs[key]
         try:
-            artefact = GrammarArtefact.of(source, self._fingerprint, await self._pool.compile(source)).to_bytes()
+            lark, left_out = await self._pool.compile(source, progress)
         finally:
             if self._jobs.get(key) is job:
                 del self._jobs[key]
-        self._keep(key, artefact)
-        return artefact
+        artefact = GrammarArtefact.of(source, self._fingerprint, lark).to_bytes()
+        compiled = Compiled(artefact, tuple(left_out))
+        self._keep(key, compiled)
+        return compiled
 
-    def _keep(self, key: bytes, artefact: bytes) -> None:
-        cost = len(artefact) + _ENTRY_OVERHEAD
+    def _keep(self, key: bytes, compiled: Compiled) -> None:
+        cost = len(compiled.artefact) + _ENTRY_OVERHEAD
         if cost > self._limits.cache_bytes:
             return
-        self._kept[key] = artefact
+        self._kept[key] = compiled
         self.cached_bytes += cost
         while self.cached_bytes > self._limits.cache_bytes:
             _, oldest = self._kept.popitem(last=False)
-            self.cached_bytes -= len(oldest) + _ENTRY_OVERHEAD
+            self.cached_bytes -= len(oldest.artefact) + _ENTRY_OVERHEAD
+
+
+def _time_up(field: str, allowed: float, ran: float, *, own: bool) -> SapwoodError:
+    """Why a grammar was not compiled in time.
+
+    Args:
+        field: Its field.
+        allowed: The seconds it had.
+        ran: The seconds of them in which its process ran.
+        own: Whether the time was the service's own limit, not the caller's.
+    """
+    waited = max(0.0, allowed) - ran
+    text = f"{field} was not compiled within {max(allowed, 0):.3g} s"
+    if ran >= waited:
+        return DeadlineExceededError(f"{text}: it is too complex" if ran else text, field=field)
+    text += f": it waited {waited:.2g} s for other grammars and ran {ran:.2g} s"
+    return (
+        ResourceExhaustedError(text, field=field, retry_after=1.0) if own else DeadlineExceededError(text, field=field)
+    )

@@ -5,7 +5,7 @@ Two spellings are read, both in use by callers of SGLang and vLLM:
 - ``{"triggers": [...], "structures": [{"begin", "schema", "end"}]}``: text is free until a trigger appears, then one of the
   structures that begin with it must follow; then text is free again.
 - ``{"format": ...}``, where a format is one of ``const_string`` (value), ``json_schema`` (json_schema; lenient if other
-  than the whole grammar's), ``regex`` (pattern),
+  than the whole grammar's; field: what errors of it name), ``regex`` (pattern),
   ``grammar`` (grammar, EBNF), ``any_text``, ``sequence`` and ``or`` (elements), ``tag`` (begin, content, end),
   ``triggered_tags`` (triggers, tags, at_least_one, stop_after_first) and ``tags_with_separator`` (tags, separator,
   at_least_one, stop_after_first).
@@ -18,25 +18,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sapwood_common.grammar.json_schema import GrammarError, to_engine_schema
+from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.lark import lark_of_ebnf, literal, regex
 from sapwood_common.grammar.source import GrammarOptions
+
+SchemaText = Callable[[Any, GrammarOptions, str], str]
+"""Writes a parsed schema in the engine's form; the last argument is the schema's field."""
 
 _ANY = "(?s:.*)"
 _MOST_DEPTH = 32
 
 
-def lark_of_structural_tag(text: str, options: GrammarOptions, special_names: Sequence[str]) -> str:
+def lark_of_structural_tag(
+    text: str, options: GrammarOptions, special_names: Sequence[str], schema_text: SchemaText
+) -> str:
     """The tag as a Lark grammar whose start rule is ``start``.
 
     Args:
         text: The structural tag, JSON.
         options: For the JSON schemas in it.
         special_names: Names of the special tokens.
+        schema_text: Writes the JSON schemas in it.
 
     Raises:
         GrammarError: It is malformed; the message says where.
@@ -47,7 +53,7 @@ def lark_of_structural_tag(text: str, options: GrammarOptions, special_names: Se
         raise GrammarError(f"the structural tag is not JSON: {error}") from error
     if not isinstance(tag, dict):
         raise GrammarError("a structural tag is a JSON object")
-    writer = _Writer(options, special_names)
+    writer = _Writer(options, special_names, schema_text)
     start = writer.format(format_of(tag), "format", 0)
     return "\n".join((f"start: {start}", *writer.rules))
 
@@ -76,8 +82,9 @@ def format_of(tag: dict[str, Any]) -> Any:
 class _Writer:
     """Collects rules; each method returns an expression that refers to them."""
 
-    def __init__(self, options: GrammarOptions, special_names: Sequence[str]) -> None:
+    def __init__(self, options: GrammarOptions, special_names: Sequence[str], schema_text: SchemaText) -> None:
         self._options = options
+        self._schema_text = schema_text
         names = sorted(special_names, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._count = 0
@@ -96,7 +103,7 @@ class _Writer:
                 options = self._options
                 if "lenient" in node:
                     options = replace(options, lenient=node["lenient"] is True)
-                schema = to_engine_schema(json.dumps(node.get("json_schema", True)), options)
+                schema = self._schema_text(node.get("json_schema", True), options, str(node.get("field", "")))
                 return self._rule(f"%json {schema}")
             case "regex":
                 return regex(_string(node, "pattern", path))

@@ -36,10 +36,17 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar as workers take it; ``tool_parser`` reads the calls in its outputs."""
+    """A grammar as workers take it.
+
+    Attributes:
+        compiled: The grammar.
+        tool_parser: Reads the calls in its outputs.
+        left_out: What its schemas ask for and it does not enforce.
+    """
 
     compiled: bytes
     tool_parser: str
+    left_out: tuple[str, ...] = ()
 
 
 def has_strict_tool(tools: str) -> bool:

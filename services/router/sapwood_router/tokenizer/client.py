@@ -68,6 +68,7 @@ class TokenizerInfo:
         pair: How it joins two texts; None: it does not say.
         max_text_bytes: Bytes of the longest text or conversation that it encodes; 0: it does not say.
         hides_tools: Whether its chat template does not show tools to the model.
+        template_variables: What requests may set in its chat template to an effect.
     """
 
     vocab_size: int
@@ -76,6 +77,7 @@ class TokenizerInfo:
     pair: PairTemplate | None
     max_text_bytes: int
     hides_tools: bool
+    template_variables: frozenset[str] = frozenset()
 
 
 class TokenizerClient:
@@ -270,6 +272,7 @@ class TokenizerClient:
             pair,
             answer.max_text_bytes,
             answer.hides_tools,
+            frozenset(answer.template_variables),
         )
         return self._info
 
@@ -284,7 +287,7 @@ class TokenizerClient:
 
         async def ask() -> CompiledGrammar:
             answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
-            return CompiledGrammar(answer.compiled, answer.tool_parser)
+            return CompiledGrammar(answer.compiled, answer.tool_parser, tuple(answer.left_out))
 
         return await self._compiling.get((request_id, deadline, request.SerializeToString(deterministic=True)), ask)
 

@@ -12,6 +12,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnimplementedError
@@ -26,6 +27,8 @@ from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 
 _LARGE = 32 * 1024
 """Bytes of a request from which on its grammar is put together in a thread."""
+_MADE = "grammar.structural_tag"
+"""The field of a grammar that was put together here."""
 
 
 class Grammars:
@@ -42,7 +45,8 @@ class Grammars:
         self._model = ModelFormat(template, names)
         self._fingerprint = b"" if vocabulary is None else vocabulary.fingerprint
         self._most_bytes = limits.max_source_bytes
-        self._one_large = asyncio.Semaphore(1)
+        self._large: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Salt -> held while one large request of that caller is read."""
         self._compiler = (
             None if vocabulary is None else GrammarCompiler(self._fingerprint, vocabulary.special_names, limits)
         )
@@ -73,22 +77,28 @@ class Grammars:
                 field="tool_calls.tools",
             )
         make = partial(output_source, answer, calls, request.reasoning_parser, reasoning_open, self._model)
+        salt = checked_salt(request.cache_salt)
         if request.ByteSize() < _LARGE:
             source, parser = make()
-        else:  # it takes up to 0.3 s
-            async with self._one_large:
+        else:
+            async with self._large.setdefault(salt, asyncio.Lock()):
                 source, parser = await asyncio.to_thread(make)
-        made = source is not answer
-        source = replace(source, salt=checked_salt(request.cache_salt))
+        source = replace(source, salt=salt)
         cached = self._compiler.find(source) is not None
         try:
-            compiled = await self._compiler.compile(source, time_remaining)
+            compiled = await self._compiler.compile_noting(source, time_remaining)
         except SapwoodError as error:
-            if error.field is not None and made:  # the field is of the source made here, not of the request
+            if (
+                error.field == _MADE and source.text != request.grammar.structural_tag
+            ):  # the field is of the source made here, not of the request
                 error.field = "tool_calls.tools" if answer is None else f"grammar.{answer.kind}"
             raise
         return tokenizer_pb2.CompileGrammarResponse(
-            compiled=compiled, key=source.key(self._fingerprint), cached=cached, tool_parser=parser
+            compiled=compiled.artefact,
+            key=source.key(self._fingerprint),
+            cached=cached,
+            tool_parser=parser,
+            left_out=compiled.left_out,
         )
 
     async def close(self) -> None:

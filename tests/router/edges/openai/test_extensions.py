@@ -236,6 +236,11 @@ async def test_bad_words_and_allowed_tokens_reach_the_worker(one, expect_error) 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 STRUCTURED = [
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "json_schema",
+        json.dumps(SCHEMA, separators=(",", ":")),
+    ),
     ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
     ({"guided_json": json.dumps(SCHEMA)}, "json_schema", json.dumps(SCHEMA)),
     ({"guided_regex": "a+"}, "regex", "a+"),
@@ -249,6 +254,7 @@ STRUCTURED = [
     ({"structured_outputs": {"structural_tag": "{}", "disable_fallback": False}}, "structural_tag", "{}"),
 ]
 WRONG = [
+    ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
     ({"guided_json": 42}, "guided_json"),
     ({"guided_regex": 1}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
@@ -344,3 +350,13 @@ async def test_a_gap_that_cannot_be_filled_is_refused_by_name(one, expect_error)
     for prompt in ({"text": "a"}, {"tokens": common_pb2.TokenIds(ids=[5])}, {"messages": messages}):
         request = router_pb2.RouterGenerateRequest(**prompt, suffix="z")
         assert (await expect_error(one.stub.Generate(request).read(), INVALID))[1] == "suffix"
+
+
+async def test_the_client_is_told_what_of_a_schema_is_not_enforced(one) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    for schema_, notice in ((schema, "not enforced: uniqueItems"), ({"type": "array"}, None)):
+        form = {"type": "json_object", "schema": schema_}
+        answer = await one.http.post(CHAT, json={**chat, "response_format": form})
+        assert answer.status_code == 200
+        assert answer.headers.get("x-sapwood-notice") == notice

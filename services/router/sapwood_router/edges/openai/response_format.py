@@ -44,8 +44,8 @@ _NO_OPTION = ("disable_any_whitespace", "disable_additional_properties", "disabl
 def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, str]:
     """What the text must match, and the parameter that says so; None: anything.
 
-    Types of ``response_format`` are OpenAI's ``text``, ``json_object`` and ``json_schema``, and SGLang's and vLLM's
-    ``structural_tag``. What cannot be enforced of a schema is ignored unless it is "strict".
+    Types of ``response_format`` are OpenAI's ``text``, ``json_object`` (with a ``schema`` or without) and ``json_schema``, and
+    SGLang's and vLLM's ``structural_tag``. What cannot be enforced of a schema is ignored unless it is "strict".
 
     Raises:
         InvalidArgumentError: It is malformed, or there are several.
@@ -127,13 +127,23 @@ def _response_format(value: Any) -> tuple[AnswerGrammar | None, str]:
         case "text":
             return None, _FIELD
         case "json_object":
-            return AnswerGrammar("json_schema", _OBJECT), _FIELD
+            return _object(value.get("schema"))
         case "json_schema":
             return _json_schema(value.get("json_schema")), f"{_SCHEMA}.schema"
         case "structural_tag":
             return AnswerGrammar("structural_tag", msgspec.json.encode(value).decode()), _FIELD
         case other:
             raise InvalidArgumentError(f"{_FIELD} of type {other!r} is not supported", field=f"{_FIELD}.type")
+
+
+def _object(schema: Any) -> tuple[AnswerGrammar, str]:
+    """A JSON object, of a schema if there is one, as llama.cpp's server and others take it."""
+    if schema is None:
+        return AnswerGrammar("json_schema", _OBJECT), _FIELD
+    field = f"{_FIELD}.schema"
+    if not isinstance(schema, dict):
+        raise InvalidArgumentError(f"{field} must be an object", field=field)
+    return AnswerGrammar("json_schema", msgspec.json.encode(schema).decode(), lenient=True), field
 
 
 def _json_schema(value: Any) -> AnswerGrammar:

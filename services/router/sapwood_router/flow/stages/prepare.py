@@ -29,6 +29,8 @@ from sapwood_router.request.validation import (
 from sapwood_router.tokenizer.client import EncodedChat, TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
 
+_LONGEST_NOTICE = 300
+
 TOOLS_HIDDEN = "the chat template of this model does not show tools: the model was not told which there are"
 
 
@@ -203,5 +205,12 @@ async def _compile(context: RequestContext, tokenizer: TokenizerClient) -> None:
     request = to_compile_request(context)
     grammar = await tokenizer.compile_grammar(request, context.request_id, context.deadline)
     context.compiled_grammar = grammar.compiled
+    if grammar.left_out and not context.notice:
+        context.notice = f"not enforced: {header_text('; '.join(grammar.left_out))}"
     if grammar.tool_parser:
         context.output = replace(context.output, tool_parser=grammar.tool_parser)
+
+
+def header_text(text: str) -> str:
+    """A text as the value of a header: printable ASCII, not long."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_LONGEST_NOTICE])

@@ -11,7 +11,6 @@ from sapwood_tokenizer.output.grammar.formats import (
     ANYTHING,
     Format,
     either,
-    json_value,
     pattern,
     repeated,
     sequence,
@@ -72,7 +71,7 @@ def _object(name_key: str, arguments_key: str, tool: OfferedTool, before: str = 
 
 def _json_call(begin: str, tool: OfferedTool, end: str = "") -> Format:
     """A call whose arguments are JSON."""
-    return tag(begin, json_value(tool.schema, not tool.strict), end)
+    return tag(begin, tool.arguments, end)
 
 
 def _section(begin: str, calls: Sequence[Format], end: str, parallel: bool, separator: str = "") -> Format:
@@ -105,7 +104,7 @@ def _cohere(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
             sequence(
                 pattern("[0-9]{1,4}"),
                 text(f'", "tool_name": {json.dumps(tool.name, ensure_ascii=False)}, "parameters": '),
-                json_value(tool.schema, not tool.strict),
+                tool.arguments,
             ),
             "}",
         )
@@ -161,9 +160,7 @@ def _kimi_k2(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [
         tag(
             f"<|tool_call_begin|>functions.{tool.name}:",
-            sequence(
-                pattern("[0-9]{1,4}"), text("<|tool_call_argument_begin|>"), json_value(tool.schema, not tool.strict)
-            ),
+            sequence(pattern("[0-9]{1,4}"), text("<|tool_call_argument_begin|>"), tool.arguments),
             "<|tool_call_end|>",
         )
         for tool in tools

@@ -13,9 +13,14 @@ def text(value: str) -> Format:
     return {"type": "const_string", "value": value}
 
 
-def json_value(schema: Any, lenient: bool | None = None) -> Format:
-    """JSON that a schema admits; ``lenient`` if other than the whole grammar's."""
-    return {"type": "json_schema", "json_schema": schema, **({} if lenient is None else {"lenient": lenient})}
+def json_value(schema: Any, lenient: bool | None = None, field: str = "") -> Format:
+    """JSON that a schema admits; ``lenient`` if other than the whole grammar's; ``field`` is what errors of it name."""
+    value: Format = {"type": "json_schema", "json_schema": schema}
+    if lenient is not None:
+        value["lenient"] = lenient
+    if field:
+        value["field"] = field
+    return value
 
 
 def pattern(expression: str) -> Format:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.grammar.json_schema import GrammarError, to_engine_schema
-from sapwood_common.grammar.source import GrammarOptions
+from sapwood_tokenizer.output.grammar.formats import Format, json_value
 from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT
 from sapwood_tokenizer.output.tool_parser.tools import Tools, load_tools
 
@@ -26,19 +24,25 @@ class OfferedTool:
         name: Its name.
         schema: What its arguments, an object, must match; if the caller gives none, there are no arguments.
         strict: Whether the caller wants the schema enforced, or else an error.
+        field: The schema's field, for errors.
     """
 
     name: str
     schema: dict[str, Any]
     strict: bool
+    field: str = ""
+
+    @property
+    def arguments(self) -> Format:
+        """The format of its arguments as JSON."""
+        return json_value(self.schema, not self.strict, self.field)
 
 
 def offered_tools(text: str) -> list[OfferedTool]:
     """Reads a JSON array in the form of OpenAI's ``tools``.
 
     Raises:
-        InvalidArgumentError: It is not such an array, or a strict tool's schema cannot be enforced. The field is
-            "tools[i]...".
+        InvalidArgumentError: It is not such an array. The field is "tools[i]...".
     """
     objects = load_tools(text)
     Tools.from_objects(objects)  # raises for every other fault
@@ -69,8 +73,4 @@ def _offered(function: dict[str, Any], index: int) -> OfferedTool:
         schema = NO_PARAMETERS
     if not isinstance(schema, dict):
         raise InvalidArgumentError("a tool's parameters are a JSON schema", field=f"{field}.parameters")
-    try:
-        to_engine_schema(json.dumps(schema), GrammarOptions(lenient=not strict))
-    except GrammarError as error:
-        raise InvalidArgumentError(str(error), field=f"{field}.parameters") from None
-    return OfferedTool(name, {"type": "object", **schema}, strict)
+    return OfferedTool(name, {"type": "object", **schema}, strict, f"tool_calls.{field}.parameters")

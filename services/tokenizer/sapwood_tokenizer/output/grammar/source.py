@@ -100,7 +100,7 @@ def _format_of(source: GrammarSource) -> Format:
     """
     match source.kind:
         case "json_schema":
-            return json_value(_json(source))
+            return json_value(_json(source), field="grammar.json_schema")
         case "regex":
             return pattern(source.text)
         case "ebnf":

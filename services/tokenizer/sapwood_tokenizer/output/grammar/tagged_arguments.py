@@ -29,6 +29,7 @@ class Argument:
         required: Whether it must be there.
         is_string: Whether it can only be a string; None where the schema does not give its type.
         lenient: Whether parts of the schema that cannot be enforced are ignored.
+        field: The field of the tool's schema, for errors.
     """
 
     name: str
@@ -36,13 +37,14 @@ class Argument:
     required: bool
     is_string: bool | None
     lenient: bool
+    field: str
 
 
-def arguments_of(tool: OfferedTool) -> list[Argument]:
-    """The named properties of a tool's schema, in its order.
+def arguments_of(tool: OfferedTool) -> list[Argument] | None:
+    """The named properties of a tool's schema, in its order. None: a name cannot be written between tags, so anything may be.
 
     Raises:
-        InvalidArgumentError: A name cannot be written between tags. The field is "tools".
+        InvalidArgumentError: A name cannot be written between tags, and the tool is strict. The field is "tools".
     """
     schema = tool.schema
     properties = schema.get("properties")
@@ -51,6 +53,8 @@ def arguments_of(tool: OfferedTool) -> list[Argument]:
     found = []
     for key, value in (properties if isinstance(properties, dict) else {}).items():
         if not _NAME.fullmatch(key):
+            if not tool.strict:
+                return None
             raise InvalidArgumentError(f"the model's format has no place for a parameter named {key!r}", field="tools")
         kinds = schema_types(_resolved(value, definitions))
         found.append(
@@ -60,6 +64,7 @@ def arguments_of(tool: OfferedTool) -> list[Argument]:
                 required=isinstance(required, list) and key in required,
                 is_string=kinds == {"string"} if kinds else None,
                 lenient=not tool.strict,
+                field=tool.field,
             )
         )
     return found
@@ -77,15 +82,19 @@ def _resolved(schema: Any, definitions: dict[str, Any]) -> Any:
     return None
 
 
-def tagged(arguments: Sequence[Argument], begin: Callable[[Argument], str], end: str) -> Format:
+def tagged(arguments: Sequence[Argument] | None, begin: Callable[[Argument], str], end: str) -> Format:
     """The arguments between tags, in their order; those that are not required may be missing."""
+    if arguments is None:
+        return ANYTHING
     parts = [_between(argument, begin(argument), end) for argument in arguments]
     wanted = [part if argument.required else optional(part) for argument, part in zip(arguments, parts, strict=True)]
     return sequence(*wanted) if wanted else text("")
 
 
-def keywords(arguments: Sequence[Argument]) -> Format:
+def keywords(arguments: Sequence[Argument] | None) -> Format:
     """The arguments as ``a=1, b="x"``: values in JSON, required ones first."""
+    if arguments is None:
+        return ANYTHING
     parts = [_keyword(argument) for argument in arguments if argument.required]
     rest = [_keyword(argument) for argument in arguments if not argument.required]
     if parts:
@@ -99,7 +108,7 @@ def keywords(arguments: Sequence[Argument]) -> Format:
 
 
 def _keyword(argument: Argument) -> Format:
-    return tag(f"{argument.name}=", json_value(argument.schema, argument.lenient))
+    return tag(f"{argument.name}=", json_value(argument.schema, argument.lenient, argument.field))
 
 
 def _between(argument: Argument, begin: str, end: str) -> Format:
@@ -108,5 +117,5 @@ def _between(argument: Argument, begin: str, end: str) -> Format:
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return tag(begin, either([text(choice) for choice in choices]), end)
     if argument.is_string is False:
-        return tag(begin, json_value(schema, argument.lenient), end)
+        return tag(begin, json_value(schema, argument.lenient, argument.field), end)
     return tag(begin, ANYTHING, end)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from sapwood_common.grammar.json_schema import GrammarError, all_schemas, tighten_formats
+from sapwood_common.grammar.json_schema import GrammarError, all_schemas, relax, tighten_formats
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.structural_tag import format_of
 
@@ -37,12 +37,13 @@ _ESCAPED_IN_JSON = ['"', "\\", *map(chr, range(32))]
 _TEXTS = ("begin", "end", "value", "separator")
 
 
-def checked_schema(text: str, *, lenient: bool) -> str:
+def checked_schema(text: str, *, lenient: bool, step: int = 0) -> str:
     """The schema, a JSON text, with formats of dates and times and lengths of strings as expressions.
 
     Args:
         text: The schema.
         lenient: Whether what cannot be enforced is to be ignored.
+        step: How much is left out of a lenient schema, as ``json_schema.relax`` says.
 
     Raises:
         GrammarError: Something in it would not be enforced; its keyword is named.
@@ -50,6 +51,8 @@ def checked_schema(text: str, *, lenient: bool) -> str:
     root = json.loads(text)
     if not isinstance(root, dict):
         return text
+    if lenient and step:
+        root, _ = relax(root, step, lambda pattern: "any expression may be at fault")
     tighten_formats(root)
     if not lenient:
         for schema in all_schemas(root):
@@ -118,19 +121,19 @@ def _not_enforced(what: str) -> GrammarError:
     return GrammarError(f"the grammar backend xgrammar does not enforce {what}")
 
 
-def checked_tag(source: GrammarSource, special_names: Sequence[str]) -> str:
-    """A structural tag as the library reads it, JSON.
+def checked_tag(source: GrammarSource, special_names: Sequence[str], step: int = 0) -> str:
+    """A structural tag as the library reads it, JSON; ``step`` as for :func:`checked_schema`.
 
     Raises:
         GrammarError: Something in it would not be enforced.
     """
     node = format_of(json.loads(source.text))
-    return json.dumps({"type": "structural_tag", "format": _checked_node(node, source, special_names)})
+    return json.dumps({"type": "structural_tag", "format": _checked_node(node, source, special_names, step)})
 
 
-def _checked_node(node: Any, source: GrammarSource, special_names: Sequence[str]) -> Any:
+def _checked_node(node: Any, source: GrammarSource, special_names: Sequence[str], step: int) -> Any:
     if isinstance(node, list):
-        return [_checked_node(each, source, special_names) for each in node]
+        return [_checked_node(each, source, special_names, step) for each in node]
     if not isinstance(node, dict):
         return node
     for text in (*(node.get(key) for key in _TEXTS), *node.get("triggers", ())):
@@ -139,9 +142,12 @@ def _checked_node(node: Any, source: GrammarSource, special_names: Sequence[str]
             raise GrammarError(
                 f"the grammar backend xgrammar cannot have the special token {special!r} in a structural tag"
             )
-    result = {key: _checked_node(value, source, special_names) for key, value in node.items() if key != "json_schema"}
+    result = {
+        key: _checked_node(value, source, special_names, step) for key, value in node.items() if key != "json_schema"
+    }
     if "json_schema" in node:
         lenient = node.get("lenient", source.options.lenient) is True
-        result["json_schema"] = json.loads(checked_schema(json.dumps(node["json_schema"]), lenient=lenient))
+        result["json_schema"] = json.loads(checked_schema(json.dumps(node["json_schema"]), lenient=lenient, step=step))
         result.pop("lenient", None)
+        result.pop("field", None)
     return result

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sapwood_common.grammar.json_schema import GrammarError
+from sapwood_common.grammar.json_schema import STEPS, GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 from sapwood_worker.model.grammar.xgrammar.checks import checked_schema, checked_tag
 
@@ -53,10 +54,25 @@ def start(settings: bytes) -> Callable[[bytes], bytes]:
 
 
 def _compile(compiler: Any, source: GrammarSource, special_names: Sequence[str]) -> Any:
+    """Compiles; leaves out more and more of lenient schemas until what is left compiles."""
+    if source.kind not in ("json_schema", "structural_tag"):
+        return _compile_step(compiler, source, special_names, 0)
+    try:
+        return _compile_step(compiler, source, special_names, 0)
+    except (GrammarError, RuntimeError):
+        if not source.options.lenient and '"lenient": true' not in source.text:
+            raise
+        for step in range(1, STEPS):
+            with contextlib.suppress(GrammarError, RuntimeError):
+                return _compile_step(compiler, source, special_names, step)
+        return _compile_step(compiler, source, special_names, STEPS)
+
+
+def _compile_step(compiler: Any, source: GrammarSource, special_names: Sequence[str], step: int) -> Any:
     match source.kind:
         case "json_schema":
             return compiler.compile_json_schema(
-                checked_schema(source.text, lenient=source.options.lenient),
+                checked_schema(source.text, lenient=source.options.lenient, step=step),
                 any_whitespace=source.options.any_whitespace,
                 separators=None if source.options.any_whitespace else (",", ":"),
                 strict_mode=False,
@@ -69,7 +85,7 @@ def _compile(compiler: Any, source: GrammarSource, special_names: Sequence[str])
                 return compiler.compile_grammar(source.text)
             return compiler.compile_lark(source.text)
         case "structural_tag":
-            return compiler.compile_structural_tag(checked_tag(source, special_names))
+            return compiler.compile_structural_tag(checked_tag(source, special_names, step))
 
 
 def _readable(message: str) -> str:

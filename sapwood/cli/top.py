@@ -95,7 +95,7 @@ def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, .
         (
             *("WORKER", *(("ROLE",) if roles else ()), "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES"),
             *(("HOST", "HIT RATE", "FROM HOST", "FROM STORE") if tiers else ("HIT RATE",)),
-            *("BREAKER", "TOKENS/S"),
+            *("BREAKER", "TOKENS/S", "ID"),
         )
     ]
     for worker in workers:
@@ -110,7 +110,20 @@ def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, .
             hits += [_share(tokens, load.prompt_tokens) for tokens in below]
         rate = f"{worker.tokens_per_second:.0f}"
         role = (role_name(worker.role),) if roles else ()
-        rows.append((worker.address, *role, state, worker.model or "-", *counts, pages, *hits, worker.breaker, rate))
+        rows.append(
+            (
+                worker.address,
+                *role,
+                state,
+                worker.model or "-",
+                *counts,
+                pages,
+                *hits,
+                worker.breaker,
+                rate,
+                worker.id or "-",
+            )
+        )
     return rows
 
 

@@ -229,9 +229,9 @@ def test_top_shows_workers_load_hits_rates_and_breakers(
     head, _, names, up, down = capsys.readouterr().out.splitlines()
     assert head == "up 65 s, policy least_load: 3 running, 2 queued, 42 tokens/s, 1 streams resumed"
     assert names.split()[0] == "WORKER"
-    assert up.split() == ["a:1", "up", "demo", "3", "2", "1", "88%", "-", "closed", "42"]
+    assert up.split() == ["a:1", "up", "demo", "3", "2", "1", "88%", "-", "closed", "42", "-"]
     assert down.startswith("b:2     down: it does not answer  -")
-    assert down.split()[-2:] == ["open", "0"]
+    assert down.split()[-3:] == ["open", "0", "-"]
 
 
 def test_top_looks_again_and_again_until_it_is_interrupted(router: Any) -> None:

@@ -24,6 +24,7 @@ from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_testing.router.fake_tokenizer import FakeTokenizer, encode
 from sapwood_testing.router.fake_worker import FakeWorker
+from sapwood_testing.router.hostile_backend import HostileBackend
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -56,6 +57,10 @@ class Cluster:
 
     def calls(self) -> list:
         return [call for worker in self.workers for call in worker.calls]
+
+    def id_of(self, worker: FakeWorker) -> str:
+        """What clients are told that a worker is called."""
+        return self.router.worker_names.id_of(worker.address)
 
     def answer_with(self, text: str, *, goes_on_after: int | None = None, **script: object) -> None:
         """Has every worker answer with a text.
@@ -228,3 +233,11 @@ def start_tokenizer(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPath
             process.close()
 
     return start
+
+
+@pytest.fixture
+async def hostile() -> AsyncIterator[HostileBackend]:
+    backend = HostileBackend()
+    await backend.start()
+    yield backend
+    await backend.stop()

@@ -54,7 +54,7 @@ def test_backends_are_all_the_workers_there_are_unless_others_are_named(monkeypa
     config = RouterConfig(backends=told)
     assert config.named_workers == ("http://a:1/v1#theirs", "http://a:1")
     first, second = config.backends_by_address.values()
-    assert (first.base, first.name, first.key) == ("http://a:1/v1", "ours", "secret")
+    assert (first.base, first.name, first.authorization) == ("http://a:1/v1", "ours", "Bearer secret")
     assert second.base == "http://a:1/v1" and "secret" not in repr(config.backends_by_address)
     assert RouterConfig(backends=told, workers=("b:1",)).named_workers[0] == "b:1"
     with pytest.raises(ConfigError, match="named twice"):

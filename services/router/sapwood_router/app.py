@@ -6,9 +6,11 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
 from collections.abc import Coroutine
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from sapwood.v1 import router_pb2_grpc
@@ -37,6 +39,7 @@ from sapwood_router.edges.http1.server import HttpServer
 from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.table import DIALECTS, all_routes
 from sapwood_router.edges.ui.routes import ui_routes
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.fleet.backends.probe import BackendProbe, served_by
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
@@ -182,7 +185,11 @@ class RouterApplication:
             implementation=config.grpc_server,
         )
         self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
-        service = RouterService(pipeline, self._fleet, config.request_timeout, self.status)
+        tokenizers = {*config.tokenizers, *chain.from_iterable(config.tokenizers_of_models.values())}
+        self.worker_names = WorkerNames(
+            secrets.token_bytes(16), lambda address: address in tokenizers or self.registry.find(address) is not None
+        )
+        service = RouterService(pipeline, self._fleet, config.request_timeout, self.status, self.worker_names)
         router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
         self._admin: ServiceServer | None = None
         if config.admin_port is not None:
@@ -200,7 +207,7 @@ class RouterApplication:
         responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
         flush = None if config.separates_operators else CacheFlusher(self.registry, self._worker_dialer).flush
         registry = self._metrics.registry if config.metrics_port is None else None
-        routes = all_routes(pipeline, self.problem, responses, flush, registry, shown)
+        routes = all_routes(pipeline, self.problem, responses, flush, registry, shown, origins)
         if config.ui:
             routes += ui_routes(pipeline, guard, origins, shown)
         self._front = HttpFront(
@@ -214,6 +221,7 @@ class RouterApplication:
             origins=origins,
             strict=config.strict_parameters,
             dialects=DIALECTS,
+            workers=self.worker_names,
         )
         self._http = HttpServer(
             self._front.serve,

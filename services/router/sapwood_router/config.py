@@ -13,7 +13,7 @@ from pydantic_settings import SettingsConfigDict
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.needs import Needs
 from sapwood_router.routing.factory import policy_names
-from sapwood_router.transport.backend.spec import BackendSpec, parse_backend
+from sapwood_router.transport.backend.spec import BackendSpec, backend_at, has_credentials, parse_backend
 
 
 def _is_policy(name: str) -> str:
@@ -300,12 +300,14 @@ class RouterConfig(ServiceConfig):
         """The addresses in ``workers`` and of ``backends``; one on this machine where nothing else names any."""
         elsewhere = self.backends or self.workers_file or self.workers_dns or self.kubernetes_service
         workers = self.workers if "workers" in self.model_fields_set or not elsewhere else ()
-        return (*workers, *self.backends_by_address)
+        return tuple(dict.fromkeys((*(_without_credentials(worker) for worker in workers), *self.backends_by_address)))
 
     @property
     def backends_by_address(self) -> dict[str, BackendSpec]:
-        """``backends``, with their keys, by what names each in the fleet."""
-        return {spec.address: spec for spec in (parse_backend(text, os.environ) for text in self.backends)}
+        """``backends``, and those of ``workers`` with credentials, by what names each in the fleet."""
+        specs = [parse_backend(text, os.environ) for text in self.backends]
+        specs += [backend_at(worker) for worker in self.workers if has_credentials(worker)]
+        return {spec.address: spec for spec in specs}
 
     @field_validator("backends")
     @classmethod
@@ -376,6 +378,10 @@ class RouterConfig(ServiceConfig):
             if not model or not addresses or not all(address.rpartition(":")[2].isdigit() for address in addresses):
                 raise ValueError(f"{item!r} is not MODEL=HOST:PORT")
         return given
+
+
+def _without_credentials(worker: str) -> str:
+    return backend_at(worker).address if has_credentials(worker) else worker
 
 
 def _addresses(listed: str) -> tuple[str, ...]:

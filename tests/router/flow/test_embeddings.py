@@ -204,7 +204,7 @@ async def test_one_whose_only_worker_is_removed_says_how_it_was_lost(make_cluste
         await cluster.stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=worker.address))
         answer = await asked
         assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
-        assert worker.address in answer.json()["error"]["message"]
+        assert cluster.id_of(worker) in answer.json()["error"]["message"]
 
 
 async def test_time_and_trace_reach_the_worker_and_a_client_that_leaves_ends_it_there(make_cluster, wait_until) -> None:

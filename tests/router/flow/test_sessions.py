@@ -48,7 +48,8 @@ async def test_a_session_goes_on_at_the_worker_that_has_it_pinned_and_forks_and_
             found = await state(cluster, session)
             assert found.turns == 3 and found.tokens == len(held) == found.pinned_tokens and found.moves == 0
             assert 0 < found.cached_tokens < found.prompt_tokens
-            assert found.worker == used.address == pins(cluster)[session][0]
+            assert found.worker == cluster.id_of(used)
+            assert pins(cluster)[session][0] == used.address
             assert 0 < found.expires_in_seconds <= 60 == found.ttl_seconds
 
             fork = await client.open_session(fork_of=session)
@@ -78,13 +79,13 @@ async def test_a_dead_workers_session_is_rebuilt_elsewhere_with_all_its_tokens(m
             await wait_until(lambda: session in pins(cluster))
             held = pins(cluster)[session][1]
             first = (await state(cluster, session)).worker
-            lost, other = sorted(cluster.workers, key=lambda worker: worker.address != first)
+            lost, other = sorted(cluster.workers, key=lambda worker: cluster.id_of(worker) != first)
             await lost.kill()
             lost.pins.clear()
             await client.generate("cd", session=session).answer()
             assert list(other.calls[-1].request.token_ids)[: len(held)] == held
             found = await state(cluster, session)
-            assert (found.worker, found.moves, found.turns) == (other.address, 1, 2)
+            assert (found.worker, found.moves, found.turns) == (cluster.id_of(other), 1, 2)
             await wait_until(lambda: len(other.pins.get(session, [])) == found.tokens)
 
 

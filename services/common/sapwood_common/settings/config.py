@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sapwood_common.errors import ConfigError
 from sapwood_common.settings.flags import Kind, add_option
 from sapwood_common.settings.needs import Needs, idle_settings
+from sapwood_common.telemetry.shown_text import without_credentials
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
@@ -236,7 +237,7 @@ def _explain(cls: type[ServiceConfig], item: dict[str, Any], prefix: str) -> str
     name = str(item["loc"][0]) if item["loc"] else "configuration"
     said, value = item["msg"].removeprefix("Value error, "), f"{item['input']!r}"
     shown = "" if item["type"] == "missing" or value in said else f" (got {value})"
-    return f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {said}{shown}"
+    return without_credentials(f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {said}{shown}")
 
 
 def _read_yaml(path: Path, flag: str) -> dict[str, Any]:

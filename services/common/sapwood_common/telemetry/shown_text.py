@@ -26,7 +26,7 @@ def cut(text: str, most: int) -> str:
     """A text of at most so many characters, at least 16: the middle of a longer one is left out, and its URLs' credentials."""
     if len(text) <= most:
         return text
-    text = _without_credentials(text)  # before a cut may part them from their end
+    text = without_credentials(text)  # before a cut may part them from their end
     half = (most - len(_GAP)) // 2
     return f"{text[:half]}{_GAP}{text[len(text) - half :]}"
 
@@ -39,13 +39,14 @@ def shown(text: str, most: int) -> str:
         most: As of :func:`cut`.
     """
     text = cut(text, most)
-    text = _without_credentials(text)
+    text = without_credentials(text)
     if text.isascii() and text.isprintable():
         return text  # the usual case
     return _UNSAFE.sub(_escaped, text)
 
 
-def _without_credentials(text: str) -> str:
+def without_credentials(text: str) -> str:
+    """A text with ``***`` in place of what stands before the host of its URLs."""
     return _CREDENTIALS.sub(_HIDDEN, text) if "://" in text else text
 
 

@@ -24,6 +24,7 @@ from sapwood_router.edges.http.origins import Origins, check_content_type
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.routes import Handler, Post, Route
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Endpoint:
     async def __call__(self, request: Request, path: str) -> None:
         """Answers a request for a path."""
         dialect = self.dialect or self._front.dialects.of(path, request.head.fields)
-        exchange = Exchange(request, dialect, self._front.left_out, path)
+        exchange = Exchange(request, dialect, self._front.left_out, path, self._front.workers)
         self._front.begin()
         try:
             exchange.accept_request_id()
@@ -105,8 +106,10 @@ class HttpFront:
         origins: Whose web pages may ask for what the guard guards.
         strict: Whether a request with what nothing here serves is refused.
         dialects: Say how errors are told where no route does.
+        workers: Names workers for clients.
 
     Attributes:
+        workers: The argument.
         left_out: What was left out of any request.
         dialects: As given.
     """
@@ -124,8 +127,10 @@ class HttpFront:
         origins: Origins,
         strict: bool = False,
         dialects: Dialects | None = None,
+        workers: WorkerNames | None = None,
     ) -> None:
         self.dialects = dialects or Dialects()
+        self.workers = workers
         self.left_out = LeftOutLog(strict=strict)
         self._guard = guard
         self._origins = origins

@@ -9,6 +9,7 @@ import msgspec
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.routes import Ask, Post, Route
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.sessions import Session, SessionStore
 
@@ -31,7 +32,7 @@ class SessionObject(msgspec.Struct, kw_only=True):
         model: The model that has answered; null: none has.
         tokens: How many it holds.
         pinned_tokens: How many of these the worker keeps cached.
-        worker: The address of the worker that answered last; null: none has.
+        worker: The id of the worker that answered last; null: none has.
         turns, prompt_tokens, cached_tokens: Requests that were answered, their prompts' tokens, and how many were cached.
         moves: How often another worker than before answered.
         ttl_seconds: Seconds after its last use at which it ends.
@@ -82,12 +83,12 @@ class SessionsApi:
         """Opens a session. Raises as :meth:`SessionStore.open`."""
         request = convert(decode_object(body or b"{}"), SessionRequest, {}, left_out=exchange.left_out)
         session = self._store.open(exchange.tenant, request.ttl_seconds, request.fork_of or "")
-        await exchange.send_body(200, msgspec.json.encode(object_of(session)))
+        await exchange.send_body(200, msgspec.json.encode(object_of(session, exchange.workers)))
 
     async def show(self, exchange: Exchange) -> None:
         """Shows a session. Raises NotFoundError where there is none."""
         session = self._store.get(exchange.tenant, _id_in(exchange))
-        await exchange.send_body(200, msgspec.json.encode(object_of(session)))
+        await exchange.send_body(200, msgspec.json.encode(object_of(session, exchange.workers)))
 
     async def close(self, exchange: Exchange) -> None:
         """Closes a session. Raises NotFoundError where there is none."""
@@ -100,14 +101,14 @@ def _id_in(exchange: Exchange) -> str:
     return exchange.path.removeprefix(_BELOW)
 
 
-def object_of(session: Session) -> SessionObject:
+def object_of(session: Session, workers: WorkerNames) -> SessionObject:
     """What is told of a session."""
     return SessionObject(
         id=session.session_id,
         model=session.model or None,
         tokens=len(session.tokens),
         pinned_tokens=session.pinned,
-        worker=session.worker or None,
+        worker=workers.id_of(session.worker) or None,
         turns=session.turns,
         prompt_tokens=session.prompt_tokens,
         cached_tokens=session.cached_tokens,

@@ -56,7 +56,7 @@ async def send_whole(
         if read is not None:
             await read(whole)
         body = msgspec.json.encode(make_body(whole.output, whole.finish))
-        await exchange.send_body(200, body, told_headers([context]))
+        await exchange.send_body(200, body, told_headers(exchange.workers, [context]))
 
 
 async def send_events(

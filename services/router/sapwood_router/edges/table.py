@@ -15,6 +15,7 @@ from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, 
 from sapwood_router.edges.http.errors import Dialects
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
+from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http.status_page import HEADERS, render
 from sapwood_router.edges.openai.chat import chat
 from sapwood_router.edges.openai.completions import complete
@@ -60,6 +61,7 @@ def all_routes(
     flush: Callable[[], Awaitable[int]] | None,
     registry: CollectorRegistry | None,
     status: Callable[[], RouterState] | None,
+    origins: Origins,
 ) -> list[Route]:
     """The routes.
 
@@ -70,6 +72,7 @@ def all_routes(
         flush: Empties the workers' caches; None: that is for operators.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         status: What /status shows; None: there is no such page.
+        origins: Under which names /status may be.
     """
     created = int(time.time())
 
@@ -173,7 +176,7 @@ def all_routes(
     routes += sglang_routes(pipeline, flush)
     routes += ApiPages(tuple(routes)).routes()
     if status is not None:
-        routes.append(Ask("/status", _show_status(status), public=True))
+        routes.append(Ask("/status", _show_status(status, origins), public=True))
     if registry is not None:
         routes.append(Ask("/metrics", _show_metrics(MetricsPage(registry)), public=True))
     return routes
@@ -189,15 +192,17 @@ def _show_health(problem: Callable[[], str | None]) -> Handler:
         if reason is None:
             await exchange.send_body(200, b'{"status":"ok"}')
         else:
-            body = msgspec.json.encode({"status": "unavailable", "reason": reason})
+            body = msgspec.json.encode({"status": "unavailable", "reason": exchange.workers.hide(reason)})
             await exchange.send_body(503, body, [(b"retry-after", b"1")])
 
     return show
 
 
-def _show_status(status: Callable[[], RouterState]) -> Handler:
+def _show_status(status: Callable[[], RouterState], origins: Origins) -> Handler:
     async def show(exchange: Exchange) -> None:
-        await exchange.send_page(200, HEADERS, render(status()))
+        origins.check(exchange.headers)
+        origins.check_host(exchange.headers)
+        await exchange.send_page(200, HEADERS, render(status(), exchange.workers))
 
     return show
 

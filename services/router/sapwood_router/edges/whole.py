@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sapwood_router.edges.http1.head import Headers
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Run
 from sapwood_router.request.context import Delta, RequestContext
@@ -26,11 +27,16 @@ async def collect(runs: Sequence[Run]) -> list[Delta]:
     return client.wholes()
 
 
-def told_headers(contexts: Sequence[RequestContext]) -> Headers:
-    """What an answer in one piece says of how it came about, as gRPC's trailing metadata does."""
+def told_headers(workers: WorkerNames, contexts: Sequence[RequestContext]) -> Headers:
+    """What an answer in one piece says of how it came about, as gRPC's trailing metadata does.
+
+    Args:
+        workers: Names workers for clients.
+        contexts: The answer's.
+    """
     resumptions = sum(context.resumptions for context in contexts)
     return (
-        (WORKER_HEADER, contexts[0].worker.encode()),
+        (WORKER_HEADER, workers.id_of(contexts[0].worker).encode()),
         (RESUMPTIONS_HEADER, b"%d" % resumptions),
         *notice_headers(contexts[0]),
     )

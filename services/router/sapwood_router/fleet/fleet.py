@@ -12,10 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from sapwood_common.errors import NotFoundError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.transport.backend.spec import has_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,13 @@ class Fleet:
         self._reconcile()
 
     def register(self, address: str, lease: float | None) -> None:
-        """A worker is announced; again before ``lease`` seconds are over, or it is removed. None: for good."""
+        """A worker is announced; again before ``lease`` seconds are over, or it is removed. None: for good.
+
+        Raises:
+            InvalidArgumentError: Its address is a URL with credentials, and addresses are shown.
+        """
+        if has_credentials(address):
+            raise InvalidArgumentError("an address is shown: credentials belong in --backends", field="address")
         if lease is not None:
             self._leases[address] = self._clock() + lease
         else:

@@ -207,7 +207,7 @@ async def test_health_follows_the_tokenizer_and_the_workers(make_cluster, wait_u
         await cluster.workers[1].kill()
         await becomes(False)
         reason = (await cluster.http.get("/health")).json()["reason"]
-        assert cluster.workers[1].address in reason
+        assert cluster.id_of(cluster.workers[1]) in reason
         await cluster.workers[1].start()
         await becomes(True)
         await cluster.tokenizer.kill()

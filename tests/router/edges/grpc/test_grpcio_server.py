@@ -20,7 +20,9 @@ async def test_it_streams_what_it_answers_and_says_by_whom(cluster) -> None:
     call = cluster.stub.Generate(router_pb2.RouterGenerateRequest(text="abc", request_id="r1"))
     responses = [response async for response in call]
     assert responses[-1].finish_reason
-    assert dict(await call.trailing_metadata())["x-sapwood-worker"] in {worker.address for worker in cluster.workers}
+    assert dict(await call.trailing_metadata())["x-sapwood-worker"] in {
+        cluster.id_of(worker) for worker in cluster.workers
+    }
     assert ("x-request-id", "r1") in list(await call.initial_metadata())
 
 

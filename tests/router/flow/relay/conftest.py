@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from sapwood_testing.router.hostile_backend import HostileBackend
-
 ANSWER = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -32,14 +30,6 @@ def make_own(make_cluster: Callable) -> Callable:
             yield own
 
     return make
-
-
-@pytest.fixture
-async def hostile() -> AsyncIterator[HostileBackend]:
-    backend = HostileBackend()
-    await backend.start()
-    yield backend
-    await backend.stop()
 
 
 @pytest.fixture

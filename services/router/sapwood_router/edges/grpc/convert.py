@@ -9,6 +9,7 @@ from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.convert import to_grammar
 from sapwood_common.pacing.steps import Steps
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.sessions import Session
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
@@ -251,14 +252,14 @@ def to_load(load: Load) -> worker_pb2.LoadReport:
     return worker_pb2.LoadReport(**asdict(load))
 
 
-def to_session(session: Session) -> router_pb2.SessionState:
+def to_session(session: Session, workers: WorkerNames) -> router_pb2.SessionState:
     """What is told of a session."""
     return router_pb2.SessionState(
         id=session.session_id,
         model=session.model,
         tokens=len(session.tokens),
         pinned_tokens=session.pinned,
-        worker=session.worker,
+        worker=workers.id_of(session.worker),
         turns=session.turns,
         prompt_tokens=session.prompt_tokens,
         cached_tokens=session.cached_tokens,

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_router.edges.grpc.convert import to_load
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.explain import Explanation
 from sapwood_router.observe.status import RouterState, WorkerState
 
@@ -16,7 +17,7 @@ _ROLE = {
 }
 
 
-def to_status(state: RouterState) -> router_pb2.GetStatusResponse:
+def to_status(state: RouterState, workers: WorkerNames) -> router_pb2.GetStatusResponse:
     """A snapshot as a message."""
     return router_pb2.GetStatusResponse(
         uptime_seconds=state.uptime,
@@ -25,11 +26,11 @@ def to_status(state: RouterState) -> router_pb2.GetStatusResponse:
         resumptions=state.resumptions,
         problem=state.problem,
         policy=state.policy,
-        workers=map(to_worker_status, state.workers),
+        workers=[to_worker_status(each, workers) for each in state.workers],
     )
 
 
-def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
+def to_worker_status(worker: WorkerState, workers: WorkerNames) -> router_pb2.WorkerStatus:
     """A worker's part of a snapshot as a message."""
     return router_pb2.WorkerStatus(
         address=worker.address,
@@ -45,6 +46,7 @@ def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
         role=_ROLE[worker.role],
         proposed_role=_ROLE.get(worker.proposed_role, worker_pb2.WORKER_ROLE_UNSPECIFIED),
         proposed_because=worker.proposed_because,
+        id=workers.id_of(worker.address),
     )
 
 

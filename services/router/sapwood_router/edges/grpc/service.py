@@ -29,6 +29,7 @@ from sapwood_router.edges.grpc.convert import (
     truncation_of,
 )
 from sapwood_router.edges.grpc.convert_operators import to_explanation, to_status, to_worker_status
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.delivery import READER_SLACK, Delivery
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline
@@ -51,7 +52,7 @@ PUBLIC_METHODS = frozenset(
 )
 """What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"
-"""Trailing metadata: the address of the worker that finished the request."""
+"""Trailing metadata: the id of the worker that finished the request."""
 RESUMPTIONS_KEY = "x-sapwood-resumptions"
 """Trailing metadata: how often the stream went on, on another worker, because one was lost."""
 NOTICE_KEY = "x-sapwood-notice"
@@ -125,17 +126,28 @@ class RouterService(router_pb2_grpc.RouterServicer):
         fleet: Adds, drains and removes workers.
         request_timeout: Seconds a request may take if its client sets no earlier deadline.
         status: Says how the router is.
+        workers: Names workers for clients.
     """
 
     def __init__(
-        self, pipeline: Pipeline, fleet: Members, request_timeout: float, status: Callable[[], RouterState]
+        self,
+        pipeline: Pipeline,
+        fleet: Members,
+        request_timeout: float,
+        status: Callable[[], RouterState],
+        workers: WorkerNames,
     ) -> None:
+        self._workers = workers
         self._status = status
         self._pipeline = pipeline
         self._fleet = fleet
         self._request_timeout = request_timeout
 
     async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
+        with self._workers.told():
+            await self._generate(request, context)
+
+    async def _generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:
         call = _as_push_call(context)
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
@@ -153,7 +165,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await Delivery(_CallClient(call, contexts)).carry(runs)
             context.set_trailing_metadata(
                 (
-                    (WORKER_KEY, contexts[0].worker),
+                    (WORKER_KEY, self._workers.id_of(contexts[0].worker)),
                     (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
                     *(((NOTICE_KEY, contexts[0].notice),) if contexts[0].notice else ()),
                 )
@@ -219,9 +231,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         ]
 
     async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
-        found = await self._pipeline.embedder.embed(
-            embed_request_of(request, *self._asked(request.request_id, context))
-        )
+        with self._workers.told():
+            found = await self._pipeline.embedder.embed(
+                embed_request_of(request, *self._asked(request.request_id, context))
+            )
         return router_pb2.RouterEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
             prompt_tokens=found.prompt_tokens,
@@ -230,7 +243,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Classify(self, request: router_pb2.ClassifyRequest, context: Context) -> router_pb2.ClassifyResponse:
         wanted = classify_request_of(request, *self._asked(request.request_id, context))
-        return to_classifications(await self._pipeline.embedder.embed(wanted), raw=request.raw)
+        with self._workers.told():
+            return to_classifications(await self._pipeline.embedder.embed(wanted), raw=request.raw)
 
     def _asked(self, request_id: str, context: Context) -> tuple[str, float, Caller]:
         """The id of a request, its deadline on the event loop's clock, and who asks."""
@@ -248,13 +262,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.OpenSessionResponse:
         ttl = request.ttl_seconds if request.HasField("ttl_seconds") else None
         session = self._pipeline.sessions.open(self._tenant(context), ttl, request.fork_of)
-        return router_pb2.OpenSessionResponse(session=to_session(session))
+        return router_pb2.OpenSessionResponse(session=to_session(session, self._workers))
 
     async def GetSession(
         self, request: router_pb2.GetSessionRequest, context: Context
     ) -> router_pb2.GetSessionResponse:
         session = self._pipeline.sessions.get(self._tenant(context), request.id, "id")
-        return router_pb2.GetSessionResponse(session=to_session(session))
+        return router_pb2.GetSessionResponse(session=to_session(session, self._workers))
 
     async def CloseSession(
         self, request: router_pb2.CloseSessionRequest, context: Context
@@ -277,10 +291,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def ListWorkers(
         self, request: router_pb2.ListWorkersRequest, context: Context
     ) -> router_pb2.ListWorkersResponse:
-        return router_pb2.ListWorkersResponse(workers=map(to_worker_status, self._status().workers))
+        return router_pb2.ListWorkersResponse(
+            workers=[to_worker_status(each, self._workers) for each in self._status().workers]
+        )
 
     async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Context) -> router_pb2.GetStatusResponse:
-        return to_status(self._status())
+        return to_status(self._status(), self._workers)
 
     async def RegisterWorker(
         self, request: router_pb2.RegisterWorkerRequest, context: Context

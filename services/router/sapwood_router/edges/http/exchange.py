@@ -23,6 +23,7 @@ from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.delivery import READER_SLACK
 from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of
 from sapwood_router.request.request_ids import accept_request_id
@@ -57,9 +58,11 @@ class Exchange:
         dialect: How its errors are told.
         log: Keeps what was left out of any request.
         path: What its route is found by; None: as it came.
+        workers: Names workers for clients.
 
     Attributes:
         left_out: What the answer is made without; its headers name it.
+        workers: The argument.
         extra_headers: Headers of the response, whatever it is.
         writable: Says whether :attr:`write_events` may be called.
         write_events: Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one
@@ -67,9 +70,15 @@ class Exchange:
     """
 
     def __init__(
-        self, request: Request, dialect: Dialect, log: LeftOutLog | None = None, path: str | None = None
+        self,
+        request: Request,
+        dialect: Dialect,
+        log: LeftOutLog | None = None,
+        path: str | None = None,
+        workers: WorkerNames | None = None,
     ) -> None:
         self.dialect = dialect
+        self.workers = workers or WorkerNames(b"")
         self.left_out = LeftOut(log or LeftOutLog())
         self.headers: dict[bytes, bytes] = request.head.fields
         self.method = request.head.method
@@ -243,6 +252,7 @@ class Exchange:
 
     async def send_error(self, error: SapwoodError, headers: Headers = ()) -> None:
         """An error response; within a stream of events an error event, after which the stream ends."""
+        error = self.workers.for_client(error)
         if not self.started:
             status, body = self.dialect.status(error), self.dialect.body(error, self.request_id)
             await self.send_body(status, body, [*retry_headers(error), *headers])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.observe.status import RouterState, WorkerState
 
 HEADERS = (
@@ -34,7 +35,7 @@ th:first-child,td:first-child,.text{{text-align:left}} .bad{{color:#d33;font-wei
 """
 
 
-def render(state: RouterState) -> bytes:
+def render(state: RouterState, workers: WorkerNames) -> bytes:
     """The page of a snapshot."""
     problem = f'<span class="bad">{escape(state.problem)}</span> &middot; ' if state.problem else ""
     return _PAGE.format(
@@ -45,15 +46,16 @@ def render(state: RouterState) -> bytes:
         queued=state.queued,
         rate=state.tokens_per_second,
         resumptions=state.resumptions,
-        rows="\n".join(map(_row, state.workers)),
+        rows="\n".join(_row(worker, workers.id_of(worker.address)) for worker in state.workers),
     ).encode()
 
 
-def _row(worker: WorkerState) -> str:
+def _row(worker: WorkerState, name: str) -> str:
     load = worker.load
     state = worker.state + (f": {worker.problem}" if worker.problem else "")
     return (
-        f"<tr><td>{escape(worker.address)}</td>{_text(state, worker.state == 'down')}{_text(worker.model or '-')}"
+        f"<tr><td>{escape(worker.address)} <small>{name}</small></td>"
+        f"{_text(state, worker.state == 'down')}{_text(worker.model or '-')}"
         f"<td>{worker.in_flight}</td><td>{load.running_requests}</td><td>{load.waiting_requests}</td>"
         f"<td>{_share(worker.used_share)}</td><td>{_share(worker.hit_rate)}</td><td>{worker.tokens_per_second:.0f}</td>"
         f"{_text(worker.breaker, worker.breaker != 'closed')}</tr>"

@@ -83,7 +83,7 @@ async def send_answer(
                     await pipeline.heavy.turn(contexts[0].caller.tenant, goes_on=True)
                 answers.append(await _annotated(len(answers), whole, annotator))
             body = msgspec.json.encode(await make_body(answers))
-            await exchange.send_body(200, body, told_headers(contexts))
+            await exchange.send_body(200, body, told_headers(exchange.workers, contexts))
         else:
             stint = pipeline.heavy.stint(contexts[0].caller.tenant) if len(runs) > A_FEW else None
             client = _EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)

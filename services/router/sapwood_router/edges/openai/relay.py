@@ -88,7 +88,7 @@ async def relay(exchange: Exchange, kind: Kind, given: dict[str, Any], pipeline:
     asked = Asked(kind, given, context)
 
     async def send_whole(answer: dict[str, Any]) -> None:
-        await exchange.send_body(200, msgspec.json.encode(answer), told_headers([context]))
+        await exchange.send_body(200, msgspec.json.encode(answer), told_headers(exchange.workers, [context]))
 
     async def send_chunk(chunk: dict[str, Any]) -> None:
         event = b"data: %b\n\n" % msgspec.json.encode(chunk)

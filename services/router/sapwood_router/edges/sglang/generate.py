@@ -94,7 +94,7 @@ async def _send_whole(
                 await tell(answer.meta_info, context, whole.token_ids, wish, client, stint)
             answers.append(answer)
         body = msgspec.json.encode(answers if is_list else answers[0])
-        await exchange.send_body(200, body, told_headers(contexts))
+        await exchange.send_body(200, body, told_headers(exchange.workers, contexts))
 
 
 class _TextSoFar:

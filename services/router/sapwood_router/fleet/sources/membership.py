@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from sapwood_router.fleet.fleet import Fleet
+from sapwood_router.transport.backend.spec import has_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,15 @@ async def follow_file(path: Path, fleet: Fleet) -> None:
 
 
 def read_addresses(text: str) -> list[str]:
-    """The addresses in a workers file."""
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]
+    """The addresses in a workers file. URLs with credentials are left out: an address shows everywhere."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        address = line.partition("#")[0].strip()
+        if has_credentials(address):
+            logger.error("workers file, line %d: credentials belong in --backends: it is left out", number)
+        elif address:
+            found.append(address)
+    return found
 
 
 async def follow_leases(fleet: Fleet) -> None:

@@ -162,8 +162,8 @@ class Backend:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer whose status is 200."""
         headers = {"content-type": "application/json"} if body is not None else {}
-        if self.spec.key:
-            headers["authorization"] = f"Bearer {self.spec.key}"
+        if self.spec.authorization:
+            headers["authorization"] = self.spec.authorization
         if request_id:
             headers["x-request-id"] = request_id
         asking = self._http.session.request(

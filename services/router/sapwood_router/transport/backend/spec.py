@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 _SCHEMES = ("http://", "https://")
 _OPTIONS = ("url", "model", "name", "api-key-env")
@@ -18,13 +19,14 @@ class BackendSpec:
         url: Where OpenAI's API is; ``/v1`` where it has no path.
         model: What the server calls the model; "": the only one that it lists.
         name: What clients call it; "": what the server calls it.
-        key: Sent as bearer token; "": none.
+        authorization: Sent as the header of that name; "": none. The URL has no credentials: it names the backend in metrics,
+            logs and pages.
     """
 
     url: str
     model: str = ""
     name: str = ""
-    key: str = field(default="", repr=False)
+    authorization: str = field(default="", repr=False)
 
     @property
     def address(self) -> str:
@@ -42,10 +44,16 @@ def is_backend(address: str) -> bool:
     return address.startswith(_SCHEMES)
 
 
+def has_credentials(address: str) -> bool:
+    """Whether an address is a URL with a user's name or password, or what may be one."""
+    return is_backend(address) and "@" in urlsplit(address).netloc
+
+
 def backend_at(address: str) -> BackendSpec:
     """The backend that ``URL`` or ``URL#MODEL`` means."""
     url, _, model = address.partition("#")
-    return BackendSpec(url.rstrip("/"), model)
+    url, authorization = _without_credentials(url.rstrip("/"))
+    return BackendSpec(url, model, authorization=authorization)
 
 
 def parse_backend(text: str, variables: Mapping[str, str]) -> BackendSpec:
@@ -59,15 +67,30 @@ def parse_backend(text: str, variables: Mapping[str, str]) -> BackendSpec:
         ValueError: It is not.
     """
     given: dict[str, str] = {}
-    for part in text.split(","):
+    for number, part in enumerate(text.split(","), 1):
         option, equals, value = part.partition("=")
         if option not in _OPTIONS or not equals or not value or option in given:
-            raise ValueError(f"{part!r} of {text!r} is none of {', '.join(f'{known}=...' for known in _OPTIONS)}")
+            shown = repr(option) if equals else f"part {number}"  # a part without a name may be one of a password
+            raise ValueError(f"{shown} is none of {', '.join(f'{known}=...' for known in _OPTIONS)}")
         given[option] = value
     url = given.get("url", "").rstrip("/")
-    if not is_backend(url) or not urlsplit(url).hostname or "#" in url:
-        raise ValueError(f"{text!r} needs url=http://... or url=https://...")
+    if not is_backend(url) or not urlsplit(url).hostname or "#" in url or "?" in url:
+        raise ValueError("a backend needs url=http://... or url=https://..., without a query")
+    url, authorization = _without_credentials(url)
     variable = given.get("api-key-env", "")
     if variable and not variables.get(variable):
         raise ValueError(f"the variable {variable}, which is to hold the key of {url}, is not set")
-    return BackendSpec(url, given.get("model", ""), given.get("name", ""), variables[variable] if variable else "")
+    if variable:
+        authorization = f"Bearer {variables[variable]}"
+    return BackendSpec(url, given.get("model", ""), given.get("name", ""), authorization)
+
+
+def _without_credentials(url: str) -> tuple[str, str]:
+    """A URL without a user's name and password, and the header that says them; "": there are none."""
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    credentials, at, host = authority.rpartition("@")
+    if not at:
+        return url, ""
+    pair = ":".join(unquote(part) for part in (*credentials.split(":", 1), "")[:2])
+    return f"{scheme}://{host}{slash}{path}", f"Basic {b64encode(pair.encode()).decode()}"

@@ -118,7 +118,8 @@ class Options(TypedDict, total=False):
 class Usage:
     """Token counts of one request; ``cached_tokens`` of its prompt tokens were found in the prefix cache.
 
-    Of the tokens that the worker drafted, some became output (accepted) and the others did not (rejected).
+    Of the tokens that the worker drafted, some became output (accepted) and the others did not (rejected). Of the output, some are
+    reasoning.
     """
 
     prompt_tokens: int
@@ -126,6 +127,7 @@ class Usage:
     cached_tokens: int
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ def _to_usage(usage: common_pb2.Usage) -> Usage:
         usage.cached_tokens,
         usage.accepted_prediction_tokens,
         usage.rejected_prediction_tokens,
+        usage.reasoning_tokens,
     )
 
 

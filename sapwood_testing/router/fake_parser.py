@@ -38,6 +38,7 @@ class FakeParser:
         told, self._told = self._told, parsed
         output.text = parsed.text[len(told.text) :]
         output.reasoning = parsed.reasoning[len(told.reasoning) :]
+        output.reasoning_tokens = len(parsed.reasoning.encode())
         for index, (name, arguments) in enumerate(parsed.calls):
             if index >= len(told.calls):
                 call_id = f"call-{self._options.tool_call_id_seed}-{index}"

@@ -137,6 +137,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True):

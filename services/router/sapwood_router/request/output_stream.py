@@ -25,12 +25,14 @@ class OutputChunk(msgspec.Struct):
         tokens: How many of the stream's tokens were read for all output so far.
         ended: Nothing follows.
         stop_match: The stop string that ended the stream.
+        reasoning_tokens: How many of the tokens are reasoning.
     """
 
     output: Output
     tokens: int
     ended: bool
     stop_match: str | None = None
+    reasoning_tokens: int = 0
 
 
 Relay = Callable[[int], bool]

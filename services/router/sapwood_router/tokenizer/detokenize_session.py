@@ -182,6 +182,7 @@ class DetokenizeSession(SharedCall):
         stream.deliver(
             output_of(output),
             output.tokens_consumed,
+            reasoning_tokens=output.reasoning_tokens,
             ended=output.ended,
             stop_match=output.stop_match if output.HasField("stop_match") else None,
         )

@@ -48,6 +48,7 @@ class DetokenizeStream(OutputStream):
         self._on_close = on_close
         self._output = OutputBuffer()
         self._stop_match: str | None = None
+        self._reasoning_tokens = 0
 
     def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
         if self.over or self.end_pushed:
@@ -68,7 +69,9 @@ class DetokenizeStream(OutputStream):
             self._on_close(self)
         super().close()
 
-    def deliver(self, output: Output, tokens: int, *, ended: bool, stop_match: str | None) -> None:
+    def deliver(
+        self, output: Output, tokens: int, *, ended: bool, stop_match: str | None, reasoning_tokens: int = 0
+    ) -> None:
         """Takes output from the session; what was delivered before a replay is dropped."""
         if self.over:
             return
@@ -77,6 +80,7 @@ class DetokenizeStream(OutputStream):
         self._tokens = max(self._tokens, tokens)
         self._ended = ended
         self._stop_match = stop_match
+        self._reasoning_tokens = max(self._reasoning_tokens, reasoning_tokens)
         self._fresh = True
         self._tell()
         if ended:
@@ -109,4 +113,4 @@ class DetokenizeStream(OutputStream):
         return max(len(self.token_ids) - self.written, self._tokens - self._tokens_taken)
 
     def _chunk(self) -> OutputChunk:
-        return OutputChunk(self._output.take(), self._tokens, self._ended, self._stop_match)
+        return OutputChunk(self._output.take(), self._tokens, self._ended, self._stop_match, self._reasoning_tokens)

@@ -61,6 +61,7 @@ class OutputParser:
                     f"tool parser {GPT_OSS} does not go with {reasoning}", field="reasoning_parser"
                 )
             tool, reasoning = GPT_OSS, ""
+        self._may_reason = bool(reasoning) or tool == GPT_OSS
         special_tokens: frozenset[str] = frozenset()
         self._reasoning: Parser | None = None
         self._tool: Parser | None = None
@@ -82,6 +83,11 @@ class OutputParser:
     def special_tokens(self) -> frozenset[str]:
         """Markers that the text must hold even where special tokens are left out of it."""
         return self._special_tokens
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether some of the output may be reasoning."""
+        return self._may_reason
 
     def feed(self, text: str) -> list[Event]:
         if self._reasoning:

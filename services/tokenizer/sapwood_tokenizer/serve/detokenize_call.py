@@ -120,6 +120,8 @@ class DetokenizeCall:
         # Built in place: copying a message into the response would cost more than decoding a token.
         output = response.outputs.add(stream_id=stream_id, tokens_consumed=tokens)
         add_events(output, events)
+        if opened.stream.reasoning_tokens:
+            output.reasoning_tokens = opened.stream.reasoning_tokens
         if ended:
             output.ended = True
         if stop_match is not None:

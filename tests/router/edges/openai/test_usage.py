@@ -11,5 +11,5 @@ def test_a_prompt_counts_once_and_drafts_are_told_where_there_were_any() -> None
     counted = {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
     assert told == {**counted, "prompt_tokens_details": {"cached_tokens": 4}}
     told = msgspec.to_builtins(usage_object([Usage(5, 3, 4, 2, 1), Usage(5, 2, 4)], continuations=2))
-    details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1, "reasoning_tokens": 0}
     assert told["completion_tokens_details"] == details

@@ -111,7 +111,7 @@ WRONG = [
 
 
 async def test_what_the_model_cannot_do_is_refused_and_the_parameter_named(make_cluster) -> None:
-    async with make_cluster(1) as cluster:
+    async with make_cluster(1, strict_parameters=True) as cluster:
         served: list[str] | None = None
         for labels, path, body, param in WRONG:
             if labels != served:

@@ -73,9 +73,9 @@ WRONG = [
 ]
 
 
-async def test_a_wrong_parameter_is_named(cluster) -> None:
+async def test_a_wrong_parameter_is_named(strict) -> None:
     for path, body, param in WRONG:
-        answer = await cluster.http.post(path, json=body)
+        answer = await strict.http.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 

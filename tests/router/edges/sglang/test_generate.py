@@ -144,9 +144,7 @@ WRONG = [
     ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": -1}, "top_logprobs_num"),
-    ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
-    ({"text": "a", "top_logprobs_num": 1}, "top_logprobs_num"),
-    ({"text": "a", "return_text_in_logprobs": True}, "return_text_in_logprobs"),
+    ({"text": "a", "logprob_start_len": -2}, "logprob_start_len"),
     ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens"),
     ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params.max_tokens"),
     ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
@@ -239,3 +237,12 @@ async def test_what_all_texts_share_is_read_once_and_each_has_a_seed_of_its_own(
     body["sampling_params"]["sampling_seed"] = 7
     await cluster.http.post("/generate", json=body)
     assert [call.request.sampling.seed for call in cluster.calls()].count(7) == 100
+
+
+async def test_details_of_log_probabilities_that_nobody_wants_say_nothing(cluster) -> None:
+    details = {"logprob_start_len": 0, "top_logprobs_num": 3, "return_text_in_logprobs": True}
+    for wanted in ({}, {"return_logprob": False}):
+        answer = await cluster.http.post(GENERATE, json={"text": "hi", **details, **wanted})
+        assert answer.status_code == 200, answer.text
+        assert "logprobs" not in answer.text
+    assert not any(call.request.sampling.HasField("logprobs") for call in cluster.calls())

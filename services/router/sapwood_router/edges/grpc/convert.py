@@ -244,6 +244,7 @@ def to_usage(usage: Usage) -> common_pb2.Usage:
         cached_tokens=usage.cached_tokens,
         accepted_prediction_tokens=usage.accepted_prediction_tokens,
         rejected_prediction_tokens=usage.rejected_prediction_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 

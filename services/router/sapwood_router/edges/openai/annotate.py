@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from sapwood_common.pacing.heavy_work import Stint
@@ -94,13 +93,13 @@ class Annotator:
         return writer.take()
 
     async def prompt_logprobs(self, index: int) -> Any:
-        """Those of a choice's prompt once it has begun, in JSON; UNSET if they are not told.
+        """Those of a choice's prompt once it has begun, in JSON; None if they are not told.
 
         Raises:
             SapwoodError: As :meth:`annotate`.
         """
         if not self._tells_prompt:
-            return msgspec.UNSET
+            return None
         context = self._contexts[index]
         ids, logprobs = context.token_ids, [None, *context.prompt_logprobs]
         table, entries = await self._telling.table(context, ids, logprobs), JsonList()

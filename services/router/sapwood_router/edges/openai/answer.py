@@ -40,7 +40,7 @@ def finish_reason(finish: Finish, called: bool) -> str:
 
 def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject:
     """The usage of several requests together; a prompt counts once for all its ``continuations``."""
-    prompt = cached = completion = accepted = rejected = 0
+    prompt = cached = completion = accepted = rejected = reasoning = 0
     for usage in usages[::continuations]:
         prompt += usage.prompt_tokens
         cached += usage.cached_tokens
@@ -48,8 +48,10 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
         completion += usage.completion_tokens
         accepted += usage.accepted_prediction_tokens
         rejected += usage.rejected_prediction_tokens
-    drafted = CompletionTokensDetails(accepted, rejected) if accepted or rejected else msgspec.UNSET
-    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached), drafted)
+        reasoning += usage.reasoning_tokens
+    some = accepted or rejected or reasoning
+    details = CompletionTokensDetails(accepted, rejected, reasoning) if some else msgspec.UNSET
+    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
 
 async def send_answer(
@@ -147,9 +149,8 @@ class _EventClient:
         if self._chunks is None:
             self._chunks = self._make_chunks()
             self._exchange.extra_headers = (*self._exchange.extra_headers, *notice_headers(self._contexts[0]))
-        prompt = msgspec.UNSET if index in self._opened else await self._annotator.prompt_logprobs(index)
-        told = b"" if prompt is msgspec.UNSET else prompt
-        events = self._events(self._chunks, index, delta, logprobs, told)
+        told = None if index in self._opened else await self._annotator.prompt_logprobs(index)
+        events = self._events(self._chunks, index, delta, logprobs, told or b"")
         last = len(self._usages) == len(self._runs)
         if last:
             if resumptions := sum(run.resumptions for run in self._runs):

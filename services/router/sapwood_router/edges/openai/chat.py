@@ -120,7 +120,7 @@ def _choice(answer: Answer, shows_ids: bool, hides_reasoning: bool) -> ChatChoic
     output = answer.output
     message = AnswerMessage(output.text)
     if output.reasoning and not hides_reasoning:
-        message.reasoning_content = output.reasoning
+        message.reasoning_content = message.reasoning = output.reasoning
     if output.tool_calls:
         message.content = output.text or None
         message.tool_calls = [

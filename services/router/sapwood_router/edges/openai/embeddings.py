@@ -6,29 +6,38 @@ import base64
 import time
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from sapwood_common.contract.limits import MOST_EMBEDDED
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.token_lists import TokenLists
+from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
-from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.caller import Caller
 from sapwood_router.request.embed_request import EmbedRequest
+from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.validation import check_prompt
 
 
 class EmbeddingRequest(AnyRequest, kw_only=True):
-    """``POST /v1/embeddings``; ``pooling`` and ``normalize`` are extensions."""
+    """``POST /v1/embeddings``; ``pooling`` and ``normalize`` are extensions, and so are conversations, as with vLLM."""
 
     input: Any = None  # a string, strings, token ids or lists of token ids
     encoding_format: str | None = None
     dimensions: int | None = None
     pooling: str | None = None
     normalize: bool | None = None
+    messages: list[Message] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class EmbeddingObject(msgspec.Struct):
@@ -73,7 +82,14 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         raise InvalidArgumentError('pooling must be "mean", "last" or "cls"', field="pooling")
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
-    inputs, names = await inputs_of(request.input, TokenLists(exchange))
+    deadline, caller = exchange.sooner(deadline), exchange.caller(request, given)
+    inputs: Sequence[str | list[int]]
+    if request.messages is None:
+        inputs, names = await inputs_of(request.input, TokenLists(exchange))
+    elif request.input is not None:
+        raise InvalidArgumentError("set input or messages, not both", field="messages")
+    else:
+        inputs, names = [await _conversation(request, exchange, pipeline, deadline, caller)], ["messages"]
     wanted = EmbedRequest(
         request_id=exchange.request_id,
         inputs=inputs,
@@ -83,8 +99,8 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         normalize=request.normalize,
         dimensions=request.dimensions,
         max_tokens=request.truncate_prompt_tokens,
-        deadline=exchange.sooner(deadline),
-        caller=exchange.caller(request, given),
+        deadline=deadline,
+        caller=caller,
     )
     exchange.on_disconnect(lambda: None)
     found = await pipeline.embedder.embed(wanted)
@@ -93,6 +109,29 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens)
     answer = EmbeddingResponse(f"embd-{exchange.request_id}", int(time.time()), data, found.model, usage)
     await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+async def _conversation(
+    request: EmbeddingRequest, exchange: Exchange, pipeline: Pipeline, deadline: float, caller: Caller
+) -> list[int]:
+    """The tokens of a conversation. The assistant's turn is not opened unless the client says so: nothing is answered."""
+    chat = ChatRequest(
+        messages=request.messages or [],
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt is True,
+        continue_final_message=request.continue_final_message,
+    )
+    prompt = await exchange.in_turns(chat_prompt(chat, None, exchange.left_out))
+    check_prompt(prompt, CHAT_FIELDS)
+    model = pipeline.registry.resolve(request.model)
+    client, most_tokens = pipeline.tokenizers.of(model).client, partial(pipeline.registry.context_length, model)
+    try:
+        encoded = await client.encode_chat(
+            prompt, exchange.request_id, deadline, caller.cache_salt, most_tokens=most_tokens
+        )
+    except SapwoodError as error:
+        raise to_client_field(error, CHAT_FIELDS) from error
+    return list(encoded.token_ids)
 
 
 def _base64(vector: Sequence[float]) -> str:

@@ -16,6 +16,7 @@ IGNORED = frozenset(
         "prompt_cache_options",
         "service_tier",
         "store",
+        "prediction",
         # vLLM's: how it would compute or send the same answer.
         "guided_decoding_backend",
         "session_id",
@@ -72,7 +73,6 @@ CHAT_NEUTRAL: Neutral = {
     "modalities": (["text"],),
     "moderation": (),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     # vLLM
     "echo": (False,),

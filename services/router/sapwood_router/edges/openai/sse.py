@@ -174,7 +174,8 @@ class ChatChunks(CompletionChunks):
             return super().output(index, delta, logprobs)
         events = b""
         if output.reasoning:
-            events = self._delta(index, b'{"reasoning_content":' + _encode(output.reasoning) + b"}", NULL, logprobs)
+            said = _encode(output.reasoning)
+            events = self._delta(index, b'{"reasoning_content":%b,"reasoning":%b}' % (said, said), NULL, logprobs)
             logprobs = NULL
         events += super().output(index, delta, logprobs)
         for call in output.tool_calls:

@@ -151,14 +151,15 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """How the drafted tokens fared."""
+    """How the drafted tokens fared, and how many were reasoning."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int = 0
 
 
 class UsageObject(msgspec.Struct):
-    """``usage``; the last are there if tokens were drafted."""
+    """``usage``; the last are there if tokens were drafted, or are reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -173,7 +174,7 @@ def stop_reason(finish: Finish) -> str | int | None:
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice of a completion; the last four, all but the last if asked for, are named as in vLLM."""
+    """A choice of a completion; the last four are named as in vLLM. The first two of them are there if asked for."""
 
     index: int
     text: str
@@ -181,7 +182,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | None = None
     stop_reason: str | int | None = None
 
 
@@ -197,12 +198,13 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The assistant's turn; ``content`` is None where there are calls and no text."""
+    """The assistant's turn; ``content`` is None where there are calls and no text. Clients know the reasoning by either name."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCallObject] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -218,7 +220,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The answer of ``/v1/chat/completions``; the last two, if asked for, are named as in vLLM."""
+    """The answer of ``/v1/chat/completions``; the last two are named as in vLLM, the first of them there if asked for."""
 
     id: str
     object: str = "chat.completion"
@@ -227,4 +229,4 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageObject
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | None = None

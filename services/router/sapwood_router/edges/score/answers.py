@@ -21,15 +21,24 @@ IGNORED = frozenset({"user"})
 
 
 RequestT = TypeVar("RequestT", bound=CompareRequest)
-_LISTS = frozenset({"documents", "text_1", "text_2"})
+_LISTS = frozenset({"text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"})
 """Parameters that may be lists of texts."""
 
 
 class ScoreRequest(CompareRequest, kw_only=True):
-    """One text and others, or as many of the one as of the other."""
+    """One text and others, or as many of the one as of the other, by one of the pairs of names that versions of vLLM have."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+
+
+_PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+"""The names of the one and of the other, the usual ones first."""
 
 
 class Score(msgspec.Struct):
@@ -99,10 +108,18 @@ async def score(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     given = decode_object(body)
     request = checked(exchange, given, ScoreRequest)
     caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
-    ones, others = _named(request.text_1, "text_1"), _named(request.text_2, "text_2")
+    values = msgspec.structs.asdict(request)
+    given_names = {name for name in _LISTS if values[name] is not None}
+    one, other = next((pair for pair in _PAIRS if not given_names.isdisjoint(pair)), _PAIRS[0])
+    if one == "queries" and other not in given_names and "items" in given_names:
+        other = "items"
+    for name in (one, other):
+        if name not in given_names:
+            raise InvalidArgumentError(f"{name} is required", field=name)
+    ones, others = _named(values[one], one), _named(values[other], other)
     if len(ones) not in (1, len(others)):
         raise InvalidArgumentError(
-            f"text_1 must be one text or as many as text_2: {len(others)}, got {len(ones)}", field="text_1"
+            f"{one} must be one text or as many as {other}: {len(others)}, got {len(ones)}", field=one
         )
     found = await compare(exchange, pipeline, request, ones, others, caller, deadline)
     answer = ScoreResponse(

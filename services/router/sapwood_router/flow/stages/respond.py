@@ -39,6 +39,7 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
         context.cached_tokens,
         context.accepted_prediction_tokens,
         context.rejected_prediction_tokens,
+        min(chunk.reasoning_tokens, tokens),
     )
     delta = _delta(context, chunk, sent_tokens, tokens)
     delta.finish = Finish(reason, context.usage, chunk.stop_match, stop_token)

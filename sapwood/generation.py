@@ -118,8 +118,8 @@ class Options(TypedDict, total=False):
 class Usage:
     """Token counts of one request; ``cached_tokens`` of its prompt tokens were found in the prefix cache.
 
-    Of the tokens that the worker drafted, some became output (accepted) and the others did not (rejected). Of the output, some are
-    reasoning.
+    Of the tokens that the worker drafted, some became output (accepted) and the others did not (rejected). Some of the output
+    is reasoning.
     """
 
     prompt_tokens: int

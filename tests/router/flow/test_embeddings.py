@@ -64,8 +64,8 @@ async def test_what_is_wrong_is_named(strict) -> None:
     for body, param in WRONG:
         response = await strict.http.post(PATH, json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), body
-    assert (await cluster.http.post(PATH, json={"input": "a", "model": "no"})).status_code == 404
-    assert not any(worker.embed_calls for worker in cluster.workers)
+    assert (await strict.http.post(PATH, json={"input": "a", "model": "no"})).status_code == 404
+    assert not any(worker.embed_calls for worker in strict.workers)
 
 
 async def test_a_worker_that_cannot_is_followed_by_another(cluster) -> None:

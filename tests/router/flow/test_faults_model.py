@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sapwood_common import errors
-from sapwood_common.contract.sampling import SamplingParams
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker, Permit
+from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.outcome import Outcome, WorkerLeftError, WorkerLostError, outcome_of
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
@@ -22,9 +22,7 @@ from sapwood_router.fleet.worker import Lease, Worker
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
 from sapwood_router.flow.stages.acquire import acquire
-from sapwood_router.flow.stages.select import select
-from sapwood_router.request.context import FieldNames, RequestContext, TokenPrompt
-from sapwood_router.request.output import OutputOptions
+from sapwood_router.flow.stages.select import choose
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_testing.clock import Clock
@@ -77,7 +75,6 @@ class PlainBreaker:
 class Request:
     """A request of the model's."""
 
-    context: RequestContext
     failover: Failover
     deadline: float
     worker: Worker | None = None
@@ -124,7 +121,8 @@ class Faults(RuleBasedStateMachine):
         """Stages 2 and 3, as the pipeline does them."""
         prompt = PromptPages([1, 2, 3])
         try:
-            worker, choice = select(request.context, prompt, self.registry, LeastLoad(), request.failover.refused_by)
+            demand = Demand("m", len(prompt.token_ids), "prompt", refused_by=request.failover.refused_by)
+            worker, choice = choose(demand, prompt, self.registry, LeastLoad())
         except errors.UnavailableError:
             assert not [w for w in self.open_workers() if w.address not in request.failover.refused_by]
             request.end = "unavailable"
@@ -148,17 +146,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from("xy"), priority=st.integers(0, 1))
     def arrive(self, tenant: str, priority: int) -> None:
-        context = RequestContext(
-            request_id="r",
-            worker_request_id="r.1",
-            prompt=TokenPrompt([1, 2, 3]),
-            sampling=SamplingParams(),
-            output=OutputOptions(),
-            fields=FieldNames(prompt="tokens"),
-            deadline=self.clock.now + 50,
-            token_ids=[1, 2, 3],
-        )
-        request = Request(context, Failover(self.retry, MOST_LOSSES), context.deadline)
+        request = Request(Failover(self.retry, MOST_LOSSES), self.clock.now + 50)
         self.requests.append(request)
         if not self.queue.waiting and (self.room() or not self.open_workers()):
             self.place(request)

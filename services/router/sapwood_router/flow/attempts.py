@@ -18,6 +18,7 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.stages.execution import Execution
+from sapwood_router.flow.stages.select import Selector
 from sapwood_router.routing.policies.base import Choice
 from sapwood_router.routing.policy_book import PolicyBook
 
@@ -32,6 +33,7 @@ class Shared(Protocol):
     policies: PolicyBook
     resume_grace: float
     disaggregation: Disaggregation
+    selector: Selector
 
     def failover(self) -> Failover:
         """An account of a request's failures."""

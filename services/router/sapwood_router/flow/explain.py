@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from msgspec import structs
+from msgspec.structs import replace
 
-from sapwood_router.fleet.eligibility import Demand
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.decision import Decision, Disaggregation, Part
-from sapwood_router.flow.stages.select import of_roles
+from sapwood_router.flow.stages.select import Route, Seen, Selector
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
-from sapwood_router.routing.worker_view import WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +70,50 @@ def explain(
     model = registry.resolve(context.model)
     prompt = PromptPages(context.token_ids, context.caller.session, context.caller.cache_salt)
     demand = Demand(model, len(context.token_ids), context.fields.prompt)
-    decision = disaggregation.decide(demand, prompt, context.sampling.max_tokens, probe=False)
-    part = Part.PREFILL if decision.disaggregated else Part.WHOLE
-    if decision.disaggregated:
-        demand = structs.replace(demand, pages=disaggregation.pages_beside(demand))
-    found = of_roles(registry.all(), demand, disaggregation.roles_for(part, decision))
-    views = [worker.view() for worker in found.workers]
-    policy = policies.of(model)
-    scores = policy.explain(views, prompt)
-    by_address = {view.address: view for view in views}
-    candidates = [
-        Candidate(
-            worker.address,
-            *_load_of(worker, by_address),
-            found.excluded.get(worker, ""),
-            *scores.get(worker.address, (0, None)),
-        )
-        for worker in registry.all()
-    ]
-    choice = policy.live.choose(views, prompt)
+    session_at = "" if context.session is None else context.session.worker
+    selector, seen, left = Selector(registry, policies, disaggregation), Seen(), context.sampling.max_tokens
+    route = selector.begin(demand, prompt, left, session_at, seen)
     decode_chosen = ""
-    if decision.disaggregated:
-        first = next(worker for worker in found.workers if worker.address == choice.address)
-        demand = structs.replace(demand, pages=(first.model.pages,) if first.model and first.model.pages else ())
-        decoding = of_roles(registry.available(model), demand, disaggregation.roles_for(Part.DECODE)).workers
-        live = policies.of(model, decode=True).live
-        decode_chosen = live.choose([worker.view() for worker in decoding], prompt).address
+    if route.part is Part.PREFILL:
+        fingerprint = b"" if route.worker.model is None else route.worker.model.pages
+        with contextlib.suppress(UnavailableError, InvalidArgumentError):
+            decode_chosen = selector.decode(demand, prompt, fingerprint, session_at, Seen()).worker.address
+        demand = replace(demand, pages=disaggregation.pages_beside(demand))
+    scores = policies.of(model).explain(seen.views, prompt)
     return Explanation(
-        candidates,
-        choice.address,
-        choice.reason,
+        _candidates(registry, demand, route, seen, scores),
+        route.choice.address,
+        route.choice.reason,
         len(context.token_ids),
         policies.name_of(model),
-        policy.would_choose(views, prompt),
-        decision,
+        seen.shadows,
+        route.decision or disaggregation.decide(demand, prompt, left, probe=False),
         decode_chosen,
     )
 
 
-def _load_of(worker: Worker, views: Mapping[str, WorkerView]) -> tuple[int, int]:
-    if (view := views.get(worker.address)) is not None:
-        return view.requests, view.queued_tokens
-    return worker.in_flight, worker.pending_tokens
+def _candidates(
+    registry: Registry, demand: Demand, route: Route, seen: Seen, scores: Mapping[str, tuple[int, float]]
+) -> list[Candidate]:
+    """Every worker: what the choice saw of it, or why it did not look at it."""
+    views = {view.address: view for view in seen.views}
+    excluded = eligible(registry.all(), demand).excluded
+    candidates = []
+    for worker in registry.all():
+        view = views.get(worker.address)
+        if view is not None:
+            tokens, cost = scores.get(worker.address, (0, None))
+            candidates.append(Candidate(worker.address, view.requests, view.queued_tokens, "", tokens, cost))
+            continue
+        reason = excluded.get(worker) or _passed_over(worker, route, len(views))
+        candidates.append(Candidate(worker.address, worker.in_flight, worker.pending_tokens, reason))
+    return candidates
+
+
+def _passed_over(worker: Worker, route: Route, looked_at: int) -> str:
+    """Why a worker that could take the request is none of those that the policy looked at."""
+    own = worker.model.role if worker.model is not None else None
+    chosen = route.worker.model.role if route.worker.model is not None else None
+    if own is not None and own is not chosen:
+        return f"its role is {own.value}"
+    return f"not among the {looked_at} workers of a large fleet that the policy looks at for this prompt"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnavailableError
 from sapwood_router.admission.control import Place
 from sapwood_router.fleet.eligibility import Demand
-from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Attempts, Shared
-from sapwood_router.flow.disaggregation.decision import Decision, Part
+from sapwood_router.flow.disaggregation.decision import Part
 from sapwood_router.flow.disaggregation.early_pull import EarlyPull
 from sapwood_router.flow.disaggregation.timing import Timing
 from sapwood_router.flow.stages.acquire import acquire
@@ -23,7 +22,7 @@ from sapwood_router.flow.stages.dispatch import dispatch
 from sapwood_router.flow.stages.execute import Generating
 from sapwood_router.flow.stages.execution import Execution
 from sapwood_router.flow.stages.reserve import reserve
-from sapwood_router.flow.stages.select import choose, select
+from sapwood_router.flow.stages.select import Route
 from sapwood_router.observe.observer import RequestWatch, Stage
 from sapwood_router.observe.pair_parts import PairPart, PairParts
 from sapwood_router.request.context import FinishReason, RequestContext
@@ -112,53 +111,39 @@ class GenerationAttempts(Attempts):
 
     def _choose(self) -> tuple[Worker, Choice]:
         with self._watch.stage("select"):
-            roles_for = self._shared.disaggregation.roles_for
             if self._ticket is not None and not self._ticket.good:
                 self._ticket = None
-            if self._ticket is not None:
-                return self._select_early() or self._select_next(self._ticket)
-            context, disaggregation = self._context, self._shared.disaggregation
-            if context.model is None or not disaggregation.concerns(context.model):
-                return self._select(Part.WHOLE)
-            decision = self._decide()
-            if decision.estimates:
-                self._watch.weighed(pair=decision.disaggregated)
-            if decision.disaggregated:
-                with contextlib.suppress(UnavailableError, InvalidArgumentError):
-                    return self._select(
-                        Part.PREFILL, roles_for(Part.PREFILL), disaggregation.pages_beside(self._demand())
-                    )
-            return self._select(Part.WHOLE, roles_for(Part.WHOLE, decision))
+            route = self._begun_early() or self._next_route()
+            self._part = route.part
+            self._policy = self._shared.policies.of(self._demand().model, decode=route.part is Part.DECODE)
+            self._context.worker, self._context.reason = route.choice.address, route.choice.reason
+            return route.worker, route.choice
 
-    def _select_early(self) -> tuple[Worker, Choice] | None:
+    def _begun_early(self) -> Route | None:
         """The decode worker that has read the prompt's pages while they were computed, if there is one and it can go on."""
+        if self._ticket is None:
+            return None
         early, self._early = self._early, None
         chosen = None if early is None else early.chosen(self._demand())
-        if chosen is not None:
-            self._set_part(Part.DECODE)
-            self._context.worker, self._context.reason = chosen[1].address, chosen[1].reason
-        return chosen
+        return None if chosen is None else Route(*chosen, Part.DECODE)
 
-    def _select_next(self, ticket: HeldTicket) -> tuple[Worker, Choice]:
-        """A worker that can use the pages of a ticket; if there is none, any that can go on."""
-        roles = self._shared.disaggregation.roles_for(Part.DECODE)
-        with contextlib.suppress(UnavailableError, InvalidArgumentError):
-            return self._select(Part.DECODE, roles, (ticket.message.fingerprint,))
-        return self._select(Part.DECODE, roles)
-
-    def _select(self, part: Part, roles: Sequence[Role] = (), pages: Collection[bytes] = ()) -> tuple[Worker, Choice]:
-        self._set_part(part)
-        registry, refused_by = self._shared.registry, self._failover.refused_by
-        return select(self._context, self._prompt, registry, self._policy, refused_by, roles, pages)
-
-    def _set_part(self, part: Part) -> None:
-        self._part = part
-        assert self._context.model is not None, "it was admitted"
-        self._policy = self._shared.policies.of(self._context.model, decode=part is Part.DECODE)
-
-    def _decide(self) -> Decision:
+    def _next_route(self) -> Route:
+        """Where the request goes next: to a worker that can use its ticket's pages, if it has one, else to where it begins."""
+        selector, demand = self._shared.selector, self._demand()
+        if self._ticket is not None:
+            with contextlib.suppress(UnavailableError, InvalidArgumentError):
+                return selector.decode(demand, self._prompt, self._ticket.message.fingerprint, self._session_at)
+            return selector.decode(demand, self._prompt, b"", self._session_at)
         left = self._context.sampling.max_tokens - len(self._context.output_ids)
-        return self._shared.disaggregation.decide(self._demand(), self._prompt, left)
+        route = selector.begin(demand, self._prompt, left, self._session_at)
+        if route.decision is not None and route.decision.estimates:
+            self._watch.weighed(pair=route.decision.disaggregated)
+        return route
+
+    @property
+    def _session_at(self) -> str:
+        session = self._context.session
+        return "" if session is None else session.worker
 
     def _demand(self) -> Demand:
         context = self._context
@@ -247,20 +232,16 @@ class GenerationAttempts(Attempts):
 
     def _announced(self, ticket: HeldTicket) -> None:
         """Pages of the prompt can be read: a decode worker is to begin."""
-        context, shared = self._context, self._shared
         if self._early is None:
-            assert context.model is not None, "the request was sent"
-            policy = shared.policies.of(context.model, decode=True)
-            roles = shared.disaggregation.roles_for(Part.DECODE)
-            at = "" if context.session is None else context.session.worker
             try:
-                demand = replace(self._demand(), pages=(ticket.message.fingerprint,))
-                chosen = choose(demand, self._prompt, shared.registry, policy, roles, at)
+                route = self._shared.selector.decode(
+                    self._demand(), self._prompt, ticket.message.fingerprint, self._session_at
+                )
             except (UnavailableError, InvalidArgumentError):
                 ticket.release()  # a later ticket names all pages
                 return
-            self._early = EarlyPull(*chosen)
-        self._early.announce(ticket, self._prompt, context.caller.cache_salt)
+            self._early = EarlyPull(route.worker, route.choice)
+        self._early.announce(ticket, self._prompt, self._context.caller.cache_salt)
 
     def _handed_off(self, ticket: HeldTicket) -> None:
         """The prompt is computed: a decode worker is to go on."""

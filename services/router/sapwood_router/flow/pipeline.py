@@ -28,6 +28,7 @@ from sapwood_router.flow.sessions import SessionStore
 from sapwood_router.flow.stages.prepare import prepare
 from sapwood_router.flow.stages.reserve import reserve
 from sapwood_router.flow.stages.respond import respond
+from sapwood_router.flow.stages.select import Selector
 from sapwood_router.flow.token_stream import TokenStream
 from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.request.context import Delta, RequestContext, Usage
@@ -88,6 +89,7 @@ class Pipeline:
         self.failover = failover
         self.resume_grace = resume_grace
         self.disaggregation = disaggregation
+        self.selector = Selector(registry, policies, disaggregation)
         self.seeds = seeds
         self.observer = observer
         self.heavy = heavy

@@ -47,8 +47,8 @@ _MAKERS: dict[str, Callable[[PolicyParts], Policy]] = {
     "random": lambda parts: Random(parts.rng),
     "least_load": lambda parts: LeastLoad(parts.rng),
     "least_tokens": lambda parts: LeastTokens(parts.rng),
-    "prefix_hash": lambda parts: PrefixHash(),
-    "consistent_hash": lambda parts: ConsistentHash(),
+    "prefix_hash": lambda parts: PrefixHash(parts.rng),
+    "consistent_hash": lambda parts: ConsistentHash(parts.rng),
     "power_of_two": lambda parts: PowerOfTwo(parts.rng),
 }
 

@@ -34,16 +34,17 @@ class Shadowed:
         return listed
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        choice = self.live.choose(workers, prompt)
         if not self._shadows:
-            return choice
-        for name, would in self.would_choose(workers, prompt).items():
+            return self.live.choose(workers, prompt)
+        choice, shadows = self.choices(workers, prompt)
+        for name, would in shadows.items():
             self._on_shadow(name, would.address == choice.address)
         return choice
 
-    def would_choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> dict[str, Choice]:
-        """Each shadow's choice, by its name. Counts nothing."""
-        return {name: shadow.choose(workers, prompt) for name, shadow in self._shadows.items()}
+    def choices(self, workers: Sequence[WorkerView], prompt: PromptPages) -> tuple[Choice, dict[str, Choice]]:
+        """The choice, and each shadow's by its name. Counts nothing."""
+        choice = self.live.choose(workers, prompt)
+        return choice, {name: shadow.choose(workers, prompt) for name, shadow in self._shadows.items()}
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         for policy in self._all:

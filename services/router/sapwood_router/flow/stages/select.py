@@ -1,51 +1,118 @@
-"""Stage 2: chooses a worker."""
+"""Stage 2: chooses a worker. An explanation of a route is this same choice, with what it was made from noted."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.fleet.eligibility import Demand, Eligible, eligible
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.request.context import RequestContext
+from sapwood_router.flow.disaggregation.decision import Decision, Disaggregation, Part
 from sapwood_router.routing.policies.base import Choice, PromptPages
+from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.routing.shadowed import Shadowed
 from sapwood_router.routing.shortlist import MANY
+from sapwood_router.routing.worker_view import WorkerView
 
 
-def select(
-    context: RequestContext,
-    prompt: PromptPages,
-    registry: Registry,
-    policy: Shadowed,
-    tried: Collection[str],
-    roles: Sequence[Role] = (),
-    pages: Collection[bytes] = (),
-) -> tuple[Worker, Choice]:
-    """The worker for a generation, and why; never one of ``tried``.
+class Seen:
+    """What a choice was made from; an explanation shows it. Filled by :func:`choose`.
+
+    Attributes:
+        views: The workers that the policy looked at, or could have where the session's own worker was taken.
+        shadows: What other policies would have chosen, by their names; nothing is counted of it.
+    """
+
+    def __init__(self) -> None:
+        self.views: list[WorkerView] = []
+        self.shadows: dict[str, Choice] = {}
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where a request goes, and why.
+
+    Attributes:
+        worker: Who gets it.
+        choice: Why this one.
+        part: What of the request the worker is asked for.
+        decision: Whether the request is disaggregated, and why or why not; None: there was nothing to decide.
+    """
+
+    worker: Worker
+    choice: Choice
+    part: Part = Part.WHOLE
+    decision: Decision | None = None
+
+
+class Selector:
+    """The one answer to "which worker": for requests, for further tries of them, and for explanations.
 
     Args:
-        context: The request; ``worker`` and ``reason`` are filled.
-        prompt: Its tokens.
         registry: Knows the workers.
-        policy: Chooses.
-        tried: Addresses of workers that refused it.
-        roles: Roles in order of preference: workers of the next role are asked only if none of the first can take the request.
-            Empty: workers of any role.
-        pages: As of :class:`Demand`.
-
-    Raises:
-        NotFoundError, InvalidArgumentError: No such model, or the prompt is longer than its context.
-        UnavailableError: No worker is left.
+        policies: Choose among them.
+        disaggregation: Decides which requests are computed by two of them.
     """
-    model = context.model = registry.resolve(context.model)
-    demand = Demand(model, len(prompt.token_ids), context.fields.prompt, refused_by=tried, pages=pages)
-    at = "" if context.session is None else context.session.worker
-    worker, choice = choose(demand, prompt, registry, policy, roles, at)
-    context.worker, context.reason = choice.address, choice.reason
-    return worker, choice
+
+    def __init__(self, registry: Registry, policies: PolicyBook, disaggregation: Disaggregation) -> None:
+        self._registry = registry
+        self._policies = policies
+        self._disaggregation = disaggregation
+
+    def begin(
+        self, demand: Demand, prompt: PromptPages, left: int, session_at: str = "", seen: Seen | None = None
+    ) -> Route:
+        """The worker that a request begins at, whole or with its prompt.
+
+        Args:
+            demand: What the request asks of a worker.
+            prompt: Its prompt, with what was generated before.
+            left: The most tokens that are still to be generated.
+            session_at: The worker that holds the request's session; empty: none does.
+            seen: Filled with what the choice was made from. Then nothing is asked of a worker: no costs count as being measured.
+
+        Raises:
+            InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
+        """
+        whole = self._policies.of(demand.model)
+        if not self._disaggregation.concerns(demand.model):
+            return Route(*choose(demand, prompt, self._registry, whole, (), session_at, seen))
+        decision = self._disaggregation.decide(demand, prompt, left, probe=seen is None)
+        if decision.disaggregated:
+            beside = replace(demand, pages=self._disaggregation.pages_beside(demand))
+            roles = self._disaggregation.roles_for(Part.PREFILL)
+            with contextlib.suppress(UnavailableError, InvalidArgumentError):
+                chosen = choose(beside, prompt, self._registry, whole, roles, session_at, seen)
+                return Route(*chosen, Part.PREFILL, decision)
+        roles = self._disaggregation.roles_for(Part.WHOLE, decision)
+        return Route(*choose(demand, prompt, self._registry, whole, roles, session_at, seen), Part.WHOLE, decision)
+
+    def decode(
+        self,
+        demand: Demand,
+        prompt: PromptPages,
+        fingerprint: bytes,
+        session_at: str = "",
+        seen: Seen | None = None,
+    ) -> Route:
+        """The worker that generates for a prompt whose pages another worker has computed. Raises as :meth:`begin`.
+
+        Args:
+            demand: As for :meth:`begin`.
+            prompt: The prompt.
+            fingerprint: What the pages hold; empty: they are lost, and any worker may go on.
+            session_at: As for :meth:`begin`.
+            seen: As for :meth:`begin`.
+        """
+        policy = self._policies.of(demand.model, decode=True)
+        roles = self._disaggregation.roles_for(Part.DECODE)
+        demand = replace(demand, pages=(fingerprint,) if fingerprint else ())
+        return Route(*choose(demand, prompt, self._registry, policy, roles, session_at, seen), Part.DECODE)
 
 
 def choose(
@@ -55,8 +122,19 @@ def choose(
     policy: Shadowed,
     roles: Sequence[Role] = (),
     session_at: str = "",
+    seen: Seen | None = None,
 ) -> tuple[Worker, Choice]:
-    """The worker for a request, and why: ``session_at`` if it can be chosen, else the policy's; ``roles`` as for :func:`select`.
+    """The worker for a request, and why: ``session_at`` if it can be chosen, else the policy's.
+
+    Args:
+        demand: What the request asks of a worker.
+        prompt: Its prompt.
+        registry: Knows the workers.
+        policy: Chooses among those that can be asked.
+        roles: Roles in order of preference: workers of the next role are asked only if none of the first can take the request.
+            Empty: workers of any role.
+        session_at: The worker that holds the request's session; empty: none does.
+        seen: Filled with what the choice was made from.
 
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
@@ -66,8 +144,13 @@ def choose(
     workers = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
     if workers is None:
         workers = of_roles(available, demand, roles).workers
+    if seen is not None:
+        seen.views = [worker.view() for worker in workers]
+        seen.shadows = {}
     if session_at and any(worker.address == session_at for worker in workers):
         choice = Choice(session_at, "session")
+    elif seen is not None:
+        choice, seen.shadows = policy.choices(seen.views, prompt)
     else:
         choice = policy.choose([worker.view() for worker in workers], prompt)
     return next(worker for worker in workers if worker.address == choice.address), choice

@@ -18,11 +18,14 @@ class ConsistentHash(Forgetful):
     """The session's worker on a ``HashRing``; without a session the least loaded. O(log n).
 
     Loads are not looked at: a session that asks too much of its worker waits there.
+
+    Args:
+        rng: Draws, in large fleets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random | None = None) -> None:
         self._ring = HashRing()
-        self._rng = random.Random()
+        self._rng = rng or random.Random()
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
         """Besides its own worker, the next ones on the ring, which stand in for a worker that cannot be asked."""

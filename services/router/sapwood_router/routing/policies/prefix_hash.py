@@ -25,11 +25,15 @@ NEAREST = 16
 
 
 class PrefixHash(Forgetful):
-    """Prompts that share their first 256 tokens share a worker."""
+    """Prompts that share their first 256 tokens share a worker.
 
-    def __init__(self) -> None:
+    Args:
+        rng: Draws, in large fleets.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
         self._ring = HashRing()
-        self._rng = random.Random()
+        self._rng = rng or random.Random()
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
         self._ring.set(addresses)

@@ -17,6 +17,8 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http.status_page import HEADERS, render
+from sapwood_router.edges.ollama.errors import OllamaDialect
+from sapwood_router.edges.ollama.routes import ollama_routes
 from sapwood_router.edges.openai.chat import chat
 from sapwood_router.edges.openai.completions import complete
 from sapwood_router.edges.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embed
@@ -50,7 +52,9 @@ _MODEL = "/v1/models/"
 """Followed by a model's name, which may have slashes."""
 
 
-DIALECTS = Dialects((("/v1/messages", AnthropicDialect()),), {b"anthropic-version": AnthropicDialect()})
+DIALECTS = Dialects(
+    (("/v1/messages", AnthropicDialect()), ("/api/", OllamaDialect())), {b"anthropic-version": AnthropicDialect()}
+)
 """How a request for a path that is not there is told so."""
 
 
@@ -174,6 +178,7 @@ def all_routes(
     ]
     routes += SessionsApi(pipeline.sessions).routes()
     routes += sglang_routes(pipeline, flush)
+    routes += ollama_routes(pipeline)
     routes += ApiPages(tuple(routes)).routes()
     if status is not None:
         routes.append(Ask("/status", _show_status(status, origins), public=True))

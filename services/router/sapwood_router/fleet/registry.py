@@ -103,6 +103,11 @@ class Registry:
         served = (worker.model for worker in self._workers.values() if worker.model is not None)
         return next((item.labels for item in served if item.model == model), None)
 
+    def embeds(self, model: str) -> bool:
+        """Whether a worker makes embeddings with a known model."""
+        served = (worker.model for worker in self._workers.values() if worker.model is not None)
+        return any(item.embedding_size for item in served if item.model == model)
+
     @property
     def has_backends(self) -> bool:
         """Whether there is a model that only backends have now."""

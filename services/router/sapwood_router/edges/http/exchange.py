@@ -64,6 +64,7 @@ class Exchange:
         left_out: What the answer is made without; its headers name it.
         workers: The argument.
         extra_headers: Headers of the response, whatever it is.
+        stream_headers: Headers of a response of events.
         writable: Says whether :attr:`write_events` may be called.
         write_events: Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one
             was.
@@ -86,6 +87,7 @@ class Exchange:
         self.request_id = new_request_id()
         self.client_left = False
         self.extra_headers: Headers = ()
+        self.stream_headers: Headers = _EVENTS
         self.writable = request.writable
         self.write_events = request.write_chunk
         self._request = request
@@ -267,7 +269,7 @@ class Exchange:
             RequestCancelledError: As :meth:`drained`.
         """
         if not self.started:
-            await self._send_first(200, _EVENTS, events, chunked=True, last=last)
+            await self._send_first(200, self.stream_headers, events, chunked=True, last=last)
             return
         if not self._request.writable():
             await self.drained()

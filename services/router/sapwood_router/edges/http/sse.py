@@ -13,5 +13,6 @@ def event(kind: str, **fields: Any) -> bytes:
 
 
 def with_field(events: bytes, name: bytes, value: int) -> bytes:
-    """The same events, the last of them with one more field: clients skip a field they do not know, few skip an event."""
-    return b'%b,"%b":%d}\n\n' % (events.removesuffix(b"}\n\n"), name, value)
+    """The same events, the last that is an object with one more field: clients skip a field they do not know, few an event."""
+    end = events.rfind(b"}\n")  # in JSON a line feed is escaped: it ends an event's data
+    return events if end < 0 else b'%b,"%b":%d%b' % (events[:end], name, value, events[end:])

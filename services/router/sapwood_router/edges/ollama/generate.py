@@ -1,0 +1,238 @@
+"""``POST /api/chat`` and ``POST /api/generate``: an answer as lines of JSON, or as one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import convert, decode_object
+from sapwood_router.edges.ollama.models import named
+from sapwood_router.edges.ollama.options import fields_of, grammar_of, settings_of, template_variables
+from sapwood_router.edges.ollama.types import (
+    OllamaAnswer,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+)
+from sapwood_router.edges.openai.tools import tools_of
+from sapwood_router.edges.openai.types import ChatRequest
+from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.arguments import arguments_text, whole_arguments
+from sapwood_router.request.context import ChatPrompt, Delta, Finish, Prompt, RequestContext, TextPrompt, ToolCall, Turn
+from sapwood_router.request.output import Output, ToolCallDelta
+from sapwood_router.request.request_ids import unique_id
+
+LINES = (
+    (b"content-type", b"application/x-ndjson"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+IGNORED = frozenset({"keep_alive"})
+"""Never changes an answer here."""
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a conversation.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    await exchange.breathe()
+    request = convert(given, OllamaChatRequest, {}, IGNORED, left_out=exchange.left_out)
+    if not request.messages:
+        await _say_loaded(exchange, request, pipeline, is_chat=True)
+        return
+    tools = tools_of(ChatRequest(messages=[], tools=request.tools), given.get("tools"), exchange.left_out)
+    prompt = ChatPrompt(_turns(request.messages), tools, template_variables(request))
+    await _answer(exchange, request, prompt, "messages", pipeline, deadline, is_chat=True)
+
+
+async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Goes on with a text: with ``raw`` as it is, else as what the user says, in the model's chat template.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    await exchange.breathe()
+    request = convert(given, OllamaGenerateRequest, {}, IGNORED, left_out=exchange.left_out)
+    if request.images:
+        raise InvalidArgumentError("images are not supported", field="images")
+    if not request.prompt and not request.suffix:
+        await _say_loaded(exchange, request, pipeline, is_chat=False)
+        return
+    text = request.prompt or ""
+    prompt: Prompt = TextPrompt(text, request.suffix or "")
+    if not request.raw and not request.suffix:
+        system = (Turn("system", request.system),) if request.system else ()
+        prompt = ChatPrompt((*system, Turn("user", text)), "", template_variables(request))
+    await _answer(exchange, request, prompt, "prompt", pipeline, deadline, is_chat=False)
+
+
+async def _answer(
+    exchange: Exchange,
+    request: OllamaRequest,
+    prompt: Prompt,
+    field: str,
+    pipeline: Pipeline,
+    deadline: float,
+    *,
+    is_chat: bool,
+) -> None:
+    exchange.accept_body_id(request)
+    fields, streams = fields_of(field), request.stream is not False
+    sampling, output = settings_of(request.options, fields, pipeline.seeds, exchange.left_out)
+    context = RequestContext(
+        request_id=exchange.request_id,
+        worker_request_id=unique_id(exchange.request_id),
+        prompt=prompt,
+        sampling=sampling,
+        output=output,
+        fields=fields,
+        deadline=deadline,
+        model=named(pipeline, request.model),
+        whole=not streams,
+        grammar=grammar_of(request),
+        caller=exchange.caller(request, {}),
+    )
+    if streams:
+        exchange.stream_headers = LINES
+        await send_events(exchange, context, pipeline, _Lines(context, is_chat=is_chat))
+        return
+
+    def whole(output: Output, finish: Finish) -> OllamaAnswer:
+        made = _line(context, output, output.tool_calls, is_chat=is_chat)
+        return _ended(made, context, finish)
+
+    await send_whole(exchange, context, pipeline, whole)
+
+
+async def _say_loaded(exchange: Exchange, request: OllamaRequest, pipeline: Pipeline, *, is_chat: bool) -> None:
+    """The answer to a request without a prompt, by which clients have a model loaded: here it is."""
+    model = pipeline.registry.resolve_any(named(pipeline, request.model))
+    made = OllamaAnswer(model=model, created_at=_now(), done=True, done_reason="load")
+    if is_chat:
+        made.message = {"role": "assistant", "content": ""}
+    else:
+        made.response = ""
+    await exchange.send_body(200, msgspec.json.encode(made))
+
+
+def _turns(messages: list[OllamaMessage]) -> tuple[Turn, ...]:
+    """The conversation. Results of tools name the tool, not the call: they answer the calls in order."""
+    turns: list[Turn] = []
+    unanswered: list[ToolCall] = []
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if message.role not in _ROLES:
+            raise InvalidArgumentError(f"role {message.role!r} is not supported", field=f"{path}.role")
+        if message.images:
+            raise InvalidArgumentError("images are not supported", field=f"{path}.images")
+        if message.role == "tool":
+            call = next((call for call in unanswered if message.tool_name in (None, call.name)), None)
+            if call is not None:
+                unanswered.remove(call)
+            call_id = message.tool_call_id or (f"call_{index}" if call is None else call.id)
+            name = message.tool_name or (None if call is None else call.name)
+            turns.append(Turn("tool", message.content or "", name=name, tool_call_id=call_id))
+            continue
+        calls = tuple(
+            ToolCall(call.id or f"call_{index}_{number}", call.function.name, arguments_text(call.function.arguments))
+            for number, call in enumerate(message.tool_calls or ())
+        )
+        unanswered = [*calls] if message.role == "assistant" else unanswered
+        content = message.content or (None if calls else "")
+        turns.append(Turn(message.role, content, tool_calls=calls, reasoning=message.thinking or None))
+    return tuple(turns)
+
+
+class _Lines:
+    """Implements :class:`Events`: a line for each piece of output, a call in one piece once all of it is there."""
+
+    def __init__(self, context: RequestContext, *, is_chat: bool) -> None:
+        self._context = context
+        self._is_chat = is_chat
+        self._call: ToolCallDelta | None = None
+        """The call that is being written."""
+
+    def begin(self) -> bytes:
+        return b""
+
+    def more(self, delta: Delta) -> bytes:
+        output, done = delta.output, self._take(delta.output)
+        if not (output.text or output.reasoning or done):
+            return b""
+        return self._written(_line(self._context, output, done, is_chat=self._is_chat))
+
+    def end(self, finish: Finish) -> Iterable[bytes]:
+        written = b""
+        if self._call is not None:
+            written = self._written(_line(self._context, Output(), [self._call], is_chat=self._is_chat))
+        last = _line(self._context, Output(), (), is_chat=self._is_chat)
+        return (written + self._written(_ended(last, self._context, finish)),)
+
+    def _take(self, output: Output) -> list[ToolCallDelta]:
+        """The calls that have ended; the last one may go on."""
+        done: list[ToolCallDelta] = []
+        for call in output.tool_calls:
+            if self._call is not None and self._call.index == call.index:
+                self._call.arguments += call.arguments
+                continue
+            if self._call is not None:
+                done.append(self._call)
+            self._call = ToolCallDelta(call.index, call.id, call.name, call.arguments)
+        return done
+
+    @staticmethod
+    def _written(line: OllamaAnswer) -> bytes:
+        return msgspec.json.encode(line) + b"\n"
+
+
+def _line(context: RequestContext, output: Output, calls: Iterable[ToolCallDelta], *, is_chat: bool) -> OllamaAnswer:
+    made = OllamaAnswer(model=context.model or "", created_at=_now(), done=False)
+    if not is_chat:
+        made.response, made.thinking = output.text, output.reasoning or None
+        return made
+    made.message = {"role": "assistant", "content": output.text}
+    if output.reasoning:
+        made.message["thinking"] = output.reasoning
+    if told := [_call_object(call) for call in calls]:
+        made.message["tool_calls"] = told
+    return made
+
+
+def _call_object(call: ToolCallDelta) -> dict[str, Any]:
+    arguments = msgspec.Raw(whole_arguments(call.arguments).encode())
+    return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
+
+
+def _ended(line: OllamaAnswer, context: RequestContext, finish: Finish) -> OllamaAnswer:
+    """The last line of an answer."""
+    now = time.perf_counter()
+    first = now if context.first_token is None else context.first_token
+    line.done, line.done_reason = True, finish.reason.value
+    line.total_duration, line.load_duration = _nanoseconds(now - context.started), 0
+    line.prompt_eval_count, line.prompt_eval_duration = (
+        finish.usage.prompt_tokens,
+        _nanoseconds(first - context.started),
+    )
+    line.eval_count, line.eval_duration = finish.usage.completion_tokens, _nanoseconds(now - first)
+    return line
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

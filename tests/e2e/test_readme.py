@@ -20,7 +20,7 @@ from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Run by hand and by CI: they install, test or serve. That their targets exist is checked below.
 LARGE = re.compile(r"^(make \w|(SAPWOOD_\w+=\S+ )*sapwood up)")

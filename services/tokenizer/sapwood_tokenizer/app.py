@@ -31,6 +31,7 @@ from sapwood_tokenizer.output.parser_defaults import ParserDefaults, parser_defa
 from sapwood_tokenizer.serve.compile_grammar import Grammars, build_grammars
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_tokenizer.serve.process_group import ProcessGroup, reserve_port
+from sapwood_tokenizer.serve.renderer import start_renderer
 from sapwood_tokenizer.serve.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 from sapwood_tokenizer.serve.starting import StartingService
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
@@ -210,16 +211,18 @@ async def serve(
     try:
         model = await load()
         encoder = await asyncio.to_thread(build_encoder, model.loaded, config)
+        renderer = await start_renderer(model.loaded, config.template_timeout)
     except BaseException:
         await server.stop(0)
         raise
-    limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
+    limits = Limits(config.max_text_bytes, config.max_open_streams)
     starting.service = service = TokenizerService(
         model.loaded,
         model.table,
         model.name,
         model.parsers,
         encoder,
+        renderer,
         limits,
         server.draining,
         model.grammars,
@@ -239,6 +242,8 @@ async def serve(
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
     service.close()
     await model.grammars.close()
+    if renderer is not None:
+        await renderer.close()
     await asyncio.to_thread(tracing.close)
     await asyncio.to_thread(exposed.close)
     return 0

@@ -1,8 +1,7 @@
 import pytest
 
 from sapwood_common.errors import ConfigError, InvalidArgumentError
-from sapwood_tokenizer.template.chat_template import ChatTemplate
-from sapwood_tokenizer.template.sandbox import Budget
+from sapwood_tokenizer.template.chat_template import ChatTemplate, Form
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 
 USER = [{"role": "user", "content": "x"}]
@@ -44,52 +43,6 @@ def test_a_template_renders_as_by_transformers(template: str) -> None:
         [CONVERSATION], chat_template=template, add_generation_prompt=True, bos_token="<s>"
     )
     assert ours == theirs[0]
-
-
-@pytest.mark.parametrize(
-    "runaway",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% for x in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
-    ],
-)
-def test_a_template_that_runs_on_is_stopped_when_its_time_is_over(runaway: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"did not end within 0\.2 s") as caught:
-        ChatTemplate(runaway, {}).render(USER, add_generation_prompt=True, budget=Budget(0.2, 1000))
-    assert caught.value.field == "messages"
-
-
-def test_a_rendering_that_nobody_waits_for_any_more_ends() -> None:
-    budget = Budget(1000.0, 1000)
-    budget.cancel()
-    with pytest.raises(InvalidArgumentError, match="cancelled"):
-        ChatTemplate("{% for m in messages %}{% endfor %}", {}).render(USER, add_generation_prompt=True, budget=budget)
-
-
-GROW = "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
-
-
-@pytest.mark.parametrize(
-    "growing",
-    [
-        GROW + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x * 100 %}{% endfor %}",
-        GROW + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
-        GROW + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
-        "{{ 'x' * 10 ** 10 }}",
-        "{{ [1] * 10 ** 10 }}",
-        "{{ 9 ** 99999 ** 2 }}",
-        "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
-    ],
-)
-def test_a_template_that_grows_without_end_is_stopped(growing: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"stopped: .* too (long|large)") as caught:
-        ChatTemplate(growing, {}).render(USER, add_generation_prompt=True)
-    assert caught.value.field == "messages"
 
 
 @pytest.mark.parametrize(
@@ -179,3 +132,103 @@ def test_content_that_is_not_there_is_empty_to_templates_that_look_into_it(templ
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert ChatTemplate(template, {}).render(messages, add_generation_prompt=False) == text
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[Hi][]"),
+        ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[Hi][]"),
+        ("{% for m in messages %}[{{ m['content'] ~ '' }}]{% endfor %}", "[Hi][]"),
+        ("{% for m in messages %}[{{ m.content | string | upper }}]{% endfor %}", "[HI][]"),
+        ("{% for m in messages %}[{{ '%s' | format(m.content) }}]{% endfor %}", "[Hi][]"),
+        ("{% for m in messages %}[{{ [m.content, '!'] | join }}]{% endfor %}", "[Hi!][!]"),
+        ("{% for m in messages %}[{{ m.content or 'nothing' }}]{% endfor %}", "[Hi][nothing]"),
+        ("{% for m in messages %}[{{ m.content == none }}]{% endfor %}", "[False][True]"),
+        ("{% for m in messages %}[{% if m.content is not none %}{{ m.content }}{% endif %}]{% endfor %}", "[Hi][]"),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", '"Hi"null'),
+        ("{% for m in messages %}{{ {'c': m.content} | tojson }}{% endfor %}", '{"c": "Hi"}{"c": null}'),
+        ("{% for m in messages %}{{ m.content is string }} {% endfor %}", "True False "),
+    ],
+)
+def test_content_that_is_not_there_is_never_written_as_none(template: str, text: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert ChatTemplate(template, {}).render(messages, add_generation_prompt=False) == text
+
+
+IN_PLACE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+LAST_ONE_WINS = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}{% endif %}"
+    "{% endfor %}{{ ns.s }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DROPPED = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+LATE = [
+    {"role": "user", "content": "Hi"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "assistant", "content": "Yes"},
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (IN_PLACE, "<user>Hi<system>Be brief.<assistant>Yes<system>Be kind.<user>Bye"),
+        (FIRST_ONLY, "<system>Be brief.\n\nBe kind.<user>Hi<assistant>Yes<user>Bye"),
+        (LAST_ONE_WINS, "Be brief.\n\nBe kind.<user>Hi<assistant>Yes<user>Bye"),
+        (DROPPED, "Be brief.\n\nBe kind.<user>Hi<assistant>Yes<user>Bye"),
+    ],
+)
+def test_late_system_messages_are_shown_where_the_template_takes_them(template: str, text: str) -> None:
+    made = ChatTemplate(template, {})
+    form = made.probe()
+    assert made.render(LATE, add_generation_prompt=False, form=form) == text
+    assert made.render(LATE[:1], add_generation_prompt=False, form=form) == "<user>Hi"
+
+
+OF_TEXT = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+OF_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}<{{ part.text }}>{% endif %}{% endfor %}{% endif %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "text"), [(OF_TEXT, "one\ntwo|Yes|"), (OF_PARTS, "<one><two>|Yes|")])
+def test_several_texts_of_a_message_are_joined_by_lines_unless_the_template_takes_a_list(
+    template: str, text: str
+) -> None:
+    made = ChatTemplate(template, {})
+    messages = [{"role": "user", "content": ["one", "two"]}, {"role": "assistant", "content": "Yes"}]
+    assert made.render(messages, add_generation_prompt=False, form=made.probe()) == text
+    continued = [messages[1], {"role": "assistant", "content": ["one", "two"]}]
+    text = made.render(continued, add_generation_prompt=False, continue_final_message=True, form=Form(parts=True))
+    assert text == "Yes|one\ntwo"
+
+
+def test_a_template_tells_its_variables() -> None:
+    source = (
+        "{% if enable_thinking is defined and not enable_thinking %}{% set thinks = false %}{% endif %}{{ bos_token }}"
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{% set tools = tools %}"
+        "{% for m in messages %}{{ m }}{{ loop.index }}{% endfor %}{% macro f(x) %}{{ x }}{% endmacro %}{{ f(1) }}"
+    )
+    found = set(ChatTemplate(source, {"bos_token": "<s>"}).variables)
+    assert found >= {"date_string", "enable_thinking"}
+    assert not found & {"bos_token", "messages", "tools", "m", "x", "f", "loop", "strftime_now"}
+
+
+def test_nothing_of_a_template_is_computed_when_it_is_compiled() -> None:
+    made = ChatTemplate("{{ 1 // 0 }}{{ 'x' | center(3) }}{{ '%1000000d' % 1 }}{% set x = 2 ** 99 %}", {})
+    assert "1000000" in made._template.environment.compile("{{ '%1000000d' % 1 }}", raw=True)
+    with pytest.raises(InvalidArgumentError, match="division"):
+        made.render(USER, add_generation_prompt=False)

@@ -9,7 +9,7 @@ import pytest
 
 from sapwood.v1 import common_pb2
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_tokenizer.serve.convert import to_messages, to_variables
+from sapwood_tokenizer.serve.chat_messages import to_messages, to_variables
 from sapwood_tokenizer.template.chat_template import ChatTemplate
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 
@@ -84,6 +84,10 @@ def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str |
     except Exception:
         return None
     text: str = rendered[0]
+    if "None" in text and any(
+        message["content"] is None for message in messages
+    ):  # theirs writes absent content as None
+        return theirs(source, [{**message, "content": message["content"] or ""} for message in messages], **options)
     return text
 
 

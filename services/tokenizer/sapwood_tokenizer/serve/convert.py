@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
-from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood.v1 import tokenizer_pb2
 from sapwood_common.contract.limits import LONGEST_SALT, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.status import code_number, reason_of
@@ -25,88 +23,6 @@ from sapwood_tokenizer.output.tool_parser.tools import Tools
 LONGEST_STOP_STRING = 1024
 _TOKENS_AT_ONCE = 32_768
 """Tokens that go into a message in one piece, which takes 2 ms."""
-
-
-class CallArguments(dict[str, Any]):
-    """The arguments of a call, for chat templates.
-
-    Most templates treat them as a mapping; some put them into the prompt as text, which is the JSON as it came.
-
-    Args:
-        text: A JSON object.
-
-    Raises:
-        ValueError: The text is not a JSON object.
-    """
-
-    def __init__(self, text: str) -> None:
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        super().__init__(value)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: object) -> str:
-        return self._text + str(other)
-
-    def __radd__(self, other: object) -> str:
-        return str(other) + self._text
-
-
-def to_messages(messages: Sequence[common_pb2.ChatMessage]) -> list[dict[str, Any]]:
-    """A conversation in the form that chat templates expect, which is that of OpenAI's API.
-
-    A message without content gets None if it has tool calls, else "". Reasoning gets both names that templates use.
-
-    Raises:
-        InvalidArgumentError: The arguments of a call are not a JSON object. The field is
-            "messages[i].tool_calls[j].arguments".
-    """
-    return [_to_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _to_message(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
-    has_content = message.HasField("content") or not message.tool_calls
-    turn: dict[str, Any] = {"role": message.role, "content": message.content if has_content else None}
-    if message.HasField("name"):
-        turn["name"] = message.name
-    if message.HasField("tool_call_id"):
-        turn["tool_call_id"] = message.tool_call_id
-    if message.HasField("reasoning"):
-        turn |= dict.fromkeys(("reasoning_content", "thinking"), message.reasoning)
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            _to_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
-        ]
-    return turn
-
-
-def _to_call(call: common_pb2.ToolCall, field: str) -> dict[str, Any]:
-    try:
-        arguments = CallArguments(call.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(
-            f"the arguments of a call are a JSON object: {error}", field=f"{field}.arguments"
-        ) from None
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def to_variables(text: str) -> dict[str, Any]:
-    """Variables for a chat template, from a JSON object; "" is none.
-
-    Raises:
-        InvalidArgumentError: It is not a JSON object. The field is "template_variables".
-    """
-    try:
-        variables = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"template_variables is not JSON: {error}", field="template_variables") from None
-    if not isinstance(variables, dict):
-        raise InvalidArgumentError("template_variables is a JSON object", field="template_variables")
-    return variables
 
 
 def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:

@@ -22,7 +22,6 @@ from sapwood_tokenizer.output.output_parser import OutputParser
 from sapwood_tokenizer.output.parser_defaults import ParserDefaults
 from sapwood_tokenizer.output.reasoning_parser import registry as reasoning_parsers
 from sapwood_tokenizer.output.tool_parser import registry as tool_parsers
-from sapwood_tokenizer.output.tool_parser.tools import load_tools
 from sapwood_tokenizer.serve.compile_grammar import Grammars
 from sapwood_tokenizer.serve.convert import (
     add_offsets,
@@ -30,16 +29,12 @@ from sapwood_tokenizer.serve.convert import (
     checked_salt,
     to_cache_stats,
     to_encode_options,
-    to_messages,
     to_pair_template,
-    to_variables,
 )
 from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.serve.encode_call import EncodeCall
 from sapwood_tokenizer.serve.open_streams import OpenStreams
-from sapwood_tokenizer.template.chat_template import MOST_CHARACTERS, ChatTemplate
-from sapwood_tokenizer.template.render_threads import RenderThreads
-from sapwood_tokenizer.template.sandbox import Budget
+from sapwood_tokenizer.serve.renderer import Renderer
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 
@@ -62,12 +57,10 @@ class Limits:
     Attributes:
         max_text_bytes: The longest text that is encoded, and the longest conversation that is rendered.
         max_open_streams: Detokenize streams open at a time, in all calls together.
-        template_timeout: Seconds that a chat template may take.
     """
 
     max_text_bytes: int
     max_open_streams: int
-    template_timeout: float
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
@@ -79,6 +72,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         model: The name clients use.
         parsers: The parsers that fit the model.
         encoder: Encodes texts.
+        renderer: Renders conversations; None: the model has no chat template.
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
         grammars: Compiles grammars.
@@ -92,6 +86,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         model: str,
         parsers: ParserDefaults,
         encoder: Encoder,
+        renderer: Renderer | None,
         limits: Limits,
         draining: asyncio.Event,
         grammars: Grammars,
@@ -106,14 +101,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._telemetry = telemetry
         self._limits = limits
         self._encoder = encoder
-        self._render_threads = RenderThreads()
+        self._renderer = renderer
         self._table = table
         self._pair = read_pair_template(loaded.tokenizer)
-        self._template = (
-            ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
-            if loaded.chat_template is not None
-            else None
-        )
         self._warned_of_tools = False
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
@@ -130,7 +120,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     def close(self) -> None:
         """Ends the threads. No call may be running."""
         self._encoder.close()
-        self._render_threads.close()
 
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
@@ -167,12 +156,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         if not request.messages:
             raise InvalidArgumentError("messages is empty", field="messages")
         salt = checked_salt(request.cache_salt)
-        if self._template is None:
+        if self._renderer is None:
             raise InvalidArgumentError(
                 f"the model has no chat template; {service_flag('tokenizer', 'chat-template')} names a file with one",
                 field="messages",
             )
-        if request.tools and not self._template.shows_tools and not self._warned_of_tools:
+        if request.tools and not self._renderer.shows_tools and not self._warned_of_tools:
             self._warned_of_tools = True
             logger.warning(
                 "a request offers tools, but the chat template does not show them: the model is not told of any"
@@ -186,24 +175,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         size, most = request.ByteSize(), self._limits.max_text_bytes
         if size > most:
             raise PromptTooLongError.in_bytes(size, most, field="messages")
-        place = await self._render_threads.enter()
-        budget = Budget(self._limits.template_timeout, MOST_CHARACTERS, place)
-
-        def render(template: ChatTemplate = self._template) -> str:
-            return template.render(
-                to_messages(request.messages),
-                add_generation_prompt=prompted,
-                tools=load_tools(request.tools),
-                continue_final_message=continued,
-                variables=to_variables(request.template_variables),
-                budget=budget,
-            )
-
-        try:
-            text = await self._render_threads.run(place, render)
-        except asyncio.CancelledError:
-            budget.cancel()
-            raise
+        text = await self._renderer.render(request, prompted=prompted)
         # No special tokens are added, since the template writes them.
         options = EncodeOptions(
             add_special_tokens=False,
@@ -274,7 +246,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             vocab_size=loaded.vocab_size,
             bos_token_id=loaded.bos_token_id,
             eos_token_ids=loaded.eos_token_ids,
-            has_chat_template=self._template is not None,
+            has_chat_template=self._renderer is not None,
             tool_parsers=self._tool_parsers,
             reasoning_parsers=reasoning_parsers.NAMES,
             tool_parser=self._parsers.tool_parser,
@@ -284,7 +256,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             fills_in_the_middle=self._encoder.fill_in_middle is not None,
             pair=to_pair_template(self._pair),
             max_text_bytes=self._limits.max_text_bytes,
-            hides_tools=self._template is not None and not self._template.shows_tools,
+            hides_tools=self._renderer is not None and not self._renderer.shows_tools,
+            template_variables=() if self._renderer is None else self._renderer.variables,
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

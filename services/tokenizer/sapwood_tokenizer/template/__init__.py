@@ -1,1 +1,1 @@
-"""Chat templates: conversations to prompts, in a sandbox, on threads. Knows no vocabulary and no gRPC."""
+"""Chat templates: conversations to prompts, in Jinja's sandbox. Bounds no time: ``serve`` runs them where they can be ended."""

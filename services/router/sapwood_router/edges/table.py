@@ -36,6 +36,8 @@ from sapwood_router.edges.score.answers import RerankRequest, RerankResponse, Sc
 from sapwood_router.edges.score.classify import ClassifyRequest, ClassifyResponse, classify
 from sapwood_router.edges.sessions import SessionsApi
 from sapwood_router.edges.sglang.routes import sglang_routes
+from sapwood_router.edges.tei.embed import TeiEmbedRequest, tei_embed
+from sapwood_router.edges.vllm.pooling import Pooled, pool
 from sapwood_router.edges.vllm.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -170,6 +172,14 @@ def all_routes(
             takes=(DetokenizeRequest,),
             gives=DetokenizeResponse,
         ),
+        Post("/pooling", pool, summary="Turns texts into vectors, vLLM's way", takes=(EmbeddingRequest,), gives=Pooled),
+        Ask("/load", _show_load(pipeline), summary="Tells how many requests are being answered, vLLM's way"),
+        Post(
+            "/embed",
+            tei_embed,
+            summary="Turns texts into vectors, as text-embeddings-inference",
+            takes=(TeiEmbedRequest,),
+        ),
         Ask("/version", _show_version, summary="Tells the version"),
         *(
             Ask(path, _show_health(problem), public=True, summary="Tells whether requests are served")
@@ -177,7 +187,7 @@ def all_routes(
         ),
     ]
     routes += SessionsApi(pipeline.sessions).routes()
-    routes += sglang_routes(pipeline, flush)
+    routes += sglang_routes(pipeline, flush, status)
     routes += ollama_routes(pipeline)
     routes += ApiPages(tuple(routes)).routes()
     if status is not None:
@@ -189,6 +199,13 @@ def all_routes(
 
 async def _show_version(exchange: Exchange) -> None:
     await exchange.send_body(200, msgspec.json.encode({"version": version("sapwood")}))
+
+
+def _show_load(pipeline: Pipeline) -> Handler:
+    async def show(exchange: Exchange) -> None:
+        await exchange.send_body(200, msgspec.json.encode({"server_load": pipeline.running.count}))
+
+    return show
 
 
 def _show_health(problem: Callable[[], str | None]) -> Handler:

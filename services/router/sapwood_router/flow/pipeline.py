@@ -24,6 +24,7 @@ from sapwood_router.flow.generation import GenerationAttempts, pages_of
 from sapwood_router.flow.relay.relay import Relay
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy
+from sapwood_router.flow.running import RunningRequests
 from sapwood_router.flow.sessions import SessionStore
 from sapwood_router.flow.stages.prepare import prepare
 from sapwood_router.flow.stages.reserve import reserve
@@ -31,7 +32,7 @@ from sapwood_router.flow.stages.respond import respond
 from sapwood_router.flow.stages.select import Selector
 from sapwood_router.flow.token_stream import TokenStream
 from sapwood_router.observe.observer import RequestObserver
-from sapwood_router.request.context import Delta, RequestContext, Usage
+from sapwood_router.request.context import Delta, FinishReason, RequestContext, Usage
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 from sapwood_router.request.session import SessionTurn
 from sapwood_router.request.tokens import MANY, pieces
@@ -99,6 +100,7 @@ class Pipeline:
         """Where the runs of a request, of which there may be a thousand, wait for their turn; the first one does not."""
         self.afterwards = Afterwards()
         """What is done after the last delta of an answer is on its way, such as telling the policy."""
+        self.running = RunningRequests()
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)
 
@@ -110,7 +112,9 @@ class Pipeline:
     def open(self, context: RequestContext) -> Run:
         """A run; the caller starts and closes it."""
         self.retry.budget.request()
-        return Run(self, context)
+        run = Run(self, context)
+        self.running.add(run)
+        return run
 
     async def open_all(self, contexts: Sequence[RequestContext]) -> list[Run]:
         """The runs of one request, a few at a time.
@@ -160,6 +164,16 @@ class Run:
         self._closed = False
 
     @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._context.caller.tenant
+
+    @property
+    def request_id(self) -> str:
+        """What its client calls it."""
+        return self._context.request_id
+
+    @property
     def closed(self) -> bool:
         """Whether it has ended."""
         return self._closed
@@ -202,6 +216,16 @@ class Run:
                     self._relay_tokens(stream, sink)
         except Exception as error:  # fails this request only, not the others whose output came in the same message
             self._fail(error)
+
+    def abort(self) -> None:
+        """Ends the answer with what there is of it; a request that has not begun fails. To be called once."""
+        stream, attempts = self._stream, self._attempts
+        if stream is None or attempts is None:
+            self._fail(RequestCancelledError("the request was aborted before it began"))
+        elif not (self._closed or stream.over):
+            self._context.worker_finish = FinishReason.ABORT
+            attempts.close()
+            stream.push((), end=True)
 
     def _commit(self, session: SessionTurn, usage: Usage) -> None:
         context = self._context
@@ -259,6 +283,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        self._pipeline.running.remove(self)
         if self._context.session is not None:
             self._context.session.release()
         if self._timer is not None:
@@ -278,6 +303,9 @@ class Run:
 
     async def _start(self) -> None:
         context, pipeline = self._context, self._pipeline
+        await pipeline.running.wait(self, context.deadline)
+        if self._closed:
+            raise RequestCancelledError("the request was aborted")
         if self._index:
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)

@@ -127,6 +127,7 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
 
 
 class Usage(msgspec.Struct, frozen=True):

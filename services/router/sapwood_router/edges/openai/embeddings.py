@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNO
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.caller import Caller
-from sapwood_router.request.embed_request import EmbedRequest
+from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.validation import check_prompt
 
@@ -72,6 +72,21 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
+    request, given = await read(exchange, body)
+    found = await vectors_of(request, given, exchange, pipeline, deadline)
+    encode = encoder_of(request)
+    data = [EmbeddingObject(index, encode(vector)) for index, vector in enumerate(found.vectors)]
+    usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens)
+    answer = EmbeddingResponse(f"embd-{exchange.request_id}", int(time.time()), data, found.model, usage)
+    await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+async def read(exchange: Exchange, body: bytes) -> tuple[EmbeddingRequest, dict[str, Any]]:
+    """The checked request, and as it came.
+
+    Raises:
+        InvalidArgumentError: It is wrong.
+    """
     given = decode_object(body)
     await exchange.breathe()
     request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED, left_out=exchange.left_out)
@@ -82,6 +97,23 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         raise InvalidArgumentError('pooling must be "mean", "last" or "cls"', field="pooling")
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
+    return request, given
+
+
+async def vectors_of(
+    request: EmbeddingRequest,
+    given: dict[str, Any],
+    exchange: Exchange,
+    pipeline: Pipeline,
+    deadline: float,
+    *,
+    classifies: bool = False,
+) -> Embeddings:
+    """The vectors of a request's inputs, or the logits of the model's labels.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
     deadline, caller = exchange.sooner(deadline), exchange.caller(request, given)
     inputs: Sequence[str | list[int]]
     if request.messages is None:
@@ -95,20 +127,21 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         inputs=inputs,
         names=names,
         model=request.model,
-        pooling=request.pooling,
-        normalize=request.normalize,
-        dimensions=request.dimensions,
+        pooling=None if classifies else request.pooling,
+        normalize=None if classifies else request.normalize,
+        dimensions=None if classifies else request.dimensions,
         max_tokens=request.truncate_prompt_tokens,
         deadline=deadline,
         caller=caller,
+        classifies=classifies,
     )
     exchange.on_disconnect(lambda: None)
-    found = await pipeline.embedder.embed(wanted)
-    encode = _base64 if request.encoding_format == "base64" else list[float]
-    data = [EmbeddingObject(index, encode(vector)) for index, vector in enumerate(found.vectors)]
-    usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens)
-    answer = EmbeddingResponse(f"embd-{exchange.request_id}", int(time.time()), data, found.model, usage)
-    await exchange.send_body(200, msgspec.json.encode(answer))
+    return await pipeline.embedder.embed(wanted)
+
+
+def encoder_of(request: EmbeddingRequest) -> Callable[[Sequence[float]], list[float] | str]:
+    """Makes of a vector what the client asked for."""
+    return base64_of if request.encoding_format == "base64" else list[float]
 
 
 async def _conversation(
@@ -134,7 +167,7 @@ async def _conversation(
     return list(encoded.token_ids)
 
 
-def _base64(vector: Sequence[float]) -> str:
+def base64_of(vector: Sequence[float]) -> str:
     """Little-endian float32, as OpenAI's clients ask for."""
     return base64.b64encode(array("f", vector).tobytes()).decode()
 

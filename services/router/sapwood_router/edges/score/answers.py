@@ -21,7 +21,7 @@ IGNORED = frozenset({"user"})
 
 
 RequestT = TypeVar("RequestT", bound=CompareRequest)
-_LISTS = frozenset({"text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"})
+_LISTS = frozenset({"text_1", "text_2", "data_1", "data_2", "queries", "documents", "items", "texts"})
 """Parameters that may be lists of texts."""
 
 
@@ -74,12 +74,16 @@ class Document(msgspec.Struct):
 
 
 class RerankRequest(CompareRequest, kw_only=True):
-    """A text, and those to order by how well they fit it."""
+    """A text, and those to order by how well they fit it; the last are what text-embeddings-inference calls it."""
 
     query: str
-    documents: list[str | Document]
+    documents: list[str | Document] | None = None
     top_n: int | None = None
     return_documents: bool | None = None
+    texts: list[str] | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
 
 
 class Ranked(msgspec.Struct):
@@ -88,6 +92,14 @@ class Ranked(msgspec.Struct):
     index: int
     relevance_score: float
     document: Document | msgspec.UnsetType = msgspec.UNSET
+
+
+class PlainRanked(msgspec.Struct):
+    """The same, as text-embeddings-inference tells it: its answer is a list of these."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankResponse(msgspec.Struct, kw_only=True):
@@ -109,7 +121,7 @@ async def score(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     request = checked(exchange, given, ScoreRequest)
     caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
     values = msgspec.structs.asdict(request)
-    given_names = {name for name in _LISTS if values[name] is not None}
+    given_names = {name for name in _LISTS if values.get(name) is not None}
     one, other = next((pair for pair in _PAIRS if not given_names.isdisjoint(pair)), _PAIRS[0])
     if one == "queries" and other not in given_names and "items" in given_names:
         other = "items"
@@ -143,11 +155,26 @@ async def rerank(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: 
     caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
     if request.top_n is not None and request.top_n < 0:
         raise InvalidArgumentError(f"top_n must be at least 0, got {request.top_n}", field="top_n")
-    texts = [item if isinstance(item, str) else item.text for item in request.documents]
-    query, documents = [("query", request.query)], _named(texts, "documents")
+    plain = request.texts is not None
+    if plain and request.documents is not None:
+        raise InvalidArgumentError("set documents or texts, not both", field="texts")
+    if request.documents is None and not plain:
+        raise InvalidArgumentError("documents is required", field="documents")
+    texts = request.texts or [item if isinstance(item, str) else item.text for item in request.documents or ()]
+    query, documents = [("query", request.query)], _named(texts, "texts" if plain else "documents")
+    if request.raw_scores and request.uses_activation is None and labelled(pipeline, request):
+        request.use_activation = False
+    if request.truncate and request.truncate_prompt_tokens is None:
+        request.truncate_prompt_tokens = -1
     found = await compare(exchange, pipeline, request, query, documents, caller, deadline)
     scores = found.scores
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
+    if plain:
+        told = [
+            PlainRanked(index, scores[index], texts[index] if request.return_text else msgspec.UNSET) for index in order
+        ]
+        await exchange.send_body(200, msgspec.json.encode(told))
+        return
     shows = request.return_documents is not False
     answer = RerankResponse(
         id=f"rerank-{exchange.request_id}",
@@ -156,6 +183,11 @@ async def rerank(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: 
         results=[Ranked(index, scores[index], Document(texts[index]) if shows else msgspec.UNSET) for index in order],
     )
     await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+def labelled(pipeline: Pipeline, request: CompareRequest) -> bool:
+    """Whether the model that a request means has a head that classifies."""
+    return pipeline.registry.labels(pipeline.registry.resolve(request.model)) is not None
 
 
 def checked(exchange: Exchange, given: dict[str, Any], cls: type[RequestT]) -> RequestT:

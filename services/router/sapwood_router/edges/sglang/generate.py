@@ -141,5 +141,7 @@ def _reason(finish: Finish, token_ids: list[int]) -> dict[str, Any]:
     """Why it ended; where it did so by itself, with the stop string or the token that it ended at."""
     if finish.reason is FinishReason.LENGTH:
         return {"type": "length", "length": finish.usage.completion_tokens}
+    if finish.reason is FinishReason.ABORT:
+        return {"type": "abort", "message": "the request was aborted"}
     matched = finish.stop_match if finish.stop_match is not None else next(reversed(token_ids), None)
     return {"type": "stop", "matched": matched}

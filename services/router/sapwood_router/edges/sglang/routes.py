@@ -8,9 +8,11 @@ import msgspec
 
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.routes import Ask, Post, Route
+from sapwood_router.edges.sglang.control import Control
 from sapwood_router.edges.sglang.generate import Generated, generate
 from sapwood_router.edges.sglang.request import GenerateRequest
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.observe.status import RouterState
 
 
 class ModelInfo(msgspec.Struct):
@@ -21,12 +23,16 @@ class ModelInfo(msgspec.Struct):
     is_generation: bool = True
 
 
-def sglang_routes(pipeline: Pipeline, flush: Callable[[], Awaitable[int]] | None) -> list[Route]:
+def sglang_routes(
+    pipeline: Pipeline, flush: Callable[[], Awaitable[int]] | None, status: Callable[[], RouterState] | None
+) -> list[Route]:
     """The routes.
 
     Args:
         pipeline: Knows the models.
-        flush: Empties the workers' caches and tells how many pages were freed; None: that is for operators.
+        flush: Empties the workers' caches and tells how many pages were freed; None: that is for operators, and
+            so is what else concerns others' requests.
+        status: How the router and its workers are; None: that is for operators.
     """
 
     async def show_model(exchange: Exchange) -> None:
@@ -47,6 +53,7 @@ def sglang_routes(pipeline: Pipeline, flush: Callable[[], Awaitable[int]] | None
             for path in ("/get_model_info", "/model_info")
         ),
     ]
+    routes += Control(pipeline, status, steers=flush is not None).routes()
     if flush is not None:
         empty = flush
 

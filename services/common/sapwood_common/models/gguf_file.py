@@ -7,6 +7,7 @@ and takes 15 s for Gemma's 262 144-entry vocabulary; this takes under half a sec
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from array import array
@@ -18,6 +19,9 @@ from sapwood_common.models.gguf_parts import part_names
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
+_MOST_DIMS = 8
+_MOST_NUMBERS = 1 << 48
+_MOST_ELEMENTS = 1 << 24
 _SIZE = struct.Struct("<Q")
 # Value type -> (struct code, size in bytes).
 _SCALARS = {
@@ -68,13 +72,13 @@ class GgufFile:
         self.path = Path(path)
         mapped, self.metadata, self.tensors = _open(self.path)
         self.paths, self._maps = [self.path], [mapped]
-        count = int(self.metadata.get("split.count", 1))
+        count = _whole(self.metadata, "split.count", 1, self.path)
         if count > 1:
             self._open_others(count)
 
     def _open_others(self, count: int) -> None:
         names = part_names(self.path.name)
-        if int(self.metadata.get("split.no", 0)):
+        if _whole(self.metadata, "split.no", 0, self.path):
             raise GgufError(f"{self.path}: is one of {count} files of a model, whose first is to be named: {names[0]}")
         if len(names) != count:
             raise GgufError(
@@ -94,7 +98,7 @@ class GgufFile:
             GgufError: The file ends before the tensor does.
         """
         mapped = self._maps[tensor.part]
-        if tensor.offset + size > len(mapped):
+        if size < 0 or tensor.offset + size > len(mapped):
             path = self.paths[tensor.part]
             raise GgufError(f"{path}: truncated: tensor {tensor.name} ends beyond the end of the file")
         return memoryview(mapped)[tensor.offset : tensor.offset + size]
@@ -109,16 +113,28 @@ class GgufFile:
 def _open(path: Path) -> tuple[mmap.mmap, dict[str, Any], dict[str, GgufTensor]]:
     """Maps a file and reads its header."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would keep us waiting
+            raise GgufError(f"{path}: is no file")
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise GgufError(f"{path}: cannot be read: {error}") from error
     try:
         return mapped, *_Parser(mapped).parse()
-    except (struct.error, IndexError, UnicodeDecodeError, KeyError) as error:
-        raise GgufError(f"{path}: damaged or truncated header ({error})") from error
     except GgufError as error:
+        mapped.close()
         raise GgufError(f"{path}: {error}") from None
+    except (struct.error, LookupError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
+        mapped.close()
+        raise GgufError(f"{path}: damaged or truncated header ({error})") from error
+
+
+def _whole(metadata: dict[str, Any], key: str, default: int, path: Path) -> int:
+    """A whole number of the metadata. Raises GgufError if it is none."""
+    value = metadata.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise GgufError(f"{path}: {key} is {value!r:.60}; it can be a whole number")
+    return value
 
 
 class _Parser:
@@ -137,13 +153,25 @@ class _Parser:
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._string()
+            if key in metadata:
+                raise GgufError(f"key {key!r:.100} is there twice")
             metadata[key] = self._value(self._scalar("I", 4))
         found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(tensor_count):
             name = self._string()
-            shape = tuple(self._scalar("Q", 8) for _ in range(self._scalar("I", 4)))
+            if (dims := self._scalar("I", 4)) > _MOST_DIMS:
+                raise GgufError(f"tensor {name!r:.100} has {dims} dimensions; at most {_MOST_DIMS} can be read")
+            shape = tuple(self._scalar("Q", 8) for _ in range(dims))
+            if math.prod(shape) > _MOST_NUMBERS:
+                raise GgufError(f"tensor {name!r:.100} of shape {list(shape[::-1])} is larger than any file")
             found.append((name, shape[::-1], self._scalar("I", 4), self._scalar("Q", 8)))
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
+            raise GgufError(f"general.alignment is {alignment!r:.60}; it can be a whole number from 1 on")
+        names = [name for name, *_ in found]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise GgufError(f"tensor {twice!r:.100} is there twice")
         start = -(-self._at // alignment) * alignment
         return metadata, {name: GgufTensor(name, shape, kind, start + at) for name, shape, kind, at in found}
 
@@ -188,6 +216,8 @@ class _Parser:
                 return self._strings(count)
             if inner == _ARRAY:
                 return [self._value(inner) for _ in range(count)]
+            if count > _MOST_ELEMENTS:
+                raise GgufError(f"an array of {count} elements is longer than any vocabulary")
             code, size = _SCALARS[inner]
             end = self._at + size * count
             if end > len(self._raw):

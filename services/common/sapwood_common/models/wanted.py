@@ -21,6 +21,15 @@ def description_among(names: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in DESCRIPTION)]
 
 
+def is_shard_name(name: str) -> bool:
+    """Whether an index may name this as a file with weights: one of its folder, or below, and nowhere else."""
+    return (
+        name.endswith(".safetensors")
+        and not any(part in ("", ".", "..") for part in name.split("/"))
+        and not any(character in name for character in "\\\0\n\r")
+    )
+
+
 def weights_named_by(index: str | None) -> Sequence[str]:
     """The files with the weights.
 
@@ -36,6 +45,8 @@ def weights_named_by(index: str | None) -> Sequence[str]:
         names = sorted(set(json.loads(index)["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
             raise TypeError(names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if outside := [name for name in names if not is_shard_name(name)]:
+            raise ValueError(f"{outside[0]!r:.100} is no name of a .safetensors file beside the index")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{INDEX}: cannot be read: {error!r}") from error
     return names

@@ -14,11 +14,14 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_kernels.experts.payload import RowShape
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
+from sapwood_worker.model.checkpoint.end_tokens import read_gguf_eos, read_hf_eos
+from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config
 from sapwood_worker.model.checkpoint.gguf_numbers import read_tensor
 from sapwood_worker.model.checkpoint.gguf_source import GgufSource
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos, read_hf_quantization
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config
+from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.checkpoint.settled import check_sizes, settle
 from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.dispatch.choice import choose_exchange
@@ -46,6 +49,7 @@ class LoadedModel:
         quantization: The formats of its linear layers other than the model's dtype, joined by ``+``; ``none``: there are none.
         family: Its family.
         rounds_head: Whether its output head was rounded as it was loaded.
+        headless: Whether the checkpoint has no output head, so that the model makes embeddings alone.
         kv_scales: By layer the factors of a float8 cache's keys and values, where the checkpoint stores them.
     """
 
@@ -56,6 +60,7 @@ class LoadedModel:
     family: ModelFamily
     rounds_head: bool = False
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    headless: bool = False
 
 
 def read_config(path: Path) -> tuple[ModelFamily, ModelConfig]:
@@ -104,31 +109,26 @@ def load_model(
         source: WeightSource | None = None
         kv_scales: Mapping[int, tuple[float, float]] = {}
         stored: Stored | None = None
-        made_up = False
+        made_up = headless = False
         if path.is_dir():
             family, config = read_hf_config(path)
-            eos = read_hf_eos(path)
+            eos = read_hf_eos(path, config.vocab_size)
             quantized = read_hf_quantization(path)
             if load_format == "dummy" and in_blocks(quantized):
                 stored, made_up = Stored({}, quantized, str(path)), True
             elif load_format == "auto":
-                drafts = range(config.num_layers, config.num_layers + config.draft_layers)
-                source = safetensors = SafetensorsSource(
-                    path,
-                    family,
-                    tied=config.tie_word_embeddings,
-                    skipped=tuple(f"model.layers.{index}." for index in drafts),
-                    fused=family.fused(config),
-                )
+                source = safetensors = SafetensorsSource(path, family, tied=False, fused=family.fused(config))
+                config, headless = settle(config, safetensors, path)
                 kv_scales = safetensors.kv_scales()
                 stored = Stored(source.tensors(), quantized, str(path))
         else:
             file = files.enter_context(closing(_open_gguf(path)))
             family, config = _read_gguf(file)
-            eos = read_gguf_eos(file)
+            eos = read_gguf_eos(file, config.vocab_size)
             if load_format == "auto":
                 source = GgufSource(file, config, family)
                 stored = Stored(source.tensors())
+                check_sizes(config, stored.tensors, path, sum(each.stat().st_size for each in file.paths))
         if config.sparse is None and parallel is not None and parallel.ep.size > 1:
             raise ConfigError(f"--expert-parallel: {path} has no experts")
         config = _limited(config, context_length)
@@ -164,7 +164,7 @@ def load_model(
     with torch.inference_mode():
         model.prepare()
     used = "+".join(sorted(linear.used - {"none"})) or "none"
-    return LoadedModel(model, config, eos, used, family, linear.rounds_head, kv_scales)
+    return LoadedModel(model, config, eos, used, family, linear.rounds_head, kv_scales, headless)
 
 
 def _read_gguf(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:

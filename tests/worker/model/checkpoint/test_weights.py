@@ -18,8 +18,9 @@ from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.models.gguf_files import write_gguf
 from sapwood_testing.worker.thread_ranks import ThreadGroup
+from sapwood_worker.model.checkpoint.end_tokens import read_hf_eos
 from sapwood_worker.model.checkpoint.gguf_numbers import dequantize_into, read_tensor
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.llama import LLAMA
@@ -217,9 +218,9 @@ def test_gemma_text_configuration_inside_a_multimodal_one(tiny_model, tmp_path):
 
 def test_end_tokens_come_from_the_generation_configuration_first(llama):
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert read_hf_eos(llama) == (5, 6)
+    assert read_hf_eos(llama, 97) == (5, 6)
     (llama / "generation_config.json").unlink()
-    assert read_hf_eos(llama) == (2,)
+    assert read_hf_eos(llama, 97) == (2,)
 
 
 def test_context_length_option_lowers_the_models_own(tiny_model):
@@ -358,5 +359,5 @@ def test_gguf_missing_and_unexpected_tensors_are_named(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.gguf: blk\.0\.attn_k_norm\.weight.*unexpected"):
         load(path)
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama").oracle, "qwen3")
-    with pytest.raises(ConfigError, match=r"model\.gguf: tensors .*self_attn\.k_norm\.weight.* missing"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: tensors blk\.0\.attn_k_norm\.weight.* missing"):
         load(path)

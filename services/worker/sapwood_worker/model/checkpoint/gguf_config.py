@@ -10,11 +10,8 @@ from sapwood_common.models.gguf_file import GgufFile
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
+from sapwood_worker.model.families.known_keys import GGUF, refusal, short
 from sapwood_worker.model.families.registry import families
-
-# Ends of a turn, which chat models emit instead of the end of the text.
-_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
-_CONTROL, _USER_DEFINED = 3, 4
 
 
 def read_gguf_config(
@@ -34,21 +31,24 @@ def read_gguf_config(
     family = known.get(str(name))
     if family is None or family.from_gguf is None:
         raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
+    values = GgufValues(file, str(name), rope_tensors or {})
     try:
-        config = family.from_gguf(GgufValues(file, str(name), rope_tensors or {}))
-        return family, replace(config, architecture=family.name)
+        config = family.from_gguf(values)
+        config = replace(config, architecture=family.name)
     except KeyError as error:
         raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
     except ValueError as error:
         raise ConfigError(f"{file.path}: {error}") from error
-
-
-def read_gguf_eos(file: GgufFile) -> tuple[int, ...]:
-    """End tokens: those the metadata names, and the usual ends of a turn that are special tokens of the vocabulary."""
-    found = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    ids = {int(token) for token in found if token is not None}
-    tokens: list[str] = file.metadata.get("tokenizer.ggml.tokens", [])
-    kinds: list[int] = file.metadata.get("tokenizer.ggml.token_type", [])
-    special = (i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED))
-    ids.update(i for i in special if tokens[i] in _TURN_ENDS)
-    return tuple(sorted(ids))
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        last = values.reads.last
+        raise ConfigError(
+            f"{file.path}: {last} ({short(file.metadata.get(last))}) is not what such a setting can be: {error}"
+        ) from error
+    settings = {
+        key.removeprefix(f"{name}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{name}.") and key not in values.reads.names
+    }
+    if refused := GGUF.refused(settings):
+        raise ConfigError(refusal(str(file.path), {values.named(key): value for key, value in refused.items()}))
+    return family, config

@@ -31,6 +31,9 @@ _BLOCK = {
 }
 # Names with their ends, of tensors that have another end in Hugging Face checkpoints.
 _WHOLE = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "attn_sinks.weight": "self_attn.sinks"}
+_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
+"""A tensor of one expert, in Mixtral's files of before April 2024."""
+_OUR_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z0-9_.]+)\.(weight|bias)")
 
 
@@ -56,5 +59,30 @@ def canonical(stored: str, names: Mapping[str, str]) -> str:
     layer = f"model.layers.{block}."
     if (whole := _WHOLE.get(f"{part}.{kind}")) is not None:
         return layer + whole
+    if (expert := _EXPERT.fullmatch(part)) is not None:
+        return f"{layer}mlp.experts.{expert[2]}.{expert[1]}_proj.{kind}"
     ours = {**_BLOCK, **names}.get(part)
     return f"{layer}{ours}.{kind}" if ours is not None else stored
+
+
+def stored_name(ours: str, names: Mapping[str, str]) -> str:
+    """What files call a tensor; our name if they have no such tensor.
+
+    Args:
+        ours: Its name in Hugging Face checkpoints.
+        names: As of :func:`canonical`.
+    """
+    stem, _, kind = ours.rpartition(".")
+    top = next((stored for stored, each in _TOP.items() if each == stem), None)
+    if top is not None:
+        return f"{top}.{kind}"
+    match = _OUR_LAYER.fullmatch(ours)
+    if match is None:
+        return ours
+    block, part = match[1], re.sub(r"\.experts\.\d+\.", f".experts.{EACH}.", match[2])
+    for stored, each in _WHOLE.items():
+        if each == part:
+            return f"blk.{block}.{stored}"
+    known = {each: stored for stored, each in {**_BLOCK, **names}.items()}
+    stem, _, kind = part.rpartition(".")
+    return f"blk.{block}.{known[stem]}.{kind}" if stem in known else ours

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
 from sapwood_worker.model.checkpoint.gguf_made import made_tensors
-from sapwood_worker.model.checkpoint.gguf_names import EACH, block_of, canonical
+from sapwood_worker.model.checkpoint.gguf_names import EACH, block_of, canonical, stored_name
 from sapwood_worker.model.checkpoint.gguf_numbers import (
     block_size,
     dequantize_into,
@@ -49,7 +49,7 @@ class GgufSource:
     def __init__(self, file: GgufFile, config: ModelConfig, family: ModelFamily) -> None:
         self._file = file
         self._config = config
-        self._interleaved = family.gguf_interleaves
+        self._interleaved, self._names = family.gguf_interleaves, family.gguf_names
         self._mapped: dict[int, Tensor] = {}
         self._made = dict(made_tensors(file, config))
         used = {part.name for made in self._made.values() for part in made.parts}
@@ -88,6 +88,9 @@ class GgufSource:
             for name, tensor in self._found.items()
         }
         return found | {name: StoredTensor(made.shape, made.dtype) for name, made in self._made.items()}
+
+    def stored_name(self, name: str) -> str:
+        return stored_name(name, self._names)
 
     def where(self, name: str) -> str:
         made, tensor = self._made.get(name), self._found.get(name)

@@ -16,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.json_file import read_json_object
+from sapwood_common.models.wanted import is_shard_name
 from sapwood_worker.model.checkpoint.place import BLOCK, Place, places
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.fused import FusedRows
-from sapwood_worker.model.families.hf_values import read_json
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,6 +29,10 @@ _IGNORED_SUFFIXES = (
     *(".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale"),
     *(".output_scale", ".q_scale", ".k_scale", ".v_scale"),
 )
+_BARE = {"layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm."}
+"""Names of files that hold a model without a head, as embedding models are published."""
+_DRAFTS = ("mtp.", "model.mtp.", "model.mtp_", "mtp_")
+"""How names of tensors begin that serve for drafts alone."""
 _KV_SCALE = re.compile(r".*layers\.(\d+)\.self_attn\.(?:attn\.)?([kv])(?:_scale|_proj\.(?:[kv]_scale|output_scale))")
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,20 +68,20 @@ class SafetensorsSource:
         # By layer and what is scaled, the file of a cache's scale and its name there.
         self._kv_scales: dict[tuple[int, Literal["k", "v"]], tuple[Path, str]] = {}
         self._directory = directory
+        shards = checkpoint_shards(directory)
         for path in checkpoint_files(directory):
-            try:
-                # Mapped, not read; closed with the object.
-                self._files[path] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path}: cannot be read: {error}") from error
+            self._files[path] = open_safetensors(path)
             for stored in self._files[path].keys():  # noqa: SIM118  (not a mapping)
+                if shards.get(stored, path) != path:  # the index names another file
+                    continue
                 if found_scale := _KV_SCALE.fullmatch(stored):
                     self._kv_scales[int(found_scale[1]), "k" if found_scale[2] == "k" else "v"] = path, stored
                 if stored.startswith(family.skipped + skipped) or stored.endswith(_IGNORED_SUFFIXES):
                     continue
-                prefix = next((each for each in family.prefixes if stored.startswith(each)), "")
-                name = family.prefixes.get(prefix, "") + stored.removeprefix(prefix)
-                if tied and name == "lm_head.weight":
+                prefixes = family.prefixes if stored.startswith(tuple(family.prefixes)) else _BARE
+                prefix = next((each for each in prefixes if stored.startswith(each)), "")
+                name = prefixes.get(prefix, "") + stored.removeprefix(prefix)
+                if name.startswith(_DRAFTS + skipped) or (tied and name == "lm_head.weight"):
                     continue
                 for ours, place in places(name, path, stored, fused or {}):
                     self._found[ours] = place
@@ -95,6 +100,27 @@ class SafetensorsSource:
                 shape = (*shape[:dim], span.size, *shape[dim + 1 :])
             result[name] = StoredTensor(shape, found.get_dtype(), scales=name in self._scales.values())
         return result
+
+    def drop(self, *prefixes: str) -> None:
+        """Forgets the tensors whose names begin so."""
+        self._found = {name: place for name, place in self._found.items() if not name.startswith(prefixes)}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor as it is stored. Raises ConfigError if it cannot be read."""
+        try:
+            return self._read(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self._found[name].path}: tensor {name} cannot be read: {error}") from error
+
+    def stored_name(self, name: str) -> str:
+        if name in self._found:
+            return self._found[name].stored
+        inner = name.removeprefix("model.")
+        for ours, place in self._found.items():
+            own = ours.removeprefix("model.")
+            if ours.startswith("model.layers.") and place.stored.endswith(own):
+                return place.stored.removesuffix(own) + inner if inner != name else name
+        return name
 
     def where(self, name: str) -> str:
         return str(self._found[name].path if name in self._found else self._directory)
@@ -156,15 +182,46 @@ def checkpoint_files(directory: Path) -> list[Path]:
     Raises:
         ConfigError: There are none, or the index is broken.
     """
-    index = directory / _INDEX
-    if index.is_file():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ConfigError(f"{index}: holds no weight_map")
-        return [directory / name for name in sorted(set(shards.values()))]
-    if (directory / _SINGLE).is_file():
+    shards = checkpoint_shards(directory)
+    if shards:
+        return sorted(set(shards.values()))
+    if (directory / _SINGLE).exists():
         return [directory / _SINGLE]
     raise ConfigError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}")
+
+
+def checkpoint_shards(directory: Path) -> dict[str, Path]:
+    """The file of each tensor, as the index of a directory has it; empty: there is no index.
+
+    Raises:
+        ConfigError: The index is broken, or names a file that is not in the directory.
+    """
+    index = directory / _INDEX
+    if not index.exists():
+        return {}
+    shards = read_json_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ConfigError(f"{index}: holds no weight_map")
+    for tensor, name in shards.items():
+        if not isinstance(name, str) or not is_shard_name(name):
+            raise ConfigError(
+                f"{index}: weight_map.{tensor} is {name!r:.100}; it can be the name of a .safetensors file beside the index"
+            )
+    return {tensor: directory / name for tensor, name in shards.items()}
+
+
+def open_safetensors(path: Path) -> Any:
+    """Maps a file, which is closed with the object; nothing is read but its header.
+
+    Raises:
+        ConfigError: It is no such file, or damaged; names it.
+    """
+    if path.exists() and not path.is_file():  # a pipe would keep us waiting
+        raise ConfigError(f"{path}: is no file")
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # the library's own, and any that its header's numbers lead to
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def _widened(weight: Tensor, scales: Tensor, slot: WeightSlot) -> Tensor:

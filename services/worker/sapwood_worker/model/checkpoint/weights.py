@@ -27,6 +27,10 @@ class WeightSource(Protocol):
         """The file a tensor lies in, with its name there, for error messages."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor, or would call it if it had it."""
+        ...
+
     def read_into(self, name: str, slot: WeightSlot) -> None:
         """Writes the slot's part of a tensor into its target, converted to its dtype; reads no more than that.
 
@@ -66,7 +70,7 @@ def load_weights(
     stored = source.tensors() if stored is None else stored
     missing = slots.keys() - stored.keys()
     if missing:
-        raise ConfigError(f"{source.where('')}: {_list(missing)} missing")
+        raise ConfigError(f"{source.where('')}: {_list({source.stored_name(name) for name in missing})} missing")
     unexpected = {name for name, each in stored.items() if name.startswith(inside) and not each.scales} - slots.keys()
     unexpected = {name for name in unexpected if not name.startswith(elsewhere)}
     if unexpected:

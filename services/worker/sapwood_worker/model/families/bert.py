@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.families.hf_values import read_json
+from sapwood_common.models.json_file import read_json_object
 from sapwood_worker.model.families.label_head import read_labels
 from sapwood_worker.records.model_info import Labels
 
@@ -46,7 +46,7 @@ def is_bert(path: Path) -> bool:
         ConfigError: It holds one with a head that is not served.
     """
     file = path / "config.json"
-    names = (read_json(file).get("architectures") or [""]) if file.is_file() else [""]
+    names = (read_json_object(file).get("architectures") or [""]) if file.is_file() else [""]
     if str(names[0]).startswith("Bert") and names[0] not in ARCHITECTURES:
         served = ", ".join(ARCHITECTURES)
         raise ConfigError(f"{file}: architecture {names[0]} has a head that is not supported (supported: {served})")
@@ -60,7 +60,7 @@ def read_bert_config(path: Path) -> BertConfig:
         ConfigError: A value is missing or not supported; names the file.
     """
     file = path / "config.json"
-    values = {"type_vocab_size": 2, "layer_norm_eps": 1e-12} | read_json(file)
+    values = {"type_vocab_size": 2, "layer_norm_eps": 1e-12} | read_json_object(file)
     if values.get("hidden_act", "gelu") != "gelu" or values.get("position_embedding_type", "absolute") != "absolute":
         raise ConfigError(f"{file}: of BERT only gelu and absolute positions are supported")
     shape = [field.name for field in fields(BertConfig) if field.default is MISSING]
@@ -210,10 +210,10 @@ def load_bert(
 
 def _separator(path: Path) -> int:
     """The token that ends each text: ``[SEP]``, or what the tokenizer's files call it."""
-    settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    settings = read_json_object(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     named = settings.get("sep_token", "[SEP]")
     text = named.get("content") if isinstance(named, dict) else named
-    added = read_json(path / "tokenizer.json").get("added_tokens", ())
+    added = read_json_object(path / "tokenizer.json").get("added_tokens", ())
     found = [token["id"] for token in added if token.get("content") == text]
     if not found:
         raise ValueError(f"{path / 'tokenizer.json'} has no token {text} to end texts with")

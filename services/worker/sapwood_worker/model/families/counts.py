@@ -14,6 +14,9 @@ _OF_EXPERTS = (
     "num_experts_per_tok", "moe_k", "moe_intermediate_size", "n_group", "topk_group", "moe_layer_freq", "decoder_sparse_step",
     "moe_layer_interval", "interleave_moe_layer_step", "no_rope_layer_interval",
 )  # fmt: skip
+_LAYERS = ("num_hidden_layers", "block_count", "num_nextn_predict_layers")
+MOST_LAYERS, MOST = 4096, 2**31 - 1
+"""The most layers, and the most of anything else: more are no model, and would take the machine's memory."""
 _SHARED = "shared_expert_intermediate_size"
 """Of families that have a default of it. Files of Qwen3-Coder, whose family does not read it, say 0: there is no such expert."""
 _MAY_BE_NONE = (
@@ -39,7 +42,10 @@ def check_counts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Raises ValueError if a setting's value is no whole number from ``least`` on; names it."""
+    """Raises ValueError if a setting's value is no whole number from ``least`` on, or more than any model has; names it."""
     whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
     if not whole or value < least:
-        raise ValueError(f"{name} is {value!r}; it can be a whole number from {least} on")
+        raise ValueError(f"{name} is {value!r:.60}; it can be a whole number from {least} on")
+    most = MOST_LAYERS if name.endswith(_LAYERS) else MOST
+    if value > most:
+        raise ValueError(f"{name} is {value!r:.60}; it can be {most} at most")

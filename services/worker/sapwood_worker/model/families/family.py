@@ -12,6 +12,7 @@ from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.families.fused import FusedRows
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.known_keys import Allowed
 from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.records.kv_layout import KVLayout
 
@@ -36,6 +37,7 @@ class ModelFamily:
         prefixes: How names in Hugging Face checkpoints may begin, and how ours do instead.
         fused: Projections that Hugging Face checkpoints store as one tensor, by the configuration.
         skipped: How names of tensors begin that are no part of the language model.
+        unread: Settings of ``config.json`` that its files may have and nothing reads, with the values that they may have.
         kv_layout: What a token leaves in the KV cache, by the configuration, the cache's dtype and the page size.
     """
 
@@ -53,3 +55,4 @@ class ModelFamily:
     skipped: tuple[str, ...] = ()
     kv_layout: Callable[[ModelConfig, str, int], KVLayout] = attention_layout
     classifiers: tuple[str, ...] = ()
+    unread: Mapping[str, Allowed] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from sapwood_common.models.gguf_file import GgufFile
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.counts import check_count
 from sapwood_worker.model.families.routing_values import read_routing
+from sapwood_worker.model.families.settings import Reads
 from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
@@ -33,11 +34,13 @@ class GgufValues:
         file: The open file.
         architecture: Prefix of the keys.
         rope_tensors: The values of those of ``ROPE_TENSORS`` that it has.
+        reads: Notes which settings were read.
     """
 
     file: GgufFile
     architecture: str
     rope_tensors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting.
@@ -46,6 +49,8 @@ class GgufValues:
             KeyError: The file does not say, and there is no default.
         """
         name = self.named(key)
+        self.reads.names.add(name)
+        self.reads.last = name
         return self.file.metadata[name] if default is None else self.file.metadata.get(name, default)
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -85,21 +90,22 @@ class GgufValues:
             raise ValueError("rotary embedding of part of a head is not supported")
         return ModelConfig(
             architecture=self.architecture,
-            vocab_size=tensors["token_embd.weight"].shape[0],
+            vocab_size=self.vocabulary,
             hidden_size=hidden,
             intermediate_size=count("feed_forward_length"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=count("attention.head_count_kv", heads),
             head_dim=head_dim,
-            rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+            rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             max_position=count("context_length"),
             ropes=(replace(self.rope(10_000.0), rotated=None if rotated == head_dim else rotated),) * layers,
             windows=(None,) * layers,
             activation="silu",
             tie_word_embeddings="output.weight" not in tensors,
             attention_scale=head_dim**-0.5,
-            final_softcap=self.file.metadata.get(self.named("final_logit_softcapping")),
+            final_softcap=self.file.metadata.get(self.named("final_logit_softcapping"))
+            and get("final_logit_softcapping"),
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
@@ -158,18 +164,40 @@ class GgufValues:
         """The rotary embedding, with the base ``theta`` where the file does not say.
 
         Raises:
+            KeyError: Its factor is missing.
             ValueError: Its kind is not supported.
         """
         theta = float(self.get("rope.freq_base", theta))
-        kind, divisors = self.get("rope.scaling.type", "none"), self.rope_tensors.get(ROPE_DIVISORS)
+        divisors = self.rope_tensors.get(ROPE_DIVISORS)
+        # The factor's old name; 0: there is none. Without a type it is linear, as llama.cpp takes it.
+        factor = float(self.get("rope.scaling.factor", 0.0)) or float(self.get("rope.scale_linear", 0.0))
+        kind = self.get("rope.scaling.type", "linear")
+        magnitude = float(self.get("rope.scaling.attn_factor", 1.0)) * float(
+            self.get("rope.scaling.yarn_attn_factor", 1.0)
+        )
+        if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+            return RopeConfig(theta, None if magnitude == 1.0 else LinearScaling(1.0, magnitude), divisors=divisors)
         if kind == "linear":
-            linear = LinearScaling(float(self.get("rope.scaling.factor")))
-            return RopeConfig(theta, linear, divisors=divisors)
-        if kind == "none":
+            return RopeConfig(theta, LinearScaling(factor, magnitude), divisors=divisors)
+        if kind == "longrope":  # two lists of divisors, which are tensors
             return RopeConfig(theta, divisors=divisors)
-        if kind == "yarn":
-            factor = float(self.get("rope.scaling.factor"))
-            original = self.count("rope.scaling.original_context_length", self.count("context_length"))
-            scaling = YarnScaling(factor, original, 32, 1, yarn_magnitude(factor))
-            return RopeConfig(theta, scaling, divisors=divisors)
-        raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear and yarn are)")
+        if kind != "yarn":
+            raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear, yarn and longrope are)")
+        if not factor:
+            raise KeyError(self.named("rope.scaling.factor"))
+        if (extrapolated := float(self.get("rope.scaling.yarn_ext_factor", 1.0))) != 1.0:
+            raise ValueError(f"{self.named('rope.scaling.yarn_ext_factor')} {extrapolated} is not supported (1 is)")
+        original = self.count("rope.scaling.original_context_length", self.count("context_length"))
+        fast, slow = (
+            float(self.get(f"rope.scaling.yarn_beta_{name}", each)) for name, each in (("fast", 32.0), ("slow", 1.0))
+        )
+        scaling = YarnScaling(factor, original, fast, slow, magnitude * yarn_magnitude(factor))
+        return RopeConfig(theta, scaling, divisors=divisors)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens: rows of the embedding. Raises KeyError or ValueError if the file has none."""
+        table = self.file.tensors["token_embd.weight"]
+        if len(table.shape) != 2:
+            raise ValueError(f"tensor token_embd.weight has shape {list(table.shape)}")
+        return table.shape[0]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.rope_values import longest_position, read_rope
+from sapwood_worker.model.families.settings import Settings
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 _ACTIVATIONS: dict[str, Gate] = {
@@ -20,21 +18,6 @@ _ACTIVATIONS: dict[str, Gate] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: Missing, not JSON or not an object; names the file.
-    """
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds no JSON object")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +32,8 @@ class HfValues:
     """
 
     family: str
-    given: Mapping[str, Any]
-    values: Mapping[str, Any]
+    given: Settings
+    values: Settings
     neighbours: bool = False
 
     def interleaved(self) -> HfValues:
@@ -83,6 +66,8 @@ class HfValues:
         head_dim = self.head_dim
         if values.get("use_bidirectional_attention"):
             raise ValueError("use_bidirectional_attention is not supported")
+        if values.get("is_causal") is False:
+            raise ValueError("is_causal false is not supported: tokens see those before them alone")
         bias = bool(values.get("attention_bias", False))
         rope = self.rope(values.get("rope_parameters") or values.get("rope_scaling"), float(values["rope_theta"]))
         return ModelConfig(

@@ -51,7 +51,7 @@ def read_latent(found: HfValues) -> ModelConfig:
         q_lora_rank=found.given.get("q_lora_rank", values.get("q_lora_rank")),
         rope_interleave=bool(values["rope_interleave"]),
     )
-    rotary = replace(found, values={**values, "head_dim": latent.qk_rope_head_dim})
+    rotary = replace(found, values=values.but({"head_dim": latent.qk_rope_head_dim}))
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     return replace(
         rotary.llama(),

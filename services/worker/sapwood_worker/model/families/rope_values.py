@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sapwood_worker.model.families.settings import Settings
 from sapwood_worker.model.layers.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -39,12 +40,16 @@ def read_rope(
         ValueError: One is not supported; names it.
     """
     given = given or {}
+    if isinstance(given, Settings):  # three positions of a token, which are the same in text
+        given.idle("mrope_section", "mrope_interleaved")
     part = float(given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
     rotated = int(head_dim * part)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise ValueError(f"partial_rotary_factor {part} of heads of {head_dim} elements is not supported")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _KINDS:
+    if given.get("type", kind) not in (kind, "mrope"):
+        raise ValueError(f"rope_scaling says both rope_type {kind!r} and type {given['type']!r}")
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"rope_scaling: rotary embedding type {kind!r} is not supported ({', '.join(_KINDS)} are)")
     return RopeConfig(
         float(given.get("rope_theta", theta)),
@@ -110,6 +115,7 @@ def _longrope(given: Mapping[str, Any], values: Mapping[str, Any], pairs: int) -
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], RopeScaling | None]] = {
     "default": _default,
+    "mrope": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

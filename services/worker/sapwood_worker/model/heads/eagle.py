@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.json_file import read_json_object
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
@@ -24,9 +25,10 @@ from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.families.hf_values import HfValues, read_json
+from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.model.families.llama import LLAMA
+from sapwood_worker.model.families.settings import Settings
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.context import LayerContext
@@ -135,10 +137,10 @@ def load_eagle(
     Raises:
         ConfigError: It cannot be read, or is not for this model; names the file and what.
     """
-    raw = read_json(folder / "config.json")
+    raw = read_json_object(folder / "config.json")
     try:
-        values = {**LLAMA.defaults, **{key: value for key, value in raw.items() if value is not None}}
-        config = HfValues(LLAMA.name, raw, values | {"num_hidden_layers": 1}).llama()
+        given = Settings(raw)
+        config = HfValues(LLAMA.name, given, given.over(LLAMA.defaults).but({"num_hidden_layers": 1})).llama()
     except KeyError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error.args[0]!r} is missing") from error
     except (TypeError, ValueError) as error:

@@ -17,7 +17,8 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_quantization
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config
+from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.weights import load_weights
 from sapwood_worker.model.config import ModelConfig

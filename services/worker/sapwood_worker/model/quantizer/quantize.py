@@ -12,7 +12,7 @@ from safetensors import safe_open
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.progress import Progress
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
+from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.sparse.experts import Experts

@@ -141,6 +141,7 @@ class _Builder:
         self._config = loaded.config
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
+        self._headless = loaded.headless
         self._quantization = loaded.quantization
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
         self._weights += ", output head int8" * loaded.rounds_head
@@ -293,7 +294,7 @@ class _Builder:
             pooling=sentences.pooling if config.labels is None else "labels",
             normalizes=sentences.normalizes and config.labels is None,
             labels=config.labels,
-            generates=config.labels is None,
+            generates=config.labels is None and not self._headless,
             embedded_tokens=sentences.max_tokens,
             shortened=sentences.shortened,
             prefill_attention=self._attention.prefill.name,

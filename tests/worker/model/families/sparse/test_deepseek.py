@@ -112,6 +112,8 @@ def test_what_is_not_there_is_refused_by_name(tmp_path, settings, changes, messa
 
 
 def test_files_of_models_without_experts_may_say_that_there_are_none(tmp_path):
-    llama = {key: V3[key] for key in V3 if "rank" not in key and key != "rope_scaling"}
+    kept = {"model_type", "hidden_act", "hidden_size", "intermediate_size", "rms_norm_eps", "rope_theta", "vocab_size"}
+    kept |= {"max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"}
+    llama = {key: V3[key] for key in kept}
     config = read(tmp_path, llama | {"architectures": ["LlamaForCausalLM"], "num_experts": 0, "num_experts_per_tok": 0})
     assert config.sparse is None

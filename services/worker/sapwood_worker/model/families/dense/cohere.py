@@ -40,8 +40,14 @@ _DEFAULTS = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 
+_AS_ALL: dict[str, tuple[object, ...]] = {
+    "order_of_interleaved_layers": ("local_attn_first",), "position_embedding_type": ("rope_gptj",),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,), "layer_switch": (4,), "use_qk_norm": (False,), "sliding_window_pattern": (),
+}  # fmt: skip
 COHERE = ModelFamily(
     name="cohere",
+    unread=_AS_ALL,
     architectures=("CohereForCausalLM",),
     layer=ParallelDecoderLayer,
     defaults=_DEFAULTS,
@@ -50,6 +56,7 @@ COHERE = ModelFamily(
 )
 COHERE2 = ModelFamily(
     name="cohere2",
+    unread=_AS_ALL,
     architectures=("Cohere2ForCausalLM",),
     layer=ParallelDecoderLayer,
     defaults={**_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},

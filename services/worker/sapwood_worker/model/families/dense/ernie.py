@@ -17,6 +17,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 ERNIE4_5 = ModelFamily(
     name="ernie4_5",
+    unread={"compression_ratio": (1,), "use_rmsnorm": (True,), "weight_share_add_bias": ()},
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),  # the second in the first files that were published
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": True, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "head_dim": 128},

@@ -26,6 +26,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 EXAONE4 = ModelFamily(
     name="exaone4",
+    unread={"sliding_window_pattern": (), "layer_types": ("full_attention",)},
     architectures=("Exaone4ForCausalLM",),
     classifiers=("Exaone4ForSequenceClassification",),
     layer=PostNormDecoderLayer,

@@ -31,7 +31,7 @@ def _gemma(found: HfValues) -> ModelConfig:
     act = {"gelu": "gelu_pytorch_tanh"}.get(found.values["hidden_act"], found.values["hidden_act"])
     if act != "gelu_pytorch_tanh":
         raise ValueError(f"hidden_act: activation {act!r} is not supported (gelu_pytorch_tanh is)")
-    return _common(replace(found, values={**found.values, "hidden_act": act}).llama())
+    return _common(replace(found, values=found.values.but({"hidden_act": act})).llama())
 
 
 def _gemma2(found: HfValues) -> ModelConfig:
@@ -71,6 +71,7 @@ _DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddi
 
 GEMMA = ModelFamily(
     name="gemma",
+    unread={"hidden_activation": ("gelu_pytorch_tanh",)},
     architectures=("GemmaForCausalLM",),
     classifiers=("GemmaForSequenceClassification",),
     layer=LlamaDecoderLayer,
@@ -80,6 +81,7 @@ GEMMA = ModelFamily(
 )
 GEMMA2 = ModelFamily(
     name="gemma2",
+    unread={"hidden_act": ("gelu_pytorch_tanh",)},
     architectures=("Gemma2ForCausalLM",),
     classifiers=("Gemma2ForSequenceClassification",),
     layer=SandwichDecoderLayer,

@@ -41,6 +41,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 def _from_gguf(values: GgufValues) -> ModelConfig:
     config = values.llama()
+    values.get("final_logit_softcapping", 0.0)
     window = values.count("attention.sliding_window")
     kinds = _kinds(config.num_layers, values.count("attention.sliding_window_pattern", _PATTERN))
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -72,6 +73,7 @@ def _kinds(layers: int, pattern: int) -> list[str]:
 
 GEMMA3 = ModelFamily(
     name="gemma3",
+    unread={"hidden_act": ("gelu_pytorch_tanh",), "sliding_window_pattern": (), "attn_logit_softcapping": ()},
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     classifiers=("Gemma3TextForSequenceClassification",),
     layer=SandwichDecoderLayer,

@@ -15,7 +15,7 @@ from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
 def _minicpm3(found: HfValues) -> ModelConfig:
     values, width = found.values, int(found.values["hidden_size"])
-    values = {"v_head_dim": width // int(values["num_attention_heads"]), **values}
+    values = values.but({"v_head_dim": values.get("v_head_dim", width // int(values["num_attention_heads"]))})
     config = read_latent(replace(found, values=values))
     return replace(
         config,
@@ -27,6 +27,7 @@ def _minicpm3(found: HfValues) -> ModelConfig:
 
 YOUTU = ModelFamily(
     name="youtu",
+    unread={"head_dim": ()},
     architectures=("YoutuForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={**LATENT_DEFAULTS, "tie_word_embeddings": True},
@@ -35,6 +36,7 @@ YOUTU = ModelFamily(
 )
 MINICPM3 = ModelFamily(
     name="minicpm3",
+    unread={"head_dim": ()},
     architectures=("MiniCPM3ForCausalLM",),
     classifiers=("MiniCPM3ForSequenceClassification",),
     layer=GraniteDecoderLayer,

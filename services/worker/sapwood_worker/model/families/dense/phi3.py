@@ -27,6 +27,7 @@ def _from_gguf(values: GgufValues) -> ModelConfig:
 
 PHI3 = ModelFamily(
     name="phi3",
+    unread={"interpolate_factor": (1,), "full_attn_mod": (1,), "use_lora": (False,)},
     architectures=("Phi3ForCausalLM",),
     classifiers=("Phi3ForSequenceClassification",),
     layer=LlamaDecoderLayer,

@@ -14,6 +14,7 @@ _DEFAULTS = {"tie_word_embeddings": False, "rope_theta": 10_000.0, "max_window_l
 def _windows(found: HfValues) -> tuple[int | None, ...]:
     values = found.values
     if values.get("sliding_window") is None or not values.get("use_sliding_window", False):
+        values.idle("layer_types")
         return (None,) * found.layers
     first = int(values["max_window_layers"])
     usual = ["sliding_attention" if index >= first else "full_attention" for index in range(found.layers)]

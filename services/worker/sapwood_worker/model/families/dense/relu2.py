@@ -7,6 +7,7 @@ from dataclasses import replace
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.known_keys import Same
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.mlp import PlainConfig
 
@@ -39,6 +40,11 @@ ARCEE = ModelFamily(
 )
 NEMOTRON = ModelFamily(
     name="nemotron",
+    unread={
+        "rope_percent": Same("partial_rotary_factor", 0.5),
+        "rope_percentage": Same("partial_rotary_factor", 0.5),
+        "kv_channels": Same("head_dim"),
+    },
     architectures=("NemotronForCausalLM",),
     classifiers=("NemotronForSequenceClassification",),
     layer=LlamaDecoderLayer,

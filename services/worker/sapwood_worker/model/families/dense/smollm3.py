@@ -26,6 +26,8 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 def _windows(found: HfValues) -> tuple[int | None, ...]:
     kinds = found.values.get("layer_types")
+    if kinds is not None and "sliding_attention" not in kinds:
+        found.values.idle("sliding_window", "use_sliding_window")
     if kinds is None:
         if found.values.get("use_sliding_window") and found.values.get("sliding_window") is not None:
             raise ValueError("use_sliding_window without layer_types is not supported")

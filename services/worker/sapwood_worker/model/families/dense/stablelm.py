@@ -7,6 +7,7 @@ from dataclasses import replace
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.known_keys import Same
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
 
@@ -26,6 +27,10 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 STABLELM = ModelFamily(
     name="stablelm",
+    unread={
+        "rope_pct": Same("partial_rotary_factor", 0.25), "rotary_scaling_factor": (1.0,),
+        "norm_eps": Same("layer_norm_eps", 1e-5),
+    },
     architectures=("StableLmForCausalLM",),
     classifiers=("StableLmForSequenceClassification",),
     layer=LlamaDecoderLayer,

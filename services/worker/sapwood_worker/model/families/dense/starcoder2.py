@@ -31,6 +31,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 
 STARCODER2 = ModelFamily(
     name="starcoder2",
+    unread={"norm_type": ("layer_norm",), "mlp_type": ("default",), "scale_attn_weights": (True,), "activation_function": ()},
     architectures=("Starcoder2ForCausalLM",),
     classifiers=("Starcoder2ForSequenceClassification",),
     layer=LlamaDecoderLayer,

@@ -91,15 +91,19 @@ def _exaone(found: HfValues) -> ModelConfig:
 def _solar(found: HfValues) -> ModelConfig:
     # No MLP is dense; files may leave its width out.
     width = int(found.values["moe_intermediate_size"])
-    found = replace(found, values={"intermediate_size": width, **found.values, "first_k_dense_replace": 0})
+    width = found.values.get("intermediate_size", width)
+    found = replace(found, values=found.values.but({"intermediate_size": width, "first_k_dense_replace": 0}))
     sparse = corrected_experts(found, "n_routed_experts", "n_shared_experts")
     return replace(found.llama(), output_bias=False, sparse=sparse)
 
 
 _GROUPS = {"tie_word_embeddings": False, "n_group": 1, "topk_group": 1}
 
+_AS_ALL: dict[str, tuple[object, ...]] = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
+
 DOTS1 = ModelFamily(
     name="dots1",
+    unread={**_AS_ALL, "use_sliding_window": (True,)},
     architectures=("Dots1ForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={
@@ -111,6 +115,7 @@ DOTS1 = ModelFamily(
 )  # fmt: skip
 EXAONE_MOE = ModelFamily(
     name="exaone_moe",
+    unread=_AS_ALL,
     architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),  # transformers writes the first, K-EXAONE's files the second
     layer=LlamaDecoderLayer,
     defaults={
@@ -123,6 +128,7 @@ EXAONE_MOE = ModelFamily(
 )  # fmt: skip
 SOLAR_OPEN = ModelFamily(
     name="solar_open",
+    unread={**_AS_ALL, "intermediate_size": (), "first_k_dense_replace": (0,), "use_qk_norm": (False,)},
     architectures=("SolarOpenForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={

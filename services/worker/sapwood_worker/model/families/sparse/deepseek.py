@@ -30,6 +30,7 @@ def _sparse(found: HfValues, routing: Routing) -> SparseConfig | None:
     first, every = int(values["first_k_dense_replace"]), int(values.get("moe_layer_freq", 1))
     dense = frozenset(index for index in range(found.layers) if index < first or index % every)
     if len(dense) == found.layers:
+        values.idle("moe_intermediate_size", "n_shared_experts")
         return None
     width, shared = int(values["moe_intermediate_size"]), int(values.get("n_shared_experts", 0))
     return SparseConfig(
@@ -69,6 +70,8 @@ def _routing_v2(found: HfValues) -> Routing:
     _expect(found, "scoring_func", "softmax")
     _expect(found, "norm_topk_prob", False)
     grouped = method == "group_limited_greedy"
+    if not grouped:
+        values.idle("n_group", "topk_group")
     return read_routing(
         values,
         "n_routed_experts",
@@ -93,6 +96,7 @@ def _expect(found: HfValues, key: str, only: object) -> None:
 
 DEEPSEEK_V2 = ModelFamily(
     name="deepseek_v2",
+    unread={"head_dim": ()},
     architectures=("DeepseekV2ForCausalLM",),
     classifiers=("DeepseekV2ForSequenceClassification",),
     layer=LlamaDecoderLayer,
@@ -108,6 +112,7 @@ DEEPSEEK_V2 = ModelFamily(
 )  # fmt: skip
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
+    unread={"head_dim": ()},
     architectures=("DeepseekV3ForCausalLM",),
     classifiers=("DeepseekV3ForSequenceClassification",),
     layer=LlamaDecoderLayer,

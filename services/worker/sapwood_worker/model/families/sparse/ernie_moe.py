@@ -31,8 +31,14 @@ def _from_hf(found: HfValues) -> ModelConfig:
     return replace(ERNIE4_5.from_hf(found), sparse=sparse)
 
 
+_AS_ALL: dict[str, tuple[object, ...]] = {
+    "compression_ratio": (1,), "moe_gate": ("topk",), "moe_use_aux_free": (True,), "use_rmsnorm": (True,), "freq_allocation": (),
+    "rope_3d": (False,), "moe_group": (),
+}  # fmt: skip
+
 ERNIE4_5_MOE = ModelFamily(
     name="ernie4_5_moe",
+    unread=_AS_ALL,
     architectures=("Ernie4_5_MoeForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={

@@ -44,8 +44,11 @@ def _sparse(found: HfValues) -> SparseConfig:
     return corrected_experts(found, "n_routed_experts", "n_shared_experts")
 
 
+_AS_ALL: dict[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
+    unread=_AS_ALL,
     architectures=("Glm4MoeForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={
@@ -61,6 +64,7 @@ GLM4_MOE = ModelFamily(
 )  # fmt: skip
 GLM4_MOE_LITE = ModelFamily(
     name="glm4_moe_lite",
+    unread={**_AS_ALL, "head_dim": ()},
     architectures=("Glm4MoeLiteForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={

@@ -31,6 +31,8 @@ def _from_hf(found: HfValues) -> ModelConfig:
     if len(kinds) != found.layers or not set(kinds) <= {"chunked_attention", "full_attention"}:
         raise ValueError(f"layer_types {kinds} for {found.layers} layers are not supported")
     grows = values["attn_temperature_tuning"]
+    if not grows:
+        values.idle("floor_scale", "attn_scale")
     sparse = SparseConfig(
         read_routing(values, "num_local_experts", "num_experts_per_tok", scores="sigmoid"),
         config.intermediate_size,

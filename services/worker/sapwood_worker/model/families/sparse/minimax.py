@@ -19,7 +19,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
             raise ValueError(f"{key} {values[key]!r} is not supported ({only!r} is)")
     if "rotary_dim" in values:  # published files; newer ones have the part of a head
         part = int(values["rotary_dim"]) / found.head_dim
-        found = replace(found, values={"partial_rotary_factor": part, **values})
+        found = replace(found, values=values.but({"partial_rotary_factor": values.get("partial_rotary_factor", part)}))
     config = found.llama()
     routing = read_routing(values, "num_local_experts", "num_experts_per_tok", scores="sigmoid", renormalise=True)
     sparse = SparseConfig(
@@ -32,8 +32,15 @@ def _from_hf(found: HfValues) -> ModelConfig:
     return replace(config, qk_norm=True, qk_norm_kind="width", sparse=sparse)
 
 
+_AS_ALL: dict[str, tuple[object, ...]] = {
+    "attn_type_list": (1,), "layernorm_full_attention_beta": (1.0,), "layernorm_linear_attention_beta": (1.0,),
+    "layernorm_mlp_beta": (1.0,), "mlp_intermediate_size": (), "shared_intermediate_size": (0,), "shared_moe_mode": (),
+    "use_routing_bias": (True,), "rotary_dim": (),
+}  # fmt: skip
+
 MINIMAX_M2 = ModelFamily(
     name="minimax_m2",
+    unread=_AS_ALL,
     architectures=("MiniMaxM2ForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={

@@ -34,7 +34,9 @@ def _sparse(found: HfValues) -> SparseConfig:
 def _qwen2(found: HfValues) -> ModelConfig:
     values = found.values
     windows: tuple[int | None, ...] = (None,) * found.layers
-    if values.get("use_sliding_window"):
+    if not values.get("use_sliding_window"):
+        values.idle("sliding_window", "layer_types")
+    else:
         first = int(values["max_window_layers"])
         usual = [
             "full_attention" if index % 2 or index >= first else "sliding_attention" for index in range(found.layers)
@@ -52,6 +54,8 @@ def _qwen2(found: HfValues) -> ModelConfig:
 def _qwen3(found: HfValues) -> ModelConfig:
     values = found.values
     window = int(values["sliding_window"]) if values.get("use_sliding_window") else None
+    if window is None:
+        values.idle("sliding_window", "layer_types")
     return replace(found.llama(), windows=(window,) * found.layers, qk_norm=True, sparse=_sparse(found))
 
 
@@ -90,6 +94,7 @@ QWEN2_MOE = ModelFamily(
 )
 QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
+    unread={"use_qk_norm": (True,)},
     architectures=("Qwen3MoeForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={

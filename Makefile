@@ -75,6 +75,7 @@ proto-release: $(BIN)/.installed-dev ## Take the protos as they are now for thos
 docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and the dashboards from the code again
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
+	$(BIN)/python docs/write_checkpoint_keys.py
 	$(BIN)/python deploy/observability/write_dashboards.py
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws

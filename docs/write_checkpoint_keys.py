@@ -28,9 +28,9 @@ _HEAD = """# Settings of a model's files
 
 <!-- Written by docs/write_checkpoint_keys.py (make docs): change the lists in the code. -->
 
-What a file says and nothing reads is refused by its name, because it may change what the model computes. `null`, `false` and what is empty say
-nothing. A setting that is *harmless* changes no number of ours. To serve a model in spite of a setting that is refused, remove it from
-the file.
+What a file says and nothing reads is refused by its name, because it may change what the model computes. `null`, `false` and
+what is empty say nothing. A setting that is *harmless* changes no number of ours. To serve a model in spite of a setting that is
+refused, remove it from the file.
 
 """
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
@@ -81,10 +81,12 @@ def page() -> str:
     for family in sorted(families(), key=lambda each: each.name):
         names = ", ".join(f"`{name}`" for name in _read_by(family))
         lines.append(f"| {family.name} | {names} | {', '.join(_limits(family.unread))} |")
-    lines.append("\nOf a wrapper around a language model (`text_config`), the wrapper's own settings are not looked at.")
+    lines.append(
+        "\nOf a wrapper around a language model (`text_config`), the wrapper's own settings are not looked at."
+    )
     lines.append("\n## quantization_config\n")
     first = next(iter(METHODS.values()))
-    lines += [line for line in _listed(KnownKeys("", (), first.harmless))]
+    lines += _listed(KnownKeys("", (), first.harmless))
     for name, keys in METHODS.items():
         own = KnownKeys("", tuple(each for each in keys.read if each != "quant_method"), {}, keys.limited)
         lines += [f"\n`{name}`:\n", *_listed(own)]

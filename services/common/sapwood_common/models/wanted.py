@@ -11,7 +11,7 @@ DESCRIPTION = (
     *("config.json", "generation_config.json", INDEX),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("vocab.*", "merges.txt", "spiece.model", "sentencepiece*.model", "tiktoken.model", "*.tiktoken", "tekken.json"),
-    *("modules.json", "sentence_bert_config.json", "*_Pooling/config.json"),
+    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "*_Pooling/config.json"),
 )
 """Patterns of all of them but the weights."""
 

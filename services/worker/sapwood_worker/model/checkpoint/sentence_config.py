@@ -1,17 +1,18 @@
 """How a model's files want sentences embedded, as sentence-transformers writes them down.
 
-``modules.json`` lists what is done one after the other: Transformer, Pooling, Normalize. ``sentence_bert_config.json`` beside it
-limits the input, special tokens included; what is longer is cut, not refused.
+``modules.json`` lists what is done one after the other: Transformer, Pooling, Normalize. ``sentence_bert_config.json`` beside it,
+or a file that has another model's name there, limits the input, special tokens included; what is longer is cut, not refused.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.json_file import read_json_value
+from sapwood_worker.model.families.known_keys import KnownKeys, refusal, says_nothing
 
 _POOLINGS = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _LEGACY = {
@@ -22,6 +23,38 @@ _LEGACY = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+
+
+_LIMITS = KnownKeys(
+    "sentence_bert_config.json",
+    ("max_seq_length",),
+    {
+        "of how sentence-transformers runs the model": """
+            transformer_task modality_config module_output_name method_output_name unpad_inputs model_args
+            tokenizer_args config_args
+            processor_kwargs model_kwargs config_kwargs tokenizer_name_or_path backend
+        """,
+    },
+    {"do_lower_case": (False,)},
+)
+_POOL = KnownKeys(
+    "config.json of the folder of a pooling",
+    ("pooling_mode", *_LEGACY),
+    {
+        "of sizes, and of prompts that requests put before texts": """
+            word_embedding_dimension embedding_dimension include_prompt
+        """
+    },
+)
+_SENTENCES = KnownKeys(
+    "config_sentence_transformers.json",
+    ("default_prompt_name", "prompts"),
+    {"names, versions and what clients compute": "__version__ similarity_fn_name model_type"},
+)
+SENTENCE_FILES = (_SENTENCES, _LIMITS, _POOL)
+"""What is known of each of their files."""
+_NAMES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""Kinds of models that sentence-transformers names its file after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +92,58 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
     if modules is None:
         return SentenceConfig(pooling, shortened=shortened)
     normalizes = False
+    if not isinstance(modules, list) or not all(isinstance(each, dict) and "type" in each for each in modules):
+        raise ConfigError(f"{path / 'modules.json'}: is no list of modules")
     for module in modules:
         kind = str(module["type"]).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling(path / module["path"] / "config.json")
+            pooling = _pooling(path / _inside(module, path) / "config.json")
         elif kind == "Normalize":
             normalizes = True
         elif kind != "Transformer":
             raise ConfigError(
                 f"{path / 'modules.json'}: module {kind} is not supported (Transformer, Pooling, Normalize are)"
             )
-    limit = (_read(path / "sentence_bert_config.json") or {}).get("max_seq_length")
+    _check_prompt(path)
+    limits = (path / f"sentence_{name}_config.json" for name in _NAMES)
+    limit = next((found for file in limits if (found := _known(file, _LIMITS).get("max_seq_length")) is not None), None)
+    file = path / "tokenizer_config.json"
     if limit is None:
-        limit = (_read(path / "tokenizer_config.json") or {}).get("model_max_length", most)
-    added = (_read(path / "tokenizer.json") or {}).get("added_tokens", ())
-    special = tuple(token["id"] for token in added if token.get("special"))
+        limit = _object(file).get("model_max_length", most)
+    if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 1:
+        raise ConfigError(
+            f"{path}: max_seq_length, or model_max_length of {file.name}, is {limit!r:.60}; it can be a number of tokens"
+        )
+    added = _object(path / "tokenizer.json").get("added_tokens")
+    special = tuple(
+        token["id"] for token in added or () if isinstance(token, dict) and token.get("special") and "id" in token
+    )
     return SentenceConfig(pooling, normalizes, int(min(limit, most)), special, shortened)
+
+
+def _check_prompt(path: Path) -> None:
+    """Refuses a text that is to be put before all others: nothing here does it."""
+    values = _known(path / "config_sentence_transformers.json", _SENTENCES)
+    name, prompts = values.get("default_prompt_name"), values.get("prompts")
+    text = prompts.get(name) if isinstance(prompts, dict) else None
+    if not says_nothing(name) and text != "":
+        raise ConfigError(
+            f"{path / 'config_sentence_transformers.json'}: default_prompt_name {name!r:.60} puts {text!r:.60} before each text, "
+            "which is not supported: remove it, and have clients send it with the texts that it is for"
+        )
+
+
+def _inside(module: dict[str, Any], path: Path) -> str:
+    """A module's folder, which has to be in the model's."""
+    folder = module.get("path", "")
+    if not isinstance(folder, str) or folder.startswith("/") or ".." in folder.split("/"):
+        raise ConfigError(f"{path / 'modules.json'}: path {folder!r:.60} is no folder within the model's")
+    return folder
 
 
 def _shortened(file: Path) -> tuple[int, ...] | None:
     """The lengths that ``config.json`` allows, as vLLM reads it: ``matryoshka_dimensions``, or any if ``is_matryoshka``."""
-    values = _read(file) or {}
+    values = _object(file)
     dimensions = values.get("matryoshka_dimensions")
     if dimensions is None:
         return () if values.get("is_matryoshka") is True else None
@@ -89,7 +153,7 @@ def _shortened(file: Path) -> tuple[int, ...] | None:
 
 
 def _pooling(file: Path) -> str:
-    values = _read(file) or {}
+    values = _known(file, _POOL)
     mode = values.get("pooling_mode") or [name for key, name in _LEGACY.items() if values.get(key)] or "mean"
     if isinstance(mode, list) and len(mode) == 1:
         [mode] = mode
@@ -101,8 +165,22 @@ def _pooling(file: Path) -> str:
 def _read(file: Path) -> Any:
     """The content of a JSON file; None if there is no such file."""
     try:
-        return json.loads(file.read_text())
-    except (FileNotFoundError, NotADirectoryError):
+        return read_json_value(file)
+    except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty: there is no such file."""
+    found = _read(file)
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{file}: holds no JSON object")
+    return found or {}
+
+
+def _known(file: Path, keys: KnownKeys) -> dict[str, Any]:
+    """The same, of settings that are all known."""
+    found = _object(file)
+    if refused := keys.refused(found):
+        raise ConfigError(refusal(str(file), refused))
+    return found

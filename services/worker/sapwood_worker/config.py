@@ -70,6 +70,14 @@ class WorkerConfig(ModelSettings):
         description="Most tokens that a step computes; longer prompts are computed in chunks. None: on a GPU up to 8192, as the "
         "memory that the weights leave allows; on a CPU 512.",
     )
+    step_ms: float = Field(
+        250.0,
+        ge=0,
+        description="How long a step lasts at most while requests decode, in milliseconds: it computes fewer tokens of prompts "
+        "than --max-step-tokens if these would take longer, as measured. So a long prompt keeps the gap between other requests' "
+        "tokens below it. Prompts always get twelve times the time that the decodes take alone; while nothing decodes a step may "
+        "last four times as long. 0: no limit.",
+    )
     overlap: bool = Field(
         True,
         description="On a GPU, plan and launch a step while the previous one is computed. A request that ends at an end token "

@@ -95,6 +95,7 @@ def build_scheduler(
         max_running=max_running,
         max_waiting=config.max_waiting,
         max_step_tokens=config.max_step_tokens or info.max_step_tokens,
+        step_seconds=config.step_ms / 1000,
         policy=config.policy,
         starved_after=config.starved_after,
         prefix_cache=config.prefix_cache and not info.encodes,

@@ -64,13 +64,13 @@ MUTATIONS = [
     # Who waited too long goes first.
     Mutation(
         "core/scheduler/waiting/admission_order.py",
-        "return request.waited + step - request.queued_at >= self._starved_after",
+        "return request.waited + queued >= self._starved_after",
         "return False",
     ),
     # So does a tenant, however many new ones come.
     Mutation(
         "core/scheduler/waiting/admission_order.py",
-        "return self._starved(oldest, step) and since >= self._starved_after",
+        "return self.starved(oldest, step) and since >= self._starved_after",
         "return False",
     ),
     # What has a deadline ends by it.

@@ -149,6 +149,7 @@ class Simulation:
                 "side by side",
                 "embedded",
                 "drafted",
+                "shared",
             ),
             0,
         )
@@ -295,7 +296,10 @@ class Simulation:
         while self.launched and not self.scheduler.plans_ahead:
             self.take_results(len(self.launched) - 1)
         ahead = bool(self.launched)
+        parts, sent_back = self.parts(), self.scheduler.num_retractions + self.scheduler.num_preemptions
         planned = self.scheduler.schedule()
+        if len(planned.rows) and sent_back == self.scheduler.num_retractions + self.scheduler.num_preemptions:
+            self.check_parts(parts)
         assert (len(planned.rows) > 0) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
         if len(planned.rows):
             decodes = int((planned.counts == 1).sum())
@@ -313,6 +317,32 @@ class Simulation:
         self.step_number += 1
         self.now += 1.0
         self.check_bounds()
+
+    def parts(self) -> dict[str, int]:
+        """Prompt tokens that each tenant's running requests have to compute; none where these rules do not hold alone."""
+        running = self.scheduler._running.requests
+        starved = any(each.waited >= self.config.starved_after for each in running)
+        if self.config.policy == "priority" or self.config.windows or starved:
+            return {}
+        wanted: dict[str, int] = {}
+        for request in running:
+            if not request.over and request.remaining > 1:
+                wanted[request.tenant] = wanted.get(request.tenant, 0) + request.remaining
+        return wanted
+
+    def check_parts(self, wanted: dict[str, int]) -> None:
+        """Each tenant whose prompts run has got its part of the step's prompt tokens, or all that it wants."""
+        step = self.scheduler._in_flight[-1]
+        last = [request for request, count in step.chunks if count == 1 and request.computed + 1 == request.planned]
+        given: dict[str, int] = {}
+        for request, count in step.chunks:
+            given[request.tenant] = given.get(request.tenant, 0) + count
+        tenants = given.keys() | wanted.keys() | {each.tenant for each in self.scheduler._waiting}
+        budget = max(1, self.config.max_step_tokens - len(step.decodes) - len(last))
+        for tenant, tokens in wanted.items():
+            got = given.get(tenant, 0)
+            assert got >= min(tokens, budget // len(tenants)), f"{tenant} got {got} of {tokens} tokens, {given}"
+        self.counts["shared"] += len(given) > 1
 
     def take_results(self, keep: int) -> None:
         while len(self.launched) > keep:

@@ -96,6 +96,11 @@ class PrefixCache:
         return self._tree.num_evictable
 
     @property
+    def num_pages(self) -> int:
+        """All pages of the pool."""
+        return self._allocator.num_pages
+
+    @property
     def num_available(self) -> int:
         """Pages that :meth:`allocate` could give now: free ones and evictable ones."""
         return self._allocator.num_free + self._tree.num_evictable

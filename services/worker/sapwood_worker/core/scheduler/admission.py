@@ -1,31 +1,63 @@
-"""Starts waiting requests, in their order, while rows, budget and pages last.
+"""Shares a step's prompt tokens: between tenants, and in each tenant between its oldest and its shortest prompts.
 
-One that does not fit, or that waits for a prefix which a running request is computing, is not overtaken. Where priorities
-count, running requests of a lower level are sent back to make room for the first in order. O(waiting) a step that may admit.
+Algorithm. Levels of priority come one after the other (without the policy ``priority`` there is one). In a level every tenant
+that has prompt tokens to compute, whether its requests run or wait, gets an equal part of the budget. What one does not need
+the others share (max-min fairness, as deficit round robin has it for packets; tokens can be divided, so no deficit is carried
+over). A tenant's part goes half to its prompts in their order, half to the shortest first. So neither starves the other: the
+oldest prompt gets on with half of the tenant's part, and a short one is through soon, whatever its tenant has sent before.
+
+A waiting request starts with its first tokens, if there are a row and pages. Where these are scarce:
+1. What has starved goes first. If it does not fit, nothing else starts.
+2. A tenant of which nothing runs starts its first request before others get more. If it has waited ``PATIENCE`` steps, the
+   last request of the tenant with most is sent back for it, and this tenant keeps at least one.
+3. A retracted request goes before new ones of tenants that have something running.
+4. Tenants start in the order of ``admission_order.py``, and share the rows that are free.
+5. A new request for which there are no pages is overtaken by what fits, until it has starved.
+One that waits for a prefix which a running request is computing holds up nobody.
+
+Bound. Of n tenants with prompts at a level, where rows and pages suffice, the shortest prompt of each, of s tokens, is computed
+in ``s / max(1, budget // n // 2)`` steps, and so is the oldest. With more tenants than tokens in the budget those come first that
+got least. A running prompt that got no tokens for ``starved_after`` steps comes before all others.
+
+O(running + waiting) a step, and the matching of a few waiting requests of each tenant with the cache.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
 from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
-from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
+from sapwood_worker.core.scheduler.waiting.admission_order import TOP, AdmissionOrder, Level
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
+from sapwood_worker.core.scheduler.waiting.policy import WINDOW
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
+
+PATIENCE = 16
+"""Steps that a tenant of which nothing runs waits before another's request is sent back for it."""
+_SHORT = 2
+"""One part in so many of a tenant's tokens goes to its shortest prompts first."""
+_TRIED = 4
+"""Requests of a tenant that are tried in a step, if they do not start."""
 
 
 class Admission:
-    """Moves requests from the queue to the batch.
+    """Moves requests from the queue to the batch, and gives tokens of a step to prompts.
 
     Args:
         waiting: The queue.
         running: The batch.
         order: Says which request is next.
-        fairness: Is charged with what is admitted.
-        retraction: Makes room for higher priorities.
+        fairness: Is charged with what is computed.
+        retraction: Makes room.
         ratio: What requests are expected to generate.
         tiers: The KV cache's lower tiers, told which requests no longer wait for them.
+        cached_tokens: How many tokens of a request the prefix cache has.
 
     Attributes:
         prompt_tokens: Tokens of all prompts that have been admitted.
@@ -41,6 +73,7 @@ class Admission:
         retraction: Retraction,
         ratio: NewTokenRatio,
         tiers: HierarchicalCache | None,
+        cached_tokens: Callable[[Request], int],
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -49,11 +82,12 @@ class Admission:
         self._retraction = retraction
         self._ratio = ratio
         self._tiers = tiers
+        self._cached_tokens = cached_tokens
         self.prompt_tokens = 0
         self.cached_tokens = 0
 
     def preempt(self, step: int, *, in_flight: bool) -> bool:
-        """Makes room for the first waiting request at the cost of running ones of a lower level.
+        """Makes room for a waiting request at the cost of running ones: of a lower level, or of a tenant with more.
 
         Args:
             step: The number of the step being planned.
@@ -62,39 +96,259 @@ class Admission:
         Returns:
             Whether a request would have to be retracted, but a step is in flight.
         """
-        running = self._running.requests
-        if not self._order.by_priority or not running or not len(self._waiting):
+        if not self._running.requests or not len(self._waiting):
             return False
+        return (self._order.by_priority and self._preempt_level(step, in_flight=in_flight)) or self._preempt_tenant(
+            step, in_flight=in_flight
+        )
+
+    def admit(self, adder: PrefillAdder, unfinished: Sequence[Request], step: int, *, new: bool) -> None:
+        """Fills a step with prompt tokens.
+
+        Args:
+            adder: The step's.
+            unfinished: Running requests by rank that are not through their prompts.
+            step: The step's number.
+            new: Whether waiting requests may start.
+        """
+        levels = self._order.levels(self._waiting, step) if new and adder.num_free_slots and len(self._waiting) else {}
+        running: dict[int, list[Request]] = {}
+        for request in unfinished:
+            if request.slot >= 0:  # -1: it has been retracted
+                running.setdefault(self._level(request, step), []).append(request)
+        starts = _Starts(self, adder, step)
+        for level in sorted(levels.keys() | running.keys(), reverse=True):
+            if adder.budget < 1:
+                break
+            self._share(adder, running.get(level, []), levels.get(level, Level([], {})), step, starts)
+        given = {request.serial for request, _ in adder.chunks}
+        for request in unfinished:
+            request.waited += request.serial not in given
+
+    def start(self, adder: PrefillAdder, request: Request, step: int) -> bool:
+        """Starts a waiting request; returns whether there were a row and pages."""
+        tokens = request.remaining
+        request.rank = (-self._order.level(request, step), request.arrival)
+        if not adder.start(request):
+            return False
+        self._waiting.remove(request, tokens)
+        if self._tiers is not None:
+            self._tiers.settle(request.serial)
+        request.waited += step - request.queued_at
+        if request.cached is None:
+            request.cached = request.computed
+            self.prompt_tokens += request.prompt_length
+            self.cached_tokens += request.cached
+            self._fairness.admitted(request.tenant, step)
+        return True
+
+    def starved(self, request: Request, step: int) -> bool:
+        """Whether nothing overtakes a request any more."""
+        return self._order.starved(request, step)
+
+    def _level(self, request: Request, step: int) -> int:
+        """The level of a running request."""
+        if not self._order.by_priority:
+            return 0
+        return TOP if self._order.starved(request, step) else -request.rank[0]
+
+    def _share(
+        self, adder: PrefillAdder, running: Sequence[Request], waiting: Level, step: int, starts: _Starts
+    ) -> None:
+        """Shares what is left of the budget between the tenants of a level."""
+        for request in sorted((each for each in running if self._order.starved(each, step)), key=_by_arrival):
+            self._give(adder, request, -(-adder.budget // 2))
+        for request in waiting.retracted:
+            if self._order.starved(request, step):
+                starts.try_first(request)
+        heads = {tenant: requests[0] for tenant, requests in waiting.tenants.items()}
+        for request in reversed(waiting.retracted):
+            heads[request.tenant] = request
+        order = self._order.by_share(heads, step)
+        present = Counter(request.tenant for request in self._running.requests) if order else Counter()
+        for tenant in order:
+            head = heads[tenant]
+            if head.slot < 0 and (self._order.has_turn(head, step) or not present[tenant]):
+                starts.try_first(head)
+        for request in waiting.retracted:
+            if request.slot < 0 and not starts.try_first(request):
+                starts.closed = True
+                break
+        lines: dict[str, list[Request]] = {}
+        for request in chain(running, (each for each in waiting.retracted if each.slot >= 0)):
+            lines.setdefault(request.tenant, []).append(request)
+        for tenant, requests in waiting.tenants.items():
+            lines.setdefault(tenant, []).extend(requests)
+        active = self._order.by_share({tenant: requests[0] for tenant, requests in lines.items()}, step)
+        while active and adder.budget > 0:
+            part, rows = max(1, adder.budget // len(active)), max(1, adder.num_free_slots // len(active))
+            wanting: list[str] = []
+            for tenant in active:
+                starts.rows, began = rows, starts.count
+                if self._serve(adder, lines[tenant], part, step, starts) >= part or starts.count - began >= rows:
+                    wanting.append(tenant)
+            active = wanting
+
+    def _serve(self, adder: PrefillAdder, line: list[Request], part: int, step: int, starts: _Starts) -> int:
+        """Gives a tenant's prompts tokens; returns how many of its part they took."""
+        if len(line) == 1:
+            return self._pass(adder, line, part, starts)
+        spent = self._pass(adder, line, part - (part + step % _SHORT) // _SHORT, starts)
+        if spent < part and adder.budget > 0:
+            starved = any(each.slot < 0 and self._order.starved(each, step) for each in line[:WINDOW])
+            short = line if starved else self._by_size(line, starts)
+            spent += self._pass(adder, short, part - spent, starts)
+        return spent
+
+    def _pass(self, adder: PrefillAdder, line: Iterable[Request], most: int, starts: _Starts) -> int:
+        spent = 0
+        for request in line:
+            if spent >= most or adder.budget < 1:
+                break
+            if request.slot < 0 and not starts.try_start(request):
+                if starts.ended:
+                    break
+                continue
+            spent += self._give(adder, request, most - spent)
+        return spent
+
+    def _give(self, adder: PrefillAdder, request: Request, most: int) -> int:
+        spent = adder.give(request, most)
+        self._fairness.charge(request.tenant, spent)
+        return spent
+
+    def _by_size(self, line: Sequence[Request], starts: _Starts) -> list[Request]:
+        """Prompts, the shortest first; of the waiting ones as many as there are rows for without taking one from another."""
+        running = [request for request in line if request.slot >= 0]
+        waiting = [request for request in line if request.slot < 0][: min(WINDOW, starts.num_free_slots)]
+        return sorted(chain(running, waiting), key=self._size)
+
+    def _size(self, request: Request) -> int:
+        """Tokens that a request has to compute; of a waiting one what was not cached when it was looked at first."""
+        if request.slot >= 0:
+            return request.remaining
+        if request.size is None:
+            request.size = request.remaining - self._cached_tokens(request)
+        return request.size
+
+    def _preempt_level(self, step: int, *, in_flight: bool) -> bool:
+        running = self._running.requests
         first = next(self._order.order(self._waiting, step), None)
         if first is None:  # all of them wait for pages that are being fetched
             return False
         level = self._order.level(first, step)
         while running and -running[-1].rank[0] < level:
-            if self._running.num_free_slots and PrefillAdder(self._running, 1, self._ratio).fits(first):
+            if self._fits(first):
                 return False
             if in_flight:
                 return True
             self._retraction.for_priority(running[-1], step)
         return False
 
-    def admit(self, adder: PrefillAdder, step: int) -> None:
-        """Starts waiting requests; their first chunks are added to the step being planned, number ``step``."""
-        if adder.num_admissible < 1 or not len(self._waiting):
-            return
-        for request in self._order.order(self._waiting, step):
-            if adder.num_admissible < 1 or adder.should_wait(request):
-                break
-            tokens = request.remaining
-            request.rank = (-self._order.level(request, step), request.arrival)
-            if not adder.admit(request):
-                break
-            self._waiting.remove(request, tokens)
-            if self._tiers is not None:
-                self._tiers.settle(request.serial)
-            request.waited += step - request.queued_at
-            if request.cached is None:
-                request.cached = request.computed
-                self.prompt_tokens += request.prompt_length
-                self.cached_tokens += request.cached
-                self._fairness.admitted(request.tenant, step)
-                self._fairness.charge(request.tenant, request.remaining)
+    def _preempt_tenant(self, step: int, *, in_flight: bool) -> bool:
+        """Makes room for the first request of a tenant of which nothing runs, if it needs no more than its part of the pages."""
+        running = self._running.requests
+        present = Counter(request.tenant for request in running)
+        first: Request | None = None
+        for _, tenant, queue in self._waiting.queues():
+            if present[tenant]:
+                continue
+            head = next((request for request in queue.values() if not request.held), None)
+            if head is None or step - head.queued_at < PATIENCE:
+                continue
+            if first is None or (self._order.level(head, step), -head.arrival) > (
+                self._order.level(first, step),
+                -first.arrival,
+            ):
+                first = head
+        if first is None or first.whole:
+            return False
+        if self._running.pages_to_start(first) * (len(present) + 1) > self._running.num_pages:
+            return False
+        level = self._order.level(first, step)
+        while not self._fits(first):
+            victim = next(
+                (
+                    request
+                    for request in reversed(running)
+                    if present[request.tenant] == max(present.values())
+                    and -request.rank[0] <= level
+                    and not self._order.starved(request, step)
+                ),
+                None,
+            )
+            if victim is None or present[victim.tenant] < 2:
+                return False
+            if in_flight:
+                return True
+            present[victim.tenant] -= 1
+            self._retraction.for_priority(victim, step)
+        return False
+
+    def _fits(self, request: Request) -> bool:
+        return self._running.num_free_slots > 0 and PrefillAdder(self._running, 1, self._ratio).fits(request)
+
+
+class _Starts:
+    """What starts in a step.
+
+    Args:
+        admission: Starts it.
+        adder: The step's.
+        step: Its number.
+
+    Attributes:
+        closed: Whether nothing more starts, but first requests of tenants.
+        rows: How many more requests may start now.
+        count: How many have started.
+    """
+
+    def __init__(self, admission: Admission, adder: PrefillAdder, step: int) -> None:
+        self._admission = admission
+        self._adder = adder
+        self._step = step
+        self._failed: dict[int, None] = {}
+        self._tries: Counter[str] = Counter()
+        self._full = False
+        self.closed = False
+        self.rows = 0
+        self.count = 0
+
+    @property
+    def num_free_slots(self) -> int:
+        return 0 if self.ended else self._adder.num_free_slots
+
+    @property
+    def ended(self) -> bool:
+        """Whether no waiting request can start any more."""
+        return self._full or self.closed or self.rows < 1 or not self._adder.num_free_slots
+
+    def try_first(self, request: Request) -> bool:
+        """Starts a request before the tenants share the rest; returns whether it has."""
+        return not self._full and self._adder.budget > self.count and self._try(request)
+
+    def try_start(self, request: Request) -> bool:
+        """Starts a request in its turn."""
+        if self.ended or request.serial in self._failed or self._tries[request.tenant] >= _TRIED:
+            return False
+        if not self._try(request):
+            self._tries[request.tenant] += 1
+            return False
+        self.rows -= 1
+        return True
+
+    def _try(self, request: Request) -> bool:
+        if request.serial in self._failed:
+            return False
+        if not self._adder.should_wait(request):
+            if self._admission.start(self._adder, request, self._step):
+                self.count += 1
+                return True
+            if self._admission.starved(request, self._step):
+                self._full = True
+        self._failed[request.serial] = None
+        return False
+
+
+def _by_arrival(request: Request) -> int:
+    return request.arrival

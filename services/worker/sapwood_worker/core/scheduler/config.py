@@ -24,6 +24,7 @@ class SchedulerConfig:
         max_running: Most requests in a batch.
         max_waiting: Most requests in the queue.
         max_step_tokens: Token budget of a step; a decode counts one. Prefill always gets at least one token.
+        step_seconds: How long a step with decodes is to last (``step_pace.py``); 0: as long as its tokens take.
         policy: Order of admission.
         starved_after: Steps of waiting after which a request is not overtaken by what the policy prefers.
         prefix_cache: Whether finished work is kept for requests to come.
@@ -49,6 +50,7 @@ class SchedulerConfig:
     max_running: int = 64
     max_waiting: int = 1024
     max_step_tokens: int = 512
+    step_seconds: float = 0.0
     policy: PolicyName = "fcfs"
     starved_after: int = 1024
     prefix_cache: bool = True

@@ -90,6 +90,7 @@ class Lifecycle:
         request.jumps = self._config.jump_forward and may_jump(request)
         request.arrival = self._arrivals
         request.queued_at = step
+        request.size = None
         self._arrivals += 1
         if self._tiers is not None:
             cached = self._cache.probe(request.reusable, request.namespace)[0]

@@ -44,7 +44,7 @@ class Request:
         slot: Row in the page table while running, else -1.
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
-        waited: Steps that it waited in the queue before it ran last.
+        waited: Steps that it waited in the queue before it ran last, or that computed nothing of its prompt since.
         rank: Set when it is admitted, and sorts running requests: the last of them is retracted first.
         retractions: How often it was sent back to the queue.
         capacity: Tokens that its pages hold; 0 without a row.
@@ -57,6 +57,7 @@ class Request:
         unknown: Tokens that steps in flight sample for it; 0 or 1 when a step with it is planned.
         sampled_in: The number of the last step that samples a token for it.
         shared: Whether its pages may stay in the prefix cache when it ends.
+        size: Tokens to compute when it was first looked at in the queue, without those cached then; None: it was not.
         held: Whether it waits for pages that are being fetched; it is not admitted meanwhile.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
         enters: Whether it has a row of which the runner does not know yet.
@@ -108,6 +109,7 @@ class Request:
         "sampling",
         "serial",
         "shared",
+        "size",
         "slot",
         "stops",
         "tenant",
@@ -165,6 +167,7 @@ class Request:
         self.unknown = 0
         self.sampled_in = -1
         self.shared = True
+        self.size: int | None = None
         self.held = False
         self.output_start = len(prompt) - output_tokens
         self.enters = False

@@ -1,11 +1,11 @@
 """Continuous batching: decides, step by step, which tokens of which requests are computed.
 
 Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve, paged KV as in vLLM): a step takes one
-token of every request that decodes, then fills its token budget with chunks of prompts, running requests before waiting
-ones. Waiting requests are admitted in order (``admission_order.py``) while rows, budget and pages last. No request overtakes one
-that does not fit, or that waits for a prefix which a running request is computing. When pages run out, unused prefixes are
-evicted. If that is not enough, requests are retracted (``retraction.py`` explains why every request still ends). Where priorities
-count, requests are also retracted to make room for one of a higher priority.
+token of every request that decodes, then shares its prompt tokens between tenants, and in each between long and short prompts
+(``admission.py``): as many as keep the step short (``step_pace.py``). Waiting requests start in order (``admission_order.py``)
+while rows, budget and pages last. When pages run out, unused prefixes are evicted. If that is not enough, requests are retracted
+(``retraction.py`` explains why every request still ends). Requests are also retracted to make room for one of a higher priority,
+where priorities count, and for a tenant of which nothing runs.
 
 Complexity: a step costs O(running), and O(pages) of the admitted prompts in the radix tree, however much is cached. Bound: at
 most ``max_running`` rows and ``max_waiting`` queued requests.
@@ -37,6 +37,7 @@ from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retr
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.core.scheduler.running.running_plan import plan_running
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
+from sapwood_worker.core.scheduler.running.step_pace import StepPace
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.factory import make_speculation
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
@@ -111,7 +112,14 @@ class Scheduler:
         self._ratio = NewTokenRatio(config.conservativeness)
         self._retraction = Retraction(self._running, self._waiting, self._ratio)
         self._admission = Admission(
-            self._waiting, self._running, self._order, self._fairness, self._retraction, self._ratio, tiers
+            self._waiting,
+            self._running,
+            self._order,
+            self._fairness,
+            self._retraction,
+            self._ratio,
+            tiers,
+            self.cached_tokens,
         )
         self.handoffs = Handoffs(tiers, self._cache, self._running, config.page_size)
         self._lifecycle = Lifecycle(
@@ -127,6 +135,9 @@ class Scheduler:
         self._paused = self._retract_all = False
         # The pages of a draft and the check of it belong to one step, so with drafts there is one lane.
         self.lanes = config.lanes if self._speculation is None else 1
+        self._pace = StepPace(config.step_seconds / self.lanes, config.max_step_tokens)
+        self._planned: deque[float] = deque()
+        self._updated = 0.0
         self._lanes = Lanes(self.lanes, config.lanes_from, chained=config.chained)
         self.depth = self._lanes.depth
 
@@ -217,6 +228,12 @@ class Scheduler:
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     @property
+    def decodes_planned(self) -> int:
+        """Tokens that the step planned last computes of requests which decode, with drafts."""
+        step = self._in_flight[-1]
+        return len(step.plan.token_ids) - sum(count for _, count in step.chunks)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait to be admitted."""
         return len(self._waiting)
@@ -255,13 +272,15 @@ class Scheduler:
         plan = plan_running(self._running, self._retraction, self._steps, self._lanes, in_flight=in_flight)
         if plan is None:
             return Step(self._steps)
-        budget = max(1, (most_tokens or self._config.max_step_tokens) - len(plan.decodes) - len(plan.last_tokens))
+        paced = self._pace.tokens(len(plan.decodes)) if most_tokens is None else most_tokens
+        most = (most_tokens or self._config.max_step_tokens) - len(plan.decodes) - len(plan.last_tokens)
+        budget = max(1, min(most, paced))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
-        adder.continue_running(plan.unfinished)
-        if self.num_retractions == retractions:
+        calm = self.num_retractions == retractions
+        if calm:
             self._ratio.step(self._lanes.shares(len(self._running)))
-            self._admission.admit(adder, self._steps)
+        self._admission.admit(adder, plan.unfinished, self._steps, new=calm)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
         self.handoffs.offer_chunks(chunks)
@@ -271,6 +290,7 @@ class Scheduler:
             step.plan.late = self._speculation.late
         if step.plan:
             self._in_flight.append(step)
+            self._planned.append(self._clock())
             self._steps += 1
         return step.plan
 
@@ -280,6 +300,10 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert len(step) == len(output.token_ids)
         step.release_grammars()
+        now, began = self._clock(), max(self._planned.popleft(), self._updated)
+        self._updated = now
+        if not step.drafts:
+            self._pace.took(len(step.decodes), sum(count for _, count in step.chunks), now - began)
         self._cache.confirm(step.written)
         if self._tiers is not None:
             if step.plan.copies is not None and step.plan.copies.during is not None:
@@ -287,7 +311,7 @@ class Scheduler:
             self._tiers.ended(output.copied)
         self._fairness.charge_each(step.decodes)
         if self._speculation is not None:
-            self._speculation.took(step, output, self._clock(), self._fairness)
+            self._speculation.took(step, output, now, self._fairness)
         return self._results.take(step, output)
 
     def in_flight(self) -> list[str]:
@@ -299,6 +323,7 @@ class Scheduler:
     def fail_step(self, error: str) -> list[RequestOutput]:
         """Ends the requests of the steps in flight, which have failed. What the steps computed does not enter the cache."""
         failed, self._in_flight = self._in_flight, deque()
+        self._planned.clear()
         for step in failed:
             copies = step.plan.copies
             if self._tiers is not None and copies is not None and copies.during is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from sapwood_common.errors import ResourceExhaustedError
@@ -20,6 +20,7 @@ from sapwood_worker.core.scheduler.ranks.balance import choose_rank, decode_work
 from sapwood_worker.core.scheduler.ranks.handoffs import RankHandoffs
 from sapwood_worker.core.scheduler.ranks.merged_events import MergedEvents
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.running.step_pace import StepPace
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load, RankLoad, sum_loads
@@ -33,6 +34,7 @@ class RankPlanner:
     Args:
         config: The limits of each rank; ``max_waiting`` is that of all together.
         schedulers: One for each rank.
+        clock: Seconds; how long steps take is measured.
 
     Attributes:
         lanes, depth: Always 1.
@@ -41,7 +43,12 @@ class RankPlanner:
 
     lanes = depth = 1
 
-    def __init__(self, config: SchedulerConfig, schedulers: Sequence[Scheduler]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        schedulers: Sequence[Scheduler],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._ranks = schedulers
         self._events = MergedEvents(len(schedulers))
@@ -49,6 +56,11 @@ class RankPlanner:
         self._steps = 0
         # For each step in flight the number that each rank's scheduler has given its part; -1: it has none.
         self._in_flight: deque[list[int]] = deque()
+        self._clock = clock
+        self._pace = StepPace(config.step_seconds, config.max_step_tokens)
+        # For each step in flight when it was planned, and the decodes and prompt tokens of the rank with most.
+        self._planned: deque[tuple[float, int, int]] = deque()
+        self._updated = 0.0
         self._requests = [0] * len(schedulers)
         self.handoffs = RankHandoffs([each.handoffs for each in schedulers], self._choose)
 
@@ -126,7 +138,8 @@ class RankPlanner:
         if not self.paused:
             self._spread()
         demands = [each.demand for each in self._ranks]
-        prompts = prompt_tokens(demands, self._config.max_step_tokens)
+        rows = max(demand.rows for demand in demands)
+        prompts = prompt_tokens(demands, min(self._config.max_step_tokens, rows + self._pace.tokens(rows)))
         parts = [
             each.schedule(demand.rows + tokens)
             for each, demand, tokens in zip(self._ranks, demands, prompts, strict=True)
@@ -134,6 +147,9 @@ class RankPlanner:
         if not any(parts):
             return Step(self._steps)
         self._in_flight.append([part.number if part else -1 for part in parts])
+        decodes = [each.decodes_planned if part else 0 for each, part in zip(self._ranks, parts, strict=True)]
+        chunks = [len(part.token_ids) - count for part, count in zip(parts, decodes, strict=True)]
+        self._planned.append((self._clock(), max(decodes), max(chunks)))
         step = Step(self._steps, parts=tuple(parts))
         self._steps += 1
         return step
@@ -142,6 +158,10 @@ class RankPlanner:
         """Takes the tokens of the step longest in flight; returns what each request gets."""
         assert output.step == self._steps - len(self._in_flight)
         outputs: list[RequestOutput] = []
+        planned, decodes, chunks = self._planned.popleft()
+        now = self._clock()
+        self._pace.took(decodes, chunks, now - max(planned, self._updated))
+        self._updated = now
         for each, number, part in zip(self._ranks, self._in_flight.popleft(), output.parts, strict=True):
             if number >= 0:
                 part.step = number
@@ -155,6 +175,7 @@ class RankPlanner:
     def fail_step(self, error: str) -> list[RequestOutput]:
         """As :meth:`Scheduler.fail_step`."""
         self._in_flight.clear()
+        self._planned.clear()
         return [output for each in self._ranks for output in each.fail_step(error)]
 
     def flush_cache(self) -> int:

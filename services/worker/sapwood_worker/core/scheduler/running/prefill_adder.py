@@ -1,4 +1,7 @@
-"""Fills the token budget that a step's decodes leave with chunks of prompts."""
+"""Fills the token budget that a step's decodes leave with chunks of prompts.
+
+It starts requests and gives them tokens; whose turn it is says ``prompt_shares.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ WORTH_WAITING = 32
 _SCORED = 4
 """How many tokens of the budget a prompt token counts as whose log probabilities are wanted, because the whole vocabulary is
 computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such tokens
-get at most half of the budget that is left, so that the next request can begin beside them.
+get at most half of a step's budget, so that the next request can begin beside them.
 """
 
 
@@ -28,7 +31,7 @@ class PrefillAdder:
         computing: The chunks that steps in flight compute, in the form of ``chunks``.
 
     Attributes:
-        chunks: What was added: a request and how many of its tokens.
+        budget: Tokens that are left.
     """
 
     def __init__(
@@ -40,48 +43,49 @@ class PrefillAdder:
     ) -> None:
         self._running = running
         self._computing = computing
-        self._budget = budget
+        self.budget = budget
+        self._scored = -(-budget // 2)
         self._ratio = ratio
         self._reserved: int | None = None
-        self.chunks: list[tuple[Request, int]] = []
+        self._given: dict[Request, int] = {}
 
     @property
-    def num_admissible(self) -> int:
-        """The most waiting requests that this step could still admit."""
-        return min(self._budget, self._running.num_free_slots)
+    def chunks(self) -> list[tuple[Request, int]]:
+        """What was added: a request and how many of its tokens."""
+        return list(self._given.items())
 
-    def continue_running(self, requests: Sequence[Request]) -> None:
-        """Adds the next chunk of each of these running requests, by rank, which are not through their prompts."""
-        for request in requests:
-            if self._budget > 0 and request.slot >= 0:  # -1: it has been retracted
-                self._add(request)
+    @property
+    def num_free_slots(self) -> int:
+        """How many more requests could run."""
+        return self._running.num_free_slots
 
     def should_wait(self, request: Request) -> bool:
         """Whether a waiting request should wait on because one in this step or in flight computes much of its prompt.
 
         The other request goes on in every step and shares each chunk when it is done, so the wait ends with a cache hit.
         """
-        others = [other for other, count in chain(self.chunks, self._computing) if count > 1]
+        others = [other for other, count in chain(self._given.items(), self._computing) if count > 1]
         return self._running.tokens_gained(request, others) >= WORTH_WAITING
 
-    def admit(self, request: Request) -> bool:
-        """Starts a waiting request if there are pages for all that is known of it; its first chunk is added.
+    def start(self, request: Request) -> bool:
+        """Starts a waiting request if there are a row and pages for all that is known of it; returns whether it has.
 
-        With nothing running it always fits. Otherwise there must also be pages for what it and the running requests are
+        With nothing running there always are. Otherwise there must also be pages for what it and the running requests are
         expected to generate, at least one for each.
         """
-        if request.whole and request.remaining > self._budget and self.chunks:
+        if self.num_free_slots < 1:
+            return False
+        if request.whole and request.remaining > self.budget and self._given:
             return False  # it needs a step of its own
         if not self.fits(request):
             return False
         growth = self._growth(request)
         self._running.start(request, self._expected(request))
         self._reserved = (self._reserved or 0) + growth
-        self._add(request)
         return True
 
     def fits(self, request: Request) -> bool:
-        """Whether :meth:`admit` would admit it."""
+        """Whether there are pages to start a request."""
         if not len(self._running):
             return True
         if self._reserved is None:
@@ -90,18 +94,29 @@ class PrefillAdder:
         enough = needed + self._reserved <= self._running.num_available_pages
         return enough and self._running.windows_fit(self._expected(request))
 
+    def give(self, request: Request, most: int) -> int:
+        """Adds a running request's next tokens to the step, at most so many of the budget; returns how many of it they took."""
+        given, most = self._given.get(request, 0), min(most, self.budget)
+        left, cost = request.remaining - given, 1
+        if left < 1 or most < 1:
+            return 0
+        if request.whole:
+            most = left
+        elif request.wanted_prompt_logprobs is not None:
+            if self._scored < 1:
+                return 0
+            cost, most = _SCORED, max(1, min(most, self._scored) // _SCORED)
+        count = self._running.reachable(request, given + min(left, most)) - given
+        if count < 1:
+            return 0  # until others have left pages of a window
+        self._given[request] = given + count
+        self.budget -= cost * count
+        if cost > 1:
+            self._scored -= cost * count
+        return cost * count
+
     def _expected(self, request: Request) -> int:
         return len(request.token_ids) + self._ratio.expected_tokens(request)
 
     def _growth(self, request: Request) -> int:
         return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))
-
-    def _add(self, request: Request) -> None:
-        scored = request.wanted_prompt_logprobs is not None
-        cost, most = (_SCORED, -(-self._budget // (2 * _SCORED))) if scored else (1, self._budget)
-        count = request.remaining if request.whole else min(request.remaining, most)
-        count = self._running.reachable(request, count)
-        if count < 1:
-            return  # until others have left pages of a window
-        self._budget -= cost * count
-        self.chunks.append((request, count))

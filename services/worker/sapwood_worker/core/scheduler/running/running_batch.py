@@ -47,6 +47,11 @@ class RunningBatch:
         return self._table.num_free
 
     @property
+    def num_pages(self) -> int:
+        """All pages."""
+        return self._cache.num_pages
+
+    @property
     def num_available_pages(self) -> int:
         """Pages that could be given to requests now."""
         return self._cache.num_available

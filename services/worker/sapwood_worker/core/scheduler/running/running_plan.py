@@ -11,8 +11,8 @@ from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 
 
 class RunningPlan(NamedTuple):
-    """Running requests by rank: those that decode one token; those with one prompt token left; those with more left, of which
-    some may have been retracted meanwhile.
+    """Running requests by rank: those that decode one token; those with one prompt token left, or back in the batch with only one
+    token to compute; those with more left, of which some may have been retracted meanwhile.
     """
 
     decodes: list[Request]
@@ -45,7 +45,7 @@ def plan_running(
         left = known - request.planned
         if left <= 0 or request.over or request.slot < 0:
             continue
-        decoding = left == 1 and request.planned >= request.prompt_length
+        decoding = left == 1 and request.planned >= request.prompt_length and not request.enters
         if lanes.holds_back(request, step, shares) or (decoding and len(decodes) == most):
             continue
         if request.unknown and (request.hands_off or known >= request.max_length):

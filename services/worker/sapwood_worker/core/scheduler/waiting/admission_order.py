@@ -18,8 +18,9 @@ O(waiting) and what the policy takes, in steps that may admit something.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
+from typing import NamedTuple
 
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
@@ -28,6 +29,13 @@ from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 
 TOP = 1 << 40
 """The level of a starved request: above every priority."""
+
+
+class Level(NamedTuple):
+    """Waiting requests of one level: those that were retracted, by arrival, and each tenant's others in their order."""
+
+    retracted: list[Request]
+    tenants: dict[str, list[Request]]
 
 
 class AdmissionOrder:
@@ -50,38 +58,55 @@ class AdmissionOrder:
         """The request's priority when requests compete for pages, TOP once it starves; 0 unless priorities count."""
         if not self.by_priority:
             return 0
-        return TOP if self._starved(request, step) else request.priority
+        return TOP if self.starved(request, step) else request.priority
 
     def order(self, waiting: WaitingQueue, step: int) -> Iterator[Request]:
-        """The waiting requests, the one to admit first first. What it has yielded may be taken out of the queue meanwhile.
+        """The waiting requests, the one to admit first first, where rows and pages are scarce.
 
         Args:
             waiting: The queue.
             step: The number of the step being planned.
         """
-        levels: dict[int, list[Request]] = {}
+        levels = self.levels(waiting, step)
+        for level in sorted(levels, reverse=True):
+            yield from levels[level].retracted
+            yield from self._fair(levels[level].tenants, step)
+
+    def levels(self, waiting: WaitingQueue, step: int) -> dict[int, Level]:
+        """The waiting requests by level."""
+        levels: dict[int, Level] = {}
         for request in waiting.retracted():
-            levels.setdefault(self.level(request, step), []).append(request)
-        fresh: dict[int, dict[str, list[Request]]] = {}
+            levels.setdefault(self.level(request, step), Level([], {})).retracted.append(request)
         for priority, tenant, queue in waiting.queues():
             requests = [request for request in queue.values() if not request.held]
             if not requests:
                 continue
             # Requests stand by arrival, so the starved ones are the first.
-            starved = list(takewhile(lambda request: self._starved(request, step), requests[:WINDOW]))
-            if self.by_priority:
-                if starved:
-                    fresh.setdefault(TOP, {}).setdefault(tenant, []).extend(starved)
-                if len(requests) > len(starved):
-                    fresh.setdefault(priority, {})[tenant] = self._policy.sort(requests[len(starved) :])
-            else:
-                fresh.setdefault(0, {})[tenant] = starved + self._policy.sort(requests[len(starved) :])
-        for level in sorted(levels.keys() | fresh.keys(), reverse=True):
-            yield from sorted(levels.get(level, ()), key=_by_arrival)
-            tenants = fresh.get(level, {})
-            if level == TOP:
-                tenants = {tenant: sorted(requests, key=_by_arrival) for tenant, requests in tenants.items()}
-            yield from self._fair(tenants, step)
+            starved = list(takewhile(lambda request: self.starved(request, step), requests[:WINDOW]))
+            rest = self._policy.sort(requests[len(starved) :])
+            if not self.by_priority:
+                levels.setdefault(0, Level([], {})).tenants[tenant] = starved + rest
+                continue
+            if starved:
+                levels.setdefault(TOP, Level([], {})).tenants.setdefault(tenant, []).extend(starved)
+            if rest:
+                levels.setdefault(priority, Level([], {})).tenants[tenant] = rest
+        for number, level in levels.items():
+            level.retracted.sort(key=_by_arrival)
+            if number == TOP:
+                for requests in level.tenants.values():
+                    requests.sort(key=_by_arrival)
+        return levels
+
+    def by_share(self, tenants: Mapping[str, Request], step: int) -> list[str]:
+        """Tenants with the request that each would have next: those with a turn first, then the one that got least."""
+
+        def key(tenant: str) -> tuple[float, int]:
+            request = tenants[tenant]
+            turn = request.slot < 0 and self.has_turn(request, step)
+            return (-1.0 if turn else self._fairness.served(tenant)), request.arrival
+
+        return sorted(tenants, key=key)
 
     def _fair(self, tenants: dict[str, list[Request]], step: int) -> Iterator[Request]:
         """Requests of several tenants: one of each that starves, then each time one of the tenant that will have got least."""
@@ -89,7 +114,7 @@ class AdmissionOrder:
             [requests] = tenants.values()
             yield from requests
             return
-        turns = [tenant for tenant, requests in tenants.items() if self._has_turn(requests[0], step)]
+        turns = [tenant for tenant, requests in tenants.items() if self.has_turn(requests[0], step)]
         turns.sort(key=lambda tenant: tenants[tenant][0].arrival)
         yield from (tenants[tenant][0] for tenant in turns)
         heap: list[tuple[float, int, str, int]] = []
@@ -111,13 +136,15 @@ class AdmissionOrder:
                 heapq.heappop(heap)
             yield request
 
-    def _has_turn(self, oldest: Request, step: int) -> bool:
+    def has_turn(self, oldest: Request, step: int) -> bool:
         """Whether a tenant with this request at its head goes before those who have got less."""
         since = step - self._fairness.admitted_at(oldest.tenant)
-        return self._starved(oldest, step) and since >= self._starved_after
+        return self.starved(oldest, step) and since >= self._starved_after
 
-    def _starved(self, request: Request, step: int) -> bool:
-        return request.waited + step - request.queued_at >= self._starved_after
+    def starved(self, request: Request, step: int) -> bool:
+        """Whether a request has waited so long that nothing overtakes it any more."""
+        queued = step - request.queued_at if request.slot < 0 else 0
+        return request.waited + queued >= self._starved_after
 
 
 def _by_arrival(request: Request) -> int:

@@ -10,7 +10,7 @@ from sapwood_testing.worker.handoff.simulation import run_seeds
 def test_no_loss_delay_or_disorder_between_two_schedulers_gives_a_wrong_token_or_keeps_a_page() -> None:
     totals = run_seeds(0, steps=200_000)
     print(totals)
-    assert min(totals.values()) > 30, f"too little happened: {totals}"
+    assert min(totals.values()) > 20, f"too little happened: {totals}"
 
 
 @pytest.mark.slow

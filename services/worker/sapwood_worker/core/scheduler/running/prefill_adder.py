@@ -16,8 +16,8 @@ WORTH_WAITING = 32
 """A request waits while another computes a prefix that both share, if the prefix has at least so many tokens (SGLang's value)."""
 _SCORED = 4
 """How many tokens of the budget a prompt token counts as whose log probabilities are wanted, because the whole vocabulary is
-computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such tokens
-get at most half of a step's budget, so that the next request can begin beside them.
+computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such a prompt
+gets at most half of the budget that is left, so that the next request can begin beside it.
 """
 
 
@@ -44,7 +44,8 @@ class PrefillAdder:
         self._running = running
         self._computing = computing
         self.budget = budget
-        self._scored = -(-budget // 2)
+        # What requests with such tokens may still take of the budget.
+        self._scored: dict[Request, int] = {}
         self._ratio = ratio
         self._reserved: int | None = None
         self._given: dict[Request, int] = {}
@@ -103,16 +104,17 @@ class PrefillAdder:
         if request.whole:
             most = left
         elif request.wanted_prompt_logprobs is not None:
-            if self._scored < 1:
+            allowed = self._scored.setdefault(request, -(-self.budget // 2))
+            if allowed < 1:
                 return 0
-            cost, most = _SCORED, max(1, min(most, self._scored) // _SCORED)
+            cost, most = _SCORED, max(1, min(most, allowed) // _SCORED)
         count = self._running.reachable(request, given + min(left, most)) - given
         if count < 1:
             return 0  # until others have left pages of a window
         self._given[request] = given + count
         self.budget -= cost * count
         if cost > 1:
-            self._scored -= cost * count
+            self._scored[request] -= cost * count
         return cost * count
 
     def _expected(self, request: Request) -> int:

@@ -126,7 +126,12 @@ def all_routes(
             settings=TEXT_SAMPLING,
             streams=True,
         ),
-        Ask(f"{RESPONSES}/", kept.show, summary="Shows an answer that was kept"),
+        Post(
+            f"{RESPONSES}/input_tokens", kept.count, summary="Counts a conversation's tokens", takes=(ResponsesRequest,)
+        ),
+        Post(f"{RESPONSES}/compact", kept.compact, summary="Writes a conversation in short", takes=(ResponsesRequest,)),
+        Post(f"{RESPONSES}/", kept.cancel, summary="ID/cancel: ends an answer that is made in the background"),
+        Ask(f"{RESPONSES}/", kept.show, summary="Shows an answer that was kept, or by ID/input_items what was asked"),
         Ask(f"{RESPONSES}/", kept.delete, method="DELETE", summary="Forgets an answer that was kept"),
         Post(
             "/v1/messages",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
+from urllib.parse import parse_qsl
 
 from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
@@ -95,6 +96,11 @@ class Exchange:
         self._deadline = math.inf
         self._stint: Stint | None = None
         """The work of a large request, or of one with many values: pieces of it have turns."""
+
+    @property
+    def query(self) -> dict[str, str]:
+        """What the client added to the path, by name; of several with one name the last."""
+        return dict(parse_qsl(self._request.head.query))
 
     @property
     def started(self) -> bool:

@@ -45,6 +45,7 @@ class Head:
     Attributes:
         method: As sent, such as ``POST``.
         path: With percent signs decoded.
+        query: What follows the path's question mark, as sent.
         headers: In order, names in small letters; without content-length. Not to be changed.
         fields: The same by name; of several with one name the last. Not to be changed.
         takes_chunks: Whether the client knows an answer in chunks; to others its end is the connection's.
@@ -52,7 +53,7 @@ class Head:
         expects_continue: Whether the client waits to be told to send the body.
     """
 
-    __slots__ = ("expects_continue", "fields", "headers", "keep_alive", "method", "path", "takes_chunks")
+    __slots__ = ("expects_continue", "fields", "headers", "keep_alive", "method", "path", "query", "takes_chunks")
 
     def __init__(self, line: re.Match[bytes], headers: list[tuple[bytes, bytes]]) -> None:
         method, target, minor = line.groups()
@@ -60,6 +61,7 @@ class Head:
             raise HttpError(501, f"{method[:20].decode('ascii')} is no method that is served here")
         self.method = method.decode("ascii")
         self.path = _path_of(target)
+        self.query = target.partition(b"?")[2].decode("ascii")
         self.takes_chunks = minor == b"1"
         self.headers = headers
         self.fields = fields = dict(headers)

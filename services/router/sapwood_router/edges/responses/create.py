@@ -11,11 +11,12 @@ import msgspec
 
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import Seeds
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
-from sapwood_router.edges.http.errors import http_status
+from sapwood_common.errors import InvalidArgumentError, NotFoundError, RequestCancelledError, SapwoodError
+from sapwood_router.edges.http.errors import error_code, http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
+from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.parameters import (
     TEXT_SAMPLING,
@@ -24,8 +25,10 @@ from sapwood_router.edges.openai.parameters import (
     thinking_variables,
     truncation_of,
 )
+from sapwood_router.edges.responses.background import Background
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
-from sapwood_router.edges.responses.items import Conversation, ItemMaker, response_of, turn_of
+from sapwood_router.edges.responses.items import Conversation, ItemMaker, input_items, packed, response_of, turn_of
+from sapwood_router.edges.responses.listing import listing
 from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
 from sapwood_router.edges.responses.tools import tools_of
@@ -42,13 +45,14 @@ from sapwood_router.request.context import (
     Truncation,
     Turn,
 )
+from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.request.request_ids import unique_id
 from sapwood_router.request.structure import AnswerGrammar
+from sapwood_router.request.validation import check_prompt
 
 PATH = "/v1/responses"
 NEUTRAL: Neutral = {
-    "background": (False,),
     "context_management": ([],),
     "conversation": (),
     "moderation": (),
@@ -61,6 +65,13 @@ BESIDE = (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"}
 """Parameters that a request may have beside the fields of its type."""
 _LOGPROBS = "message.output_text.logprobs"
 _FORMAT = "text.format"
+_INPUT_ITEMS, _CANCEL = "input_items", "cancel"
+"""What stands behind a response's id in a path."""
+_COMPACT = (
+    "Write down in short what was said and done so far, so that somebody who has not read it can go on in your place: the task, "
+    "what was decided and why, names, numbers and paths that matter, what was tried, and what is still to be done. Write "
+    "nothing else."
+)
 
 
 class _NoOptions(msgspec.Struct):
@@ -82,6 +93,7 @@ class ResponsesApi:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
+        self._background = Background()
 
     async def create(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Answers a request.
@@ -95,23 +107,13 @@ class ResponsesApi:
         stream = _wants_stream(request, exchange.left_out)
         exchange.accept_body_id(request)
         tenant = exchange.tenant
-        conversation = Conversation()
-        if request.instructions:
-            conversation.add("instructions", Turn("system", request.instructions))
-        if request.previous_response_id is not None:
-            field = "previous_response_id"
-            for turn in self._store.history(tenant, request.previous_response_id, field):
-                conversation.add(field, turn)
-        own = Conversation()
-        await exchange.breathe()
-        await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {}), exchange.left_out))
-        for path, turn in zip(own.paths, own.turns, strict=True):
-            conversation.add(path, turn)
-            await exchange.pause()
+        if request.input is None:
+            raise InvalidArgumentError("input is required", field="input")
+        conversation, own = await self._conversation(exchange, request)
         context = _context(
             request, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out
         )
-        context.deadline = deadline if stream else exchange.sooner(deadline)
+        context.deadline = deadline if stream or request.background else exchange.sooner(deadline)
         context.caller = exchange.caller(request, given)
         logprobs = None
         if context.sampling.logprobs is not None:
@@ -119,13 +121,21 @@ class ResponsesApi:
             logprobs = TextLogprobs(context, Telling(tokenizer, stint))
         read = None if logprobs is None else logprobs.read
         answer = _Answer(request, context, keeps=request.store is not False and self._store.keeps)
+        if request.background and (stream or not answer.keeps):
+            raise InvalidArgumentError(
+                "background needs store, and is not served with stream", field="stream" if stream else "background"
+            )
+        items = msgspec.json.encode(input_items(given["input"], answer.secret)) if answer.keeps else b""
+
+        def keep(encoded: bytes, turns: tuple[Turn, ...], *, done: bool = True) -> None:
+            previous, background = request.previous_response_id, request.background is True
+            fixed = (answer.response_id, encoded, turns, previous, len(body), items)
+            self._store.put(tenant, StoredResponse(*fixed, done=done, in_background=background))
 
         def written(output: Output, response: dict[str, Any]) -> msgspec.Raw:
             encoded = msgspec.json.encode(response)  # once, for the client and to be kept
             if answer.keeps:
-                turns = (*own.turns, turn_of(output))
-                kept = StoredResponse(answer.response_id, encoded, turns, request.previous_response_id, len(body))
-                self._store.put(tenant, kept)
+                keep(encoded, (*own.turns, turn_of(output)))
             return msgspec.Raw(encoded)
 
         if not stream:
@@ -134,7 +144,17 @@ class ResponsesApi:
                 told = () if logprobs is None else logprobs.take()
                 return written(output, answer.ended(finish, answer.items_of(output, finish, told)))
 
-            await send_whole(exchange, context, pipeline, whole, read)
+            if not request.background:
+                await send_whole(exchange, context, pipeline, whole, read)
+                return
+            begun = msgspec.json.encode(answer.begun())
+            keep(begun, tuple(own.turns), done=False)
+
+            def failed(error: SapwoodError) -> None:
+                keep(msgspec.json.encode(answer.failed(error)), tuple(own.turns))
+
+            self._background.begin(tenant, answer.response_id, pipeline, context, whole, failed, read)
+            await exchange.send_body(200, begun)
             return
 
         def ended(finish: Finish, items: list[dict[str, Any]]) -> tuple[str, msgspec.Raw]:
@@ -144,6 +164,89 @@ class ResponsesApi:
         events = ResponseEvents(answer.items, answer.begun, ended, answer.failed, logprobs)
         exchange.dialect = StreamDialect(events)
         await send_events(exchange, context, pipeline, events, read)
+
+    async def _conversation(self, exchange: Exchange, request: ResponsesRequest) -> tuple[Conversation, Conversation]:
+        """All that the model is to read, and what of it is the request's own.
+
+        Raises:
+            SapwoodError: It has what is not understood, or refers to what is not kept.
+        """
+        tenant, conversation = exchange.tenant, Conversation()
+        if request.instructions:
+            conversation.add("instructions", Turn("system", request.instructions))
+        if request.previous_response_id is not None:
+            field = "previous_response_id"
+            for turn in self._store.history(tenant, request.previous_response_id, field):
+                conversation.add(field, turn)
+        own = Conversation()
+        await exchange.breathe()
+        if request.input is not None:
+            await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {}), exchange.left_out))
+        for path, turn in zip(own.paths, own.turns, strict=True):
+            conversation.add(path, turn)
+            await exchange.pause()
+        return conversation, own
+
+    async def count(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+        """Counts the tokens of what the model would read.
+
+        Raises:
+            SapwoodError: The request is wrong, or the tokenizer does not say.
+        """
+        given = decode_object(body)
+        await exchange.breathe()
+        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out)
+        exchange.accept_body_id(request)
+        conversation, _ = await self._conversation(exchange, request)
+        context = _context(
+            request, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out
+        )
+        caller, prompt = exchange.caller(request, given), context.prompt
+        assert isinstance(prompt, ChatPrompt), "all are conversations"
+        check_prompt(prompt, context.fields)
+        exchange.on_disconnect(lambda: None)
+        client = pipeline.tokenizers.of(pipeline.registry.resolve(request.model)).client
+        try:
+            encoded = await client.encode_chat(
+                prompt, exchange.request_id, exchange.sooner(deadline), caller.cache_salt
+            )
+        except SapwoodError as error:
+            raise to_client_field(error, context.fields) from error
+        told = {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
+        await exchange.send_body(200, msgspec.json.encode(told))
+
+    async def compact(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+        """Has the model write a conversation in short. What it wrote stands for the conversation in a later input.
+
+        Raises:
+            SapwoodError: The request is wrong, or it failed.
+        """
+        given = decode_object(body)
+        await exchange.breathe()
+        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out)
+        exchange.accept_body_id(request)
+        conversation, own = await self._conversation(exchange, request)
+        if not own.turns and request.previous_response_id is None:
+            raise InvalidArgumentError("input is required, or previous_response_id", field="input")
+        conversation.add("input", Turn("user", _COMPACT))
+        plain = msgspec.structs.replace(request, tools=None, tool_choice=None, text=None, include=None, stream=None)
+        context = _context(plain, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
+        context.deadline, context.caller = exchange.sooner(deadline), exchange.caller(request, given)
+        context.truncation = context.truncation or Truncation(-1, drops_turns=True)
+        answer = _Answer(plain, context, keeps=False)
+
+        def compacted(output: Output, finish: Finish) -> msgspec.Raw:
+            item = {
+                "id": f"cmp_{answer.secret}",
+                "type": "compaction",
+                "encrypted_content": packed(output.text.strip()),
+            }
+            said = [each for each in input_items(given.get("input") or [], answer.secret) if each.get("role") == "user"]
+            usage = answer.ended(finish, [])["usage"]
+            told = {"id": answer.response_id, "object": "response.compaction", "created_at": answer.created}
+            return msgspec.Raw(msgspec.json.encode({**told, "output": [*said, item], "usage": usage}))
+
+        await send_whole(exchange, context, pipeline, compacted)
 
     def _find(self, tenant: str, read: dict[str, list[Item]], item_id: str, field: str) -> Item:
         """An item of an answer that is kept; ``read`` are the items of answers that the same request has named before."""
@@ -157,12 +260,37 @@ class ResponsesApi:
         return items[index]
 
     async def show(self, exchange: Exchange) -> None:
-        """Gives out a response that is kept.
+        """Gives out a response that is kept, or the items of its input.
 
         Raises:
             NotFoundError: It is not.
         """
-        await exchange.send_body(200, self._store.get(exchange.tenant, _id_in(exchange.path)).body)
+        response_id, _, below = _id_in(exchange.path).partition("/")
+        if below not in ("", _INPUT_ITEMS):
+            raise HttpError(404, f"there is no {exchange.path}")
+        kept = self._store.get(exchange.tenant, response_id)
+        if below:
+            await exchange.send_body(200, listing(msgspec.json.decode(kept.items), exchange.query))
+            return
+        if exchange.query.get("stream") == "true":
+            raise InvalidArgumentError("a response that is kept is not streamed again", field="stream")
+        await exchange.send_body(200, kept.body)
+
+    async def cancel(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+        """Ends a response that is made in the background; one that has ended stays as it is.
+
+        Raises:
+            NotFoundError: It is not kept.
+            InvalidArgumentError: Its client waits, or has waited, for it.
+        """
+        response_id, _, below = _id_in(exchange.path).partition("/")
+        if below != _CANCEL:
+            raise HttpError(404, f"there is no {exchange.path}")
+        tenant = exchange.tenant
+        if not self._store.get(tenant, response_id).in_background:
+            raise InvalidArgumentError("only a response in the background can be cancelled", field="response_id")
+        await self._background.cancel(tenant, response_id)
+        await exchange.send_body(200, self._store.get(tenant, response_id).body)
 
     async def delete(self, exchange: Exchange) -> None:
         """Forgets a response.
@@ -171,6 +299,8 @@ class ResponsesApi:
             NotFoundError: It is not kept.
         """
         response_id = _id_in(exchange.path)
+        self._store.get(exchange.tenant, response_id)
+        await self._background.cancel(exchange.tenant, response_id)
         self._store.delete(exchange.tenant, response_id)
         told = {"id": response_id, "object": "response", "deleted": True}
         await exchange.send_body(200, msgspec.json.encode(told))
@@ -180,13 +310,13 @@ class _Answer:
     """Makes the response of one request, at each moment of its life."""
 
     def __init__(self, request: ResponsesRequest, context: RequestContext, *, keeps: bool) -> None:
-        secret = secrets.token_hex(16)
+        secret = self.secret = secrets.token_hex(16)
         self.response_id = f"resp_{secret}"
         self.items = ItemMaker(secret)
         self.keeps = keeps
         self._request = request
         self._context = context
-        self._created = int(time.time())
+        self.created = int(time.time())
 
     def begun(self) -> dict[str, Any]:
         """The response before its first item."""
@@ -204,11 +334,17 @@ class _Answer:
         }
         if finish.reason is FinishReason.LENGTH:
             return self._make("incomplete", items, usage=told, incomplete_details={"reason": "max_output_tokens"})
+        if finish.reason is FinishReason.ABORT and self._request.background:
+            return self._make("cancelled", items, usage=told)
+        if finish.reason is FinishReason.ABORT:
+            return self._make("incomplete", items, usage=told, incomplete_details={"reason": "aborted"})
         return self._make("completed", items, usage=told)
 
     def failed(self, error: SapwoodError) -> dict[str, Any]:
         """The response where the run failed with ``error``."""
-        code = "rate_limit_exceeded" if http_status(error) == 429 else "server_error"
+        if isinstance(error, RequestCancelledError):
+            return self._make("cancelled", [])
+        code = error_code(error) or ("rate_limit_exceeded" if http_status(error) == 429 else "server_error")
         return self._make("failed", [], error={"code": code, "message": error.message})
 
     def items_of(self, output: Output, finish: Finish, logprobs: object) -> list[dict[str, Any]]:
@@ -220,7 +356,7 @@ class _Answer:
             made.append(self.items.message(len(made), output.text, "completed", logprobs))
         for call in output.tool_calls:
             made.append(self.items.call(len(made), call.id, call.name, call.arguments, "completed"))
-        if finish.reason is FinishReason.LENGTH:
+        if finish.reason is not FinishReason.STOP:
             made[-1]["status"] = "incomplete"
         return made
 
@@ -230,9 +366,9 @@ class _Answer:
         return {
             "id": self.response_id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
-            "background": False,
+            "background": request.background is True,
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ _INDEX = 4
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ASIDE = ("additional_tools", "compaction_trigger", "configuration")
 """Kinds of items that say nothing to the model."""
+COMPACTED = ("compaction", "compaction_summary")
+"""Kinds of items that stand for a conversation."""
+SUMMARY = "The conversation so far, in short:"
+"""Stands before such an item, for the model."""
+_MARK = "sapwood:"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -33,6 +39,8 @@ class Conversation:
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+        self._joins_users = False
+        """Whether what the user says goes on, too: a summary stands among it."""
         self._turns: list[list[Turn]] = []
         """What is put together once it is asked for: one turn may be thousands of items."""
 
@@ -44,6 +52,7 @@ class Conversation:
     def add(self, path: str, turn: Turn) -> None:
         """One more; what the assistant says goes on with what it said before, and so does what the system says at the start."""
         merges = turn.role == "assistant" or (turn.role == "system" and len(self._turns) == 1)
+        merges = merges or (turn.role == "user" and self._joins_users)
         if merges and self._turns and self._turns[-1][0].role == turn.role:
             self._turns[-1].append(turn)
         else:
@@ -65,11 +74,17 @@ class Conversation:
         if isinstance(given, str):
             self.add("input", Turn("user", given))
             return
+        self._joins_users = any(item.type in COMPACTED for item in given)
         for index, item in enumerate(given):
             path = f"input[{index}]"
             if item.type == "item_reference":
                 item = find(_needed(item.id, f"{path}.id"), f"{path}.id")
-            if _is_foreign(item.type):
+            if item.type in COMPACTED:
+                if (summary := summary_in(item.encrypted_content)) is not None:
+                    self.add(path, Turn("user", f"{SUMMARY}\n{summary}"))
+                else:  # another server's
+                    left_out.value(f"{path}.type", item.type, f"{path} was compacted elsewhere")
+            elif _is_foreign(item.type):
                 left_out.value(f"{path}.type", item.type, f"items of type {item.type!r} are not supported")
             else:
                 self.add(path, _turn(item, path))
@@ -120,6 +135,39 @@ def _is_foreign(kind: str) -> bool:
         or kind.startswith(("mcp_", "tool_search"))
         or kind in _ASIDE
     )
+
+
+def packed(summary: str) -> str:
+    """A summary as an item has it. It is not secret: clients only hand it back."""
+    return _MARK + base64.b64encode(summary.encode()).decode()
+
+
+def summary_in(content: str | None) -> str | None:
+    """The summary in an item; None: it is not from here."""
+    try:
+        return (
+            base64.b64decode((content or "").removeprefix(_MARK), validate=True).decode()
+            if (content or "").startswith(_MARK)
+            else None
+        )
+    except ValueError:
+        return None
+
+
+def input_items(given: Any, secret: str) -> list[dict[str, Any]]:
+    """The input of a request as a list of items, each with an id."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    items: list[dict[str, Any]] = []
+    for index, item in enumerate(given):
+        made = {"id": f"msg_{secret}i{index:x}", "type": "message", **item}
+        if made["type"] == "message":
+            kind = "output_text" if made.get("role") == "assistant" else "input_text"
+            if isinstance(made.get("content"), str):
+                made["content"] = [{"type": kind, "text": made["content"]}]
+            made.setdefault("status", "completed")
+        items.append(made)
+    return items
 
 
 def _needed(value: str | None, path: str) -> str:

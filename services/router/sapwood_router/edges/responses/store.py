@@ -24,6 +24,9 @@ class StoredResponse:
         turns: What was asked and answered, without what it goes on from.
         previous: The id of the response that it goes on from.
         input_bytes: How long the request was.
+        items: What was asked, as a list of items in JSON.
+        done: Whether it is the whole answer.
+        in_background: Whether its client did not wait for it.
     """
 
     response_id: str
@@ -31,11 +34,14 @@ class StoredResponse:
     turns: tuple[Turn, ...]
     previous: str | None
     input_bytes: int
+    items: bytes = b"[]"
+    done: bool = True
+    in_background: bool = False
 
     @property
     def size(self) -> int:
         """Bytes that count for this response. The body counts twice, because ``turns`` hold its texts again."""
-        return 2 * len(self.body) + self.input_bytes + _OVERHEAD
+        return 2 * len(self.body) + self.input_bytes + len(self.items) + _OVERHEAD
 
 
 class ResponseStore:
@@ -68,6 +74,8 @@ class ResponseStore:
         if not self.keeps or response.size > self._most_bytes:
             return
         kept = self._tenants.setdefault(tenant, OrderedDict())
+        if (earlier := kept.pop(response.response_id, None)) is not None:
+            self._count(tenant, -earlier.size)
         kept[response.response_id] = response
         self._count(tenant, response.size)
         if len(kept) > self._most:
@@ -108,6 +116,8 @@ class ResponseStore:
         following: str | None = response_id
         while following is not None:
             chain.append(self.get(tenant, following, field))
+            if not chain[-1].done:
+                raise InvalidArgumentError(f"response {following!r} is still in progress", field=field)
             following = chain[-1].previous
             turns += len(chain[-1].turns)
             if turns > _MOST_TURNS:

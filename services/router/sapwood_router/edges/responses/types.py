@@ -30,6 +30,7 @@ class Item(msgspec.Struct):
     name: str | None = None
     arguments: str | dict[str, Any] | None = None
     output: str | list[Part] | None = None
+    encrypted_content: str | None = None
 
 
 class Tool(msgspec.Struct, omit_defaults=True):
@@ -69,7 +70,7 @@ class Reasoning(msgspec.Struct):
 class ResponsesRequest(AnyRequest, kw_only=True):
     """``POST /v1/responses``; ``chat_template_kwargs`` and those after it are extensions, named as in chats."""
 
-    input: str | list[Item]
+    input: str | list[Item] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[Tool] | None = None
@@ -80,6 +81,7 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     store: bool | None = None
+    background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
     stream: bool | None = None

@@ -72,7 +72,7 @@ class _Replay:
 def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
-    return [result.logits, result.greedy, *(() if result.hidden is None else (result.hidden,))]
+    return [result.logits, result.greedy, *(each for each in (result.drawn, result.hidden) if each is not None)]
 
 
 class EagerGraphs(DecodeGraphs):
@@ -86,6 +86,7 @@ class EagerGraphs(DecodeGraphs):
             torch.zeros(size, config.vocab_size),
             torch.zeros(size, dtype=torch.int64),
             self._inputs[2, :size],
+            None if self._drawing is None else torch.zeros(size, dtype=torch.int64),
             None if self._shifted is None else hidden,
         )
         graph: Any = _Replay
@@ -112,10 +113,12 @@ def with_graphs(runner: ModelRunner, sizes: Sequence[int], *, capture: bool = Tr
     gathered = replace(TORCH, graphs=decodes, reads_keys=True)
     backend = PagedAttention(needs, pool, ops, gathered, gathered)
     make = backend.graphs()
+    drawing = runner._sampler.drawing
     assert make is not None
     with patch.object(torch.Tensor, "pin_memory", lambda self: self):
         graphs = EagerGraphs(
-            runner._model, backend, make, None, pool, sizes, runner._last_tokens, ops, runner._shifted, capture=capture
-        )
+            runner._model, backend, make, None, pool, sizes, runner._last_tokens, drawing, ops, runner._shifted,
+            capture=capture,
+        )  # fmt: skip
     runner._graphs = graphs
     return graphs

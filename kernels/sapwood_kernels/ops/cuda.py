@@ -357,6 +357,7 @@ class CudaOps(DeviceOps):
 
     quantise_tensor = staticmethod(triton_float8.quantise_tensor)
     row_max = staticmethod(triton_logits.row_max)
+    draw_rows = staticmethod(triton_sampling.draw_rows)
     sample_rows = staticmethod(triton_sampling.sample_rows)
     forbid_tokens = staticmethod(triton_logits.apply_token_bitmask)
     apply_penalties = staticmethod(triton_logits.apply_penalties)

@@ -368,6 +368,8 @@ class DeviceOps:
     """[T, K] to float8 by one scale, [1, 1]."""
     row_max = staticmethod(cpu_sampling.row_max)
     """Each row's maximum, NaN if the row holds one, and its first index, -1 if it is not finite: ``max(-1)``."""
+    draw_rows = staticmethod(cpu_sampling.draw_rows)
+    """A token of each row by its request's settings, and its likeliest one; what a graph may hold."""
     sample_rows = staticmethod(cpu_sampling.sample_rows)
     """A token of each row that is sampled; in a row that holds a NaN, or nothing to choose, any token. Changes nothing."""
     forbid_tokens = staticmethod(token_bitmask.apply_token_bitmask)

@@ -18,10 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.sampling.random_numbers import uniform
+
 _FIRST_CANDIDATES = 1024
 _GROWTH = 16
 PLACES = 4096
 """Tokens of a block, 8 to the 4th."""
+SETTINGS = 5
+"""Numbers of a request's settings: temperature (0: the likeliest token), top-k (the vocabulary's size: none), top-p, min-p, each
+but top-k a float64, and the seed, an uint64; all with their bits in an int64."""
 _CHILDREN = 8
 # The largest factor below 1 in float64.
 _BELOW_ONE = 1.0 - 2.0**-53
@@ -81,6 +86,40 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
         largest, part = blocks.amax(-1).max(-1)
         at = part * block + blocks[torch.arange(rows, device=logits.device), part].argmax(-1)
     return largest, torch.where(largest.abs() < float("inf"), at, -1)
+
+
+def draw_rows(logits: Tensor, settings: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's likeliest token, and its token by its request's settings: both int64 [R], -1 where logits are not finite.
+
+    Args:
+        logits: [R, V] of any float dtype.
+        settings: int64 [S, :data:`SETTINGS`].
+        slots: int64 [R]: the settings of each row.
+        positions: int64 [R]: the position before that of each row's token.
+    """
+    logits = logits.float()
+    largest, greedy = row_max(logits)
+    own = settings.index_select(0, slots)
+    floats = own.view(torch.float64)
+    rows = floats[:, 0].nonzero()[:, 0]
+    if not len(rows):
+        return greedy, greedy
+    own, floats = own[rows], floats[rows]
+    seeds, at = own[:, 4].numpy().view("uint64"), (positions[rows] + 1).numpy()
+    limited = own[:, 1][own[:, 1] < logits.shape[1]]
+    batch = SamplingBatch(
+        rows=rows,
+        count=len(rows),
+        temperature=floats[:, 0:1].float(),
+        top_k=own[:, 1:2],
+        top_p=floats[:, 2:3],
+        min_p=floats[:, 3:4].float(),
+        uniform=torch.from_numpy(uniform(seeds, at, levels(logits.shape[1]))),
+        most_k=int(limited.max()) if len(limited) else 0,
+        any_top_p=bool((floats[:, 2] < 1.0).any()),
+    )
+    drawn = greedy.index_copy(0, rows, sample_rows(logits, largest, batch))
+    return greedy, torch.where(greedy < 0, greedy, drawn)
 
 
 def sample_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood_kernels.sampling.cpu_sampling import PLACES, SamplingBatch, levels
+from sapwood_kernels.sampling import cpu_sampling
+from sapwood_kernels.sampling.cpu_sampling import PLACES, SETTINGS, SamplingBatch, levels
 
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_sampling = pytest.importorskip("sapwood_kernels.sampling.triton_sampling")
@@ -131,3 +132,55 @@ def test_a_row_of_no_numbers_gives_some_token_of_the_vocabulary(bad: float) -> N
     tokens = draw(logits, [0.5, 0.5], top_k=5, top_p=0.5)
     assert 0 <= tokens[0] < 300
     assert 0 <= tokens[1] < 300
+
+
+def settings_of(*rows: tuple[float, int, float, float, int]) -> Tensor:
+    """Temperature, top-k, top-p, min-p and seed of each row."""
+    found = torch.zeros(len(rows), SETTINGS, dtype=torch.int64)
+    floats = found.view(torch.float64)
+    for at, (temperature, top_k, top_p, min_p, seed) in enumerate(rows):
+        floats[at, 0], floats[at, 2], floats[at, 3] = temperature, top_p, min_p
+        found[at, 1], found[at, 4] = top_k, seed
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "width",
+    [
+        300,
+        pytest.param(4200, marks=pytest.mark.slow),
+        pytest.param(151936, marks=pytest.mark.skipif(DEVICE == "cpu", reason="takes a GPU")),
+    ],
+)
+def test_rows_are_drawn_by_the_settings_in_their_slots_as_on_a_cpu(width: int, dtype: torch.dtype) -> None:
+    plain = width, 1.0, 0.0
+    settings = settings_of(
+        (1.0, *plain, 1),
+        (0.0, *plain, 2),
+        (0.6, 20, 0.95, 0.0, -3),  # a seed over 2**63
+        (1.0, min(width, 2000) - 1, 1.0, 0.0, 4),  # more than the candidates of a wide row
+        (1.0, width, 0.9, 0.0, 5),
+        (2.0, width, 0.99, 0.05, 6),
+        (0.7, width, 1.0, 0.2, 7),
+        (1.5, 70, 0.5, 0.0, 8),
+    )
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(12, width, generator=generator).to(dtype)
+    logits[9:] *= 4
+    slots = torch.tensor([7, 6, 5, 4, 3, 2, 1, 0, 0, 2, 4, 1])
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 4095, 10, 1 << 40])
+    found = triton_sampling.draw_rows(*(each.to(DEVICE) for each in (logits, settings, slots, positions)))
+    wanted = cpu_sampling.draw_rows(logits, settings, slots, positions)
+    assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_finite_logits_has_no_token(bad: float) -> None:
+    logits = torch.zeros(2, 300)
+    logits[0] = bad
+    settings, at = settings_of((1.0, 300, 1.0, 0.0, 1), (0.0, 300, 1.0, 0.0, 1)), torch.tensor([0, 1])
+    for slots in (at, 1 - at):
+        greedy, drawn = triton_sampling.draw_rows(*(each.to(DEVICE) for each in (logits, settings, slots, at)))
+        assert greedy.tolist() == [-1, 0]
+        assert drawn[0] == -1 and 0 <= drawn[1] < 300

@@ -123,8 +123,8 @@ def test_on_a_gpu_a_decode_a_prompt_and_drafts_are_computed_before_the_first_req
     monkeypatch.setattr(PagedAttention, "plan", lambda self, batch: (planned.append(batch), plan(self, batch))[1])
     monkeypatch.setattr(CpuOps, "asynchronous", True)
     make_runner(tiny_model("gemma3").path)
-    drafts = [[1], [4], [1, 1], [8, 8]]  # greedy and drawn
-    assert [np.diff(batch.query_starts).tolist() for batch in planned] == [[1, 2], *drafts, *drafts]
+    drafts = [[1], [4], [1, 1], [8, 8]]  # greedy, drawn, and with penalties
+    assert [np.diff(batch.query_starts).tolist() for batch in planned] == [[1, 2], *drafts, *drafts, *drafts]
 
 
 def test_pages_of_other_requests_are_left_alone(runner, make_driver):

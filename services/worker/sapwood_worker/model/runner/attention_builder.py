@@ -100,6 +100,7 @@ class AttentionBuilder:
         self,
         pool: DevicePool,
         last_tokens: Tensor,
+        drawing: Tensor | None,
         largest: int,
         *,
         whole_ladder: bool,
@@ -111,6 +112,7 @@ class AttentionBuilder:
         Args:
             pool: Where keys and values are.
             last_tokens: The latest token of the request in each row of the page table.
+            drawing: What a draw takes of that request's settings; None: it is a head.
             largest: Tokens of the largest graph.
             whole_ladder: Whether the smaller graphs are made too.
             shifted: Shifts a head's steps; None: it is a whole model.
@@ -137,7 +139,7 @@ class AttentionBuilder:
         # Ranks that compute a step together replay graphs of one size.
         makes = make, backend.shared_graphs() if self._alone else None
         graphs = DecodeGraphs(
-            self._model, backend, *makes, pool, sizes, last_tokens, self._ops, shifted, capture=capture
+            self._model, backend, *makes, pool, sizes, last_tokens, drawing, self._ops, shifted, capture=capture
         )
         return backend, graphs
 

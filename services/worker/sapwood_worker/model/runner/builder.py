@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_common.plugins import part_names
 from sapwood_kernels.ops.factory import cache_folder, device_ops
+from sapwood_kernels.sampling.cpu_sampling import SETTINGS
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
@@ -155,6 +157,7 @@ class _Builder:
         self._largest_graph = min(options.cuda_graph_max_batch or running, running)
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(running, dtype=torch.int64, device=self._device)
+        self._drawing = torch.zeros(running, SETTINGS, dtype=torch.int64, device=self._device)
         self._scales: KVScales | None = None
         if float8:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
@@ -207,7 +210,9 @@ class _Builder:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._model.taps = Taps(head.taken, head.mix, head.store)
-        backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=True)
+        backend, graphs = self._attention.backend(
+            pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True
+        )
         if self._ops.asynchronous:  # what libraries compile when it is first used, in minutes, is there for requests
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
@@ -222,7 +227,7 @@ class _Builder:
             backend=backend,
             graphs=graphs,
             pieces=self._build_pieces(backend, pool, whole_ladder=True),
-            sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
+            sampler=self._sampler(self._drawing),
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
@@ -261,7 +266,9 @@ class _Builder:
         attention = AttentionBuilder(own, head, config, layout, self._dtype, self._dtype, self._ops)
         last_tokens = torch.zeros_like(self._last_tokens)
         shifted = ShiftedSteps(head.store, page_size, pool.scratch_slots()[0])
-        backend, graphs = attention.backend(pool, last_tokens, self._largest_graph, whole_ladder=True, shifted=shifted)
+        backend, graphs = attention.backend(
+            pool, last_tokens, None, self._largest_graph, whole_ladder=True, shifted=shifted
+        )
         runner.draft = DraftingRunner(
             info=runner.info,
             ops=self._ops,
@@ -270,7 +277,7 @@ class _Builder:
             backend=backend,
             graphs=graphs,
             pieces=None,
-            sampler=TokenSampler(self._sizes.max_running, config.vocab_size, self._eos_token_ids, self._ops),
+            sampler=self._sampler(None),
             last_tokens=last_tokens,
             vocabulary=None,
             host_pool=None,
@@ -279,6 +286,10 @@ class _Builder:
             shifted=shifted,
         )
         return runner
+
+    def _sampler(self, drawing: Tensor | None) -> TokenSampler:
+        running = self._sizes.max_running
+        return TokenSampler(running, self._config.vocab_size, self._eos_token_ids, self._ops, drawing)
 
     def _info(self, config: ModelConfig, pool: DevicePool, length: int) -> ModelInfo:
         sentences = read_sentence_config(self._options.model_path, "last", length)
@@ -351,7 +362,7 @@ class _Builder:
         """Goes through the steps that graphs are captured of, and prompts, without a graph."""
         prompts, pool = self._pools.trial(self._config.max_position)
         backend, _ = self._attention.backend(
-            pool, self._last_tokens, self._largest_graph, whole_ladder=True, capture=False
+            pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True, capture=False
         )
         for lengths in ([1, 2], prompts):
             compute_trial(lengths, self._model, pool, backend, self._ops)
@@ -361,7 +372,9 @@ class _Builder:
     def _try_largest_step(self) -> int:
         """Computes a step with the most tokens and samples beside the largest decode graph; returns the bytes of its pool."""
         prompts, pool = self._pools.trial(self._config.max_position)
-        backend, graphs = self._attention.backend(pool, self._last_tokens, self._largest_graph, whole_ladder=False)
+        backend, graphs = self._attention.backend(
+            pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=False
+        )
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         hidden = compute_trial(prompts, self._model, pool, backend, self._ops)
         rows = hidden.index_select(0, torch.zeros(self._sizes.max_running, dtype=torch.int64, device=self._device))

@@ -157,6 +157,7 @@ class ModelRunner:
             self._transfer.start(step.copies)
         for entry in step.entries:
             self._enter(entry)
+        self._sampler.publish()
         if self._own_rows is not None and len(step.rank_tokens):
             self._own_rows.begin(step.rank_tokens.tolist())
         if not len(step.rows):
@@ -358,7 +359,7 @@ class ModelRunner:
         if len(at.rows):
             if rows.last is not None:
                 result = result.select(self.ops.to_device(rows.last))
-            tokens = self._sampler.sample(result.logits, step, at, result.greedy)
+            tokens = self._sampler.sample(result.logits, step, at, result.greedy, result.drawn)
             if at.drafts is None:
                 self._keep(tokens, result.slots)
         seen = self._seen(step)

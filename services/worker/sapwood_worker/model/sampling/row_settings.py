@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.sampling.cpu_sampling import SamplingBatch, levels
+from sapwood_kernels.sampling.cpu_sampling import SETTINGS, SamplingBatch, levels
+from sapwood_kernels.sampling.random_numbers import uniform
 from sapwood_worker.model.sampling.bans import Places
 from sapwood_worker.model.sampling.penalties import Penalties
-from sapwood_worker.model.sampling.random_numbers import uniform
 from sapwood_worker.records.step import IntArray
 
 _SEED_MASK = (1 << 64) - 1
@@ -47,12 +47,24 @@ class RowSettings:
         vocab_size: Columns of the logits.
         eos_token_ids: The model's end tokens.
         ops: The operations of the device that tensors go to.
+        drawing: int64 [R, ``SETTINGS``] on the device: what a draw takes of each row's settings, for graphs; None: there are
+            none.
     """
 
-    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        ops: DeviceOps,
+        drawing: Tensor | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._ends = tuple(eos_token_ids)
         self._ops = ops
+        self._drawing = drawing
+        self._drawn_by = np.zeros((rows, SETTINGS), np.int64)
+        self._entered = False
         self._asks = np.zeros(rows, np.uint8)
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int64)
@@ -85,6 +97,10 @@ class RowSettings:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seed[row] = params.seed & _SEED_MASK
+        floats = self._drawn_by.view(np.float64)
+        floats[row, 0], floats[row, 2:4] = self._temperature[row], (params.top_p, self._min_p[row])
+        self._drawn_by[row, 1], self._drawn_by[row, 4] = self._top_k[row], self._seed[row].astype(np.int64)
+        self._entered = True
         self._penalties[row] = penalties
         self._free_from[row] = output_start + params.min_tokens
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -95,6 +111,12 @@ class RowSettings:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}
             self._end_ids, self._end_bias = _fill(self._end_ids, self._end_bias, row, tuple(ends), -np.inf)
 
+    def publish(self) -> None:
+        """Moves what rows have been given since the last call to where graphs read it, in the order of the device's work."""
+        if self._entered and self._drawing is not None:
+            self._ops.fill(self._drawing, self._drawn_by.copy())
+        self._entered = False
+
     def penalised(self, row: int) -> bool:
         """Whether the row's request has penalties."""
         return bool(self._asks[row] & _PENALISED)
@@ -102,6 +124,10 @@ class RowSettings:
     def plain(self, rows: IntArray) -> bool:
         """Whether all of these rows want the likeliest token and nothing else."""
         return not self._asks[rows].any()
+
+    def drawn(self, rows: IntArray) -> bool:
+        """Whether all of these rows want a token by temperature, top-k, top-p and min-p, or the likeliest, and nothing else."""
+        return not (self._asks[rows] & ~np.uint8(_SAMPLED)).any()
 
     def looks_back(self, rows: IntArray) -> bool:
         """Whether any of these has penalties, banned sequences or logit processors, which ask for the tokens before."""

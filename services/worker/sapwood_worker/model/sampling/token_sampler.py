@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,10 +54,22 @@ class TokenSampler:
         vocab_size: Columns of the logits.
         eos_token_ids: The model's end tokens.
         ops: The operations of the logits' device.
+        drawing: As :class:`RowSettings` takes it.
+
+    Attributes:
+        drawing: The argument.
     """
 
-    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], ops: DeviceOps) -> None:
-        self._settings = RowSettings(rows, vocab_size, eos_token_ids, ops)
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        ops: DeviceOps,
+        drawing: Tensor | None = None,
+    ) -> None:
+        self.drawing = drawing
+        self._settings = RowSettings(rows, vocab_size, eos_token_ids, ops, drawing)
         self._counts = TokenCounts(rows, vocab_size, ops)
         self._allowed = AllowedTokens(rows, vocab_size, ops)
         self._banned = BannedSequences(rows, ops)
@@ -77,6 +90,10 @@ class TokenSampler:
         if self._settings.penalised(row):
             self._counts.enter(row, tokens, entry.output_start)
 
+    def publish(self) -> None:
+        """Has graphs that are replayed from now on draw by the settings of the requests that have entered."""
+        self._settings.publish()
+
     def greedy(self, rows: IntArray) -> bool:
         """Whether the requests in these rows of the page table want the likeliest token and nothing else."""
         return self._settings.plain(rows)
@@ -85,7 +102,14 @@ class TokenSampler:
         """Whether any request in these rows of the page table has tokens chosen by those before them, too."""
         return self._settings.looks_back(rows)
 
-    def sample(self, logits: Tensor, step: Step, at: Positions, greedy: Tensor | None = None) -> SampledTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        step: Step,
+        at: Positions,
+        greedy: Tensor | None = None,
+        drawn: Tensor | None = None,
+    ) -> SampledTokens:
         """One token for each position, without waiting for the device.
 
         Args:
@@ -93,10 +117,14 @@ class TokenSampler:
             step: The step; its grammar masks are waited for.
             at: The positions that it samples, at least one.
             greedy: Each row's likeliest token, -1 where there is none, if they are known already.
+            drawn: Each row's token by its request's settings of the draw, likewise.
         """
         settings, drafts = self._settings, at.drafts
         if step.masks is None and settings.plain(at.rows):
             return SampledTokens(greedy if greedy is not None else self._ops.row_max(logits)[1])
+        draws = drawn is not None or (self.drawing is not None and self._ops.captures)
+        if draws and step.masks is None and settings.drawn(at.rows):
+            return SampledTokens(self._draw(logits, at) if drawn is None else drawn)
         logits = logits.float()  # all that follows changes logits or needs their full precision
         wanted = settings.logprobs(at.rows)
         distribution = None
@@ -115,8 +143,8 @@ class TokenSampler:
             self._counts.apply(logits, penalties, drafts)
         for each in settings.additions(at.rows, at.positions):
             logits.view(-1).scatter_add_(0, each.at, each.values)
-        drawn, largest = sample(logits, settings.sampling(at.rows, at.positions), self._ops)
-        tokens, counted = _valid(drawn, largest), drawn
+        chosen_tokens, largest = sample(logits, settings.sampling(at.rows, at.positions), self._ops)
+        tokens, counted = _valid(chosen_tokens, largest), chosen_tokens
         if drafts is not None and (penalties is not None or banned is not None):
             counted = drafts.counting(tokens, drafts.ends(tokens, self._ops), self._ops)
         if penalties is not None:
@@ -125,8 +153,14 @@ class TokenSampler:
             self._banned.add(counted, banned, drafts)
         if distribution is None or wanted is None:
             return SampledTokens(tokens, failures=failures)
-        logprobs = distribution.of(drawn.index_select(0, chosen))
+        logprobs = distribution.of(chosen_tokens.index_select(0, chosen))
         return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), failures)
+
+    def _draw(self, logits: Tensor, at: Positions) -> Tensor:
+        """As a graph does."""
+        assert self.drawing is not None
+        slots, positions = self._ops.to_device(np.stack((at.rows, at.positions - 1)))
+        return self._ops.draw_rows(logits, self.drawing, slots, positions)[1]
 
 
 def _valid(tokens: Tensor, largest: Tensor) -> Tensor:

@@ -15,12 +15,14 @@ from sapwood_worker.records.step import LATE, Entry, Step
 _REACH = 16
 """Tokens that the requests' pages hold."""
 _DRAWS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+_PENALISED = SamplingParams(temperature=1.0, presence_penalty=0.5)
+"""Its tokens are drawn outside of graphs."""
 _CHECKED = ((1, 4), (2, 8))
 """Requests and positions of each: kernels are made for numbers that 16 divides and for others."""
 
 
 def try_checks(runner: ModelRunner) -> int:
-    """Checks drafts, in the pool's first pages; greedy and drawn.
+    """Checks drafts, in the pool's first pages; greedy, drawn, and with penalties.
 
     Args:
         runner: Runs the model.
@@ -29,7 +31,7 @@ def try_checks(runner: ModelRunner) -> int:
         Steps that were run; 0 if the pool has too few pages.
     """
     steps = 0
-    for sampling in _DRAWS:
+    for sampling in (*_DRAWS, _PENALISED):
         for rows, count in _CHECKED:
             for at, step in enumerate(_steps(runner, rows, [(0, 1), (1, count)], sampling)):
                 if at:

@@ -62,6 +62,7 @@ class DraftingRunner(ModelRunner):
         """
         for entry in first.entries:
             self._enter(entry)
+        self._sampler.publish()
         if self._graphs is None:
             return None
         steps, ahead = int(wanted.max()), self._ahead
@@ -97,7 +98,8 @@ class DraftingRunner(ModelRunner):
 
         def choose(place: int, result: DecodeResult) -> Tensor:
             there = replace(at, positions=at.positions + place)
-            return self._sampler.sample(result.logits, decodes, there, result.greedy).tokens
+            tokens = self._sampler.sample(result.logits, decodes, there, result.greedy, result.drawn).tokens
+            return tokens.clone() if tokens is result.drawn else tokens
 
         return choose
 

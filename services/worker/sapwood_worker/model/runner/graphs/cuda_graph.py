@@ -64,23 +64,25 @@ class DecodeResult:
         logits: [B, vocab_size], float32 or the model's dtype.
         greedy: int64 [B]: each row's likeliest token; -1 where its logits are not finite numbers.
         slots: int64 [B]: the requests' rows of the page table, as given.
+        drawn: int64 [B]: each row's token by its request's settings of the draw, -1 likewise; None: it is not drawn here.
         hidden: [B, hidden_size]: what a head made of each token; None: it is no head.
     """
 
     logits: Tensor
     greedy: Tensor
     slots: Tensor
+    drawn: Tensor | None
     hidden: Tensor | None = None
 
     def select(self, rows: Tensor) -> DecodeResult:
         """The results of some rows, int64 [R], as new tensors; of a model."""
-        parts = (each.index_select(0, rows) for each in (self.logits, self.greedy, self.slots))
-        return DecodeResult(*parts)
+        logits, greedy, slots = (each.index_select(0, rows) for each in (self.logits, self.greedy, self.slots))
+        return DecodeResult(logits, greedy, slots, None if self.drawn is None else self.drawn.index_select(0, rows))
 
     def first(self, count: int) -> DecodeResult:
         """The results of the first rows."""
-        hidden = None if self.hidden is None else self.hidden[:count]
-        return DecodeResult(self.logits[:count], self.greedy[:count], self.slots[:count], hidden)
+        drawn, hidden = (None if each is None else each[:count] for each in (self.drawn, self.hidden))
+        return DecodeResult(self.logits[:count], self.greedy[:count], self.slots[:count], drawn, hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class DecodeGraphs:
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
+        drawing: int64 [rows of the page table, ``SETTINGS``]: what a draw takes of the settings of each row's request; None: it is
+            a head, whose tokens are drawn outside.
         ops: The device's operations.
         shifted: Takes what a head makes of its tokens; None: it is a whole model.
         capture: Whether there will be graphs; else each step is computed once, for what that compiles.
@@ -121,6 +125,7 @@ class DecodeGraphs:
         pool: DevicePool,
         sizes: Sequence[int],
         last_tokens: Tensor,
+        drawing: Tensor | None,
         ops: DeviceOps,
         shifted: ShiftedSteps | None = None,
         *,
@@ -143,6 +148,8 @@ class DecodeGraphs:
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._slots = self._inputs[3 : 3 + tables].unbind()
         self._stage = StageBuffers.of(model, sizes[-1])
+        # What follows the last stage is computed after the next step's inputs have come.
+        self._drawing = drawing if self._stage is None else None
         self._tails: dict[int, tuple[torch.cuda.CUDAGraph, DecodeResult]] = {}
         self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
         every = self._capture_all if capture else self._compute_all
@@ -391,5 +398,8 @@ class DecodeGraphs:
         return torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[2, :size]), token_ids)
 
     def _result(self, size: int, logits: Tensor, hidden: Tensor | None) -> DecodeResult:
-        _, greedy = self._ops.row_max(logits)
-        return DecodeResult(logits, greedy, self._inputs[2, :size], hidden)
+        slots = self._inputs[2, :size]
+        if self._drawing is None:
+            return DecodeResult(logits, self._ops.row_max(logits)[1], slots, None, hidden)
+        greedy, drawn = self._ops.draw_rows(logits, self._drawing, slots, self._inputs[1, :size])
+        return DecodeResult(logits, greedy, slots, drawn, hidden)

@@ -97,7 +97,7 @@ def fetch_keys(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "counts"])
 def _split_kernel(
     query, keys, values, indptr, lengths, starts, counts, pages, sinks, part, sums, out, scale, value_scale, softcap, page_stride,
     slot_stride, head_stride,  # With WORDS, keys and values are float8 in words of four, and strides count words.

@@ -12,7 +12,7 @@ from torch import Tensor
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])  # decodes of the step name theirs before
 def _widen_kernel(
     keys, values, pages, key_out, value_out, key_scale, value_scale, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -27,7 +27,7 @@ def first_own_key(length, starts, request, WINDOW: tl.constexpr, SHARED: tl.cons
     return tl.maximum(start, tl.load(starts + request)) if SHARED else start
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "counts"])
 def _merge_kernel(
     part, sums, lengths, starts, counts, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     LEAST: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,

@@ -24,7 +24,7 @@ _TILE_BYTES = 32768  # of a tile's queries, and of a block's keys and values: fi
 _HOPPER = (9, 0)  # which has 227
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])  # decodes of the step name theirs before
 def _prefill_kernel(
     query, keys, values, tiles, starts, indptr, lengths, pages, sinks, out, sums, scale, value_scale, softcap, heads,
     page_stride, slot_stride, head_stride,

@@ -15,8 +15,9 @@ from sapwood_kernels.attention.planned import Variant
 
 _TELL_EVERY = 5.0
 """Seconds between two lines that say what is waited for."""
-_NICE = 10
-"""Niceness of the compilers: they take all cores for a minute in which Triton compiles what the start waits for."""
+_NICE = 19
+"""Niceness of the compilers: they take all cores for a minute in which Triton compiles what the start waits for, and requests
+are served."""
 
 
 class EarlyBuild:

@@ -77,8 +77,21 @@ _ROUNDING = 0.02
 """Most that three products together may differ from another kernel's, relative to their size; bfloat16 rounds by 0.002."""
 _MANY_TOKENS = ((triton_many_tokens, DenseStack), (triton_many_float8, StoredStack))
 """Kernels of a Hopper for experts of many tokens, and what they may take."""
+_ALL_CORES = 32768
+"""Numbers from which on torch has all cores copy a part, and numpy one. A step that waited for each of them took 13 to 30 ms
+while compilers had the cores."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""
+
+
+def _pinned(array: npt.NDArray[np.generic]) -> Tensor:
+    """A copy in pinned memory: one from other memory would wait for all that is queued on the device."""
+    source = torch.from_numpy(array)
+    if array.size < _ALL_CORES:
+        return source.pin_memory()
+    pinned = torch.empty_like(source, pin_memory=True)
+    np.copyto(pinned.numpy(), array)
+    return pinned
 
 
 class _CudaFence(Fence):
@@ -127,11 +140,10 @@ class CudaOps(DeviceOps):
             self._hopper = torch.version.hip is None and properties.major == 9
 
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
-        # A copy from memory that is not pinned would wait for all that is queued on the device.
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return _pinned(array).to(self.device, non_blocking=True)
 
     def fill(self, target: Tensor, array: npt.NDArray[np.generic]) -> None:
-        target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+        target.copy_(_pinned(array), non_blocking=True)
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         if not tensors:

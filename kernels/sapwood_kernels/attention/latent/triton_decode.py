@@ -25,7 +25,7 @@ _MANY = 16
 """Stretches of a request above which they are short."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "counts"])
 def _latent_kernel(
     query, stored, indptr, lengths, starts, counts, pages, part, sums, out, scale, value_scale, page_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,

@@ -32,7 +32,7 @@ def keys_of_stretch(length, count, KEYS: tl.constexpr):
     return tl.cdiv(tl.cdiv(length, count), KEYS) * KEYS
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "counts"])
 def _merge_values_kernel(
     part, sums, lengths, starts, counts, up, out, HEADS: tl.constexpr, N: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     SPLITS: tl.constexpr, SLOTS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr,

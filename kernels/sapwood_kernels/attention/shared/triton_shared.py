@@ -27,7 +27,7 @@ _ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least 163 KiB of shared memory for a program."""
 
 
-@triton.jit(do_not_specialize=["first_slot", "slots_of_row"])
+@triton.jit(do_not_specialize=["first_slot", "slots_of_row"], do_not_specialize_on_alignment=["pages"])
 def _shared_kernel(
     query, keys, values, indptr, lengths, pages, order, items, part, sums, scale, value_scale, softcap, page_stride, slot_stride,
     head_stride, first_slot, slots_of_row,

@@ -70,20 +70,19 @@ def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
     capability = (9, 0)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("sapwood_worker.model.attention.flashinfer.find_spec", lambda name: object())
-    chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=128), gpu)
-    assert (chosen.name, chosen.reason) == ("flashinfer", "the fastest on cuda")
-    chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=80), gpu)
+    for half, name in (("prefill", "flashinfer"), ("decode", "triton")):
+        chosen = choose_backend("auto", half, needs(torch.bfloat16, head_dim=128), gpu)
+        assert (chosen.name, chosen.reason) == (name, "the fastest on cuda")
+    chosen = choose_backend("auto", "prefill", needs(torch.bfloat16, head_dim=80), gpu)
     assert chosen.name == "triton"
     assert chosen.reason == "not flashinfer: it takes heads of 64, 128, 256 elements, not 80"
-    chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=64, sinks=True), gpu)
+    chosen = choose_backend("auto", "prefill", needs(torch.bfloat16, head_dim=64, sinks=True), gpu)
     assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no attention sinks")
     chosen = choose_backend("auto", "prefill", needs(torch.bfloat16, head_dim=64, window=5, chunked=True), gpu)
     assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no chunks (attention that begins anew)")
     latent = replace(needs(torch.bfloat16, head_dim=128), latent=True)
-    assert (
-        choose_backend("auto", "decode", latent, gpu).reason
-        == "not flashinfer: it has no decode of latent attention (MLA)"
-    )
+    refused = "not flashinfer: it has no prefill of latent attention (MLA)"
+    assert choose_backend("auto", "prefill", latent, gpu).reason == refused
     assert choose_backend("auto", "decode", latent, gpu).name == "triton"
     assert choose_backend("auto", "prefill", latent, gpu).name == "triton"
     capability = (7, 5)

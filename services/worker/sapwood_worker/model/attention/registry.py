@@ -18,6 +18,11 @@ from sapwood_worker.settings.names import ATTENTION_BACKENDS as GROUP
 from sapwood_worker.settings.names import Half, attention_of
 
 _BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "native": NATIVE, "torch": TORCH}
+_FASTEST: dict[Half, tuple[str, ...]] = {
+    "prefill": ("flashinfer", "triton", "native", "torch"),
+    "decode": ("triton", "flashinfer", "native", "torch"),
+}
+"""In which order ``auto`` tries them on a GPU: the same at a first start, where nothing is compiled yet, and at any later one."""
 _FLAG = "--attention-backend"
 
 
@@ -68,7 +73,8 @@ def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBack
             return ChosenBackend("native", NATIVE, reason)
         return ChosenBackend("torch", TORCH, reason)
     refused: list[str] = []
-    for name, backend in _BACKENDS.items():
+    for name in _FASTEST[half]:
+        backend = _BACKENDS[name]
         refused_for = refusal(backend, half, needs, ops)
         if refused_for is None:
             reason = "; ".join(refused) if refused else f"the fastest on {ops.device.type}"

@@ -120,11 +120,14 @@ class TokenSampler:
             drawn: Each row's token by its request's settings of the draw, likewise.
         """
         settings, drafts = self._settings, at.drafts
-        if step.masks is None and settings.plain(at.rows):
-            return SampledTokens(greedy if greedy is not None else self._ops.row_max(logits)[1])
-        draws = drawn is not None or (self.drawing is not None and self._ops.captures)
-        if draws and step.masks is None and settings.drawn(at.rows):
-            return SampledTokens(self._draw(logits, at) if drawn is None else drawn)
+        if step.masks is None and settings.drawn(at.rows):
+            plain = settings.plain(at.rows)
+            if (known := greedy if plain else drawn) is not None:
+                return SampledTokens(known)
+            if self.drawing is not None and self._ops.captures:
+                return SampledTokens(self._draw(logits, at))
+            if plain:
+                return SampledTokens(self._ops.row_max(logits)[1])
         logits = logits.float()  # all that follows changes logits or needs their full precision
         wanted = settings.logprobs(at.rows)
         distribution = None
@@ -157,7 +160,7 @@ class TokenSampler:
         return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), failures)
 
     def _draw(self, logits: Tensor, at: Positions) -> Tensor:
-        """As a graph does."""
+        """As a graph does, by the kernels that are compiled for it."""
         assert self.drawing is not None
         slots, positions = self._ops.to_device(np.stack((at.rows, at.positions - 1)))
         return self._ops.draw_rows(logits, self.drawing, slots, positions)[1]

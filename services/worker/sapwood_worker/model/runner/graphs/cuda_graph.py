@@ -106,8 +106,8 @@ class DecodeGraphs:
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
-        drawing: int64 [rows of the page table, ``SETTINGS``]: what a draw takes of the settings of each row's request; None: it is
-            a head, whose tokens are drawn outside.
+        drawing: int64 [rows of the page table, ``SETTINGS``]: what a draw takes of each row's request; None: it is a head, whose
+            tokens are drawn outside.
         ops: The device's operations.
         shifted: Takes what a head makes of its tokens; None: it is a whole model.
         capture: Whether there will be graphs; else each step is computed once, for what that compiles.

@@ -8,9 +8,11 @@ from functools import partial
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.output.incremental.emitter import Emitter
 from sapwood_tokenizer.output.incremental.events import Event, TextDelta
-from sapwood_tokenizer.output.incremental.parser import Parser, ScriptParser
+from sapwood_tokenizer.output.incremental.parser import Parser, Script, ScriptParser
 from sapwood_tokenizer.output.incremental.source import Source, Steps
+from sapwood_tokenizer.output.reasoning_parser.base import MAX_PROSE
 from sapwood_tokenizer.output.reasoning_parser.registry import GPT_OSS, reasoning_family
+from sapwood_tokenizer.output.tool_parser.base import ToolFamily
 from sapwood_tokenizer.output.tool_parser.registry import tool_family
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
@@ -65,18 +67,17 @@ class OutputParser:
         special_tokens: frozenset[str] = frozenset()
         self._reasoning: Parser | None = None
         self._tool: Parser | None = None
+        self._strays: _TextFilter | None = None
+        calls = tool_family(tool) if tool else None
+        if calls:
+            special_tokens |= calls.special_tokens
+            self._tool = _tool_parser(calls, options, Emitter(partial(calls.make_id, options.id_seed)))
         if reasoning:
             reasons = reasoning_family(reasoning)
             special_tokens |= reasons.special_tokens
-            self._reasoning = ScriptParser(reasons.script(options.reasoning_open), Emitter(None))
-        if tool:
-            calls = tool_family(tool)
-            special_tokens |= calls.special_tokens
-
-            def script(source: Source, out: Emitter) -> Steps[None]:
-                return calls.script(source, out, options.tools)
-
-            self._tool = ScriptParser(script, Emitter(partial(calls.make_id, options.id_seed)))
+            drafts = _ToolDrafts(calls, options) if calls and calls.openers else None
+            self._reasoning = ScriptParser(reasons.script(options.reasoning_open, drafts), Emitter(None))
+            self._strays = _TextFilter(reasons.strays())
         self._special_tokens = special_tokens
 
     @property
@@ -90,8 +91,8 @@ class OutputParser:
         return self._may_reason
 
     def feed(self, text: str) -> list[Event]:
-        if self._reasoning:
-            return self._parse_answer(self._reasoning.feed(text))
+        if self._reasoning and self._strays:
+            return self._strays.feed(self._parse_answer(self._reasoning.feed(text)))
         if self._tool:
             return self._tool.feed(text)
         return [TextDelta(text)] if text else []
@@ -100,7 +101,7 @@ class OutputParser:
         events = self._parse_answer(self._reasoning.finish()) if self._reasoning else []
         if self._tool:
             events += self._tool.finish()
-        return events
+        return self._strays.feed(events) + self._strays.finish() if self._strays else events
 
     def _parse_answer(self, events: list[Event]) -> list[Event]:
         """Have the tool parser read the text that the reasoning parser found."""
@@ -113,3 +114,79 @@ class OutputParser:
             else:
                 parsed.append(event)
         return parsed
+
+
+def _tool_parser(family: ToolFamily, options: ParserOptions, emitter: Emitter) -> Parser:
+    def script(source: Source, out: Emitter) -> Steps[None]:
+        return family.script(source, out, options.tools)
+
+    return ScriptParser(script, emitter)
+
+
+class _ToolDrafts:
+    """Implements ``DraftedCalls`` with a tool parser."""
+
+    def __init__(self, family: ToolFamily, options: ParserOptions) -> None:
+        self._family = family
+        self._options = options
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return self._family.openers
+
+    def begin(self) -> _ToolDraft:
+        emitter = Emitter(partial(self._family.make_id, ""))
+        return _ToolDraft(_tool_parser(self._family, self._options, emitter), emitter)
+
+
+class _ToolDraft:
+    """Implements ``Draft``."""
+
+    def __init__(self, parser: Parser, emitter: Emitter) -> None:
+        self._parser = parser
+        self._emitter = emitter
+        self._prose = 0
+
+    def feed(self, piece: str) -> None:
+        self._count(self._parser.feed(piece))
+
+    def is_prose(self) -> bool:
+        return self._prose > (MAX_PROSE if self._emitter.calls else 0)
+
+    def is_call(self) -> bool:
+        self._count(self._parser.finish())
+        return self._emitter.calls > 0 and not self._emitter.cut and not self.is_prose()
+
+    def _count(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._prose += len(event.text) if self._emitter.calls else 1
+
+
+class _TextFilter:
+    """Sends the text of an output through a script.
+
+    Args:
+        script: It begins again after a call.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._parser: Parser | None = None
+
+    def feed(self, events: list[Event]) -> list[Event]:
+        """The events with the text as the script leaves it."""
+        filtered: list[Event] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._parser = self._parser or ScriptParser(self._script, Emitter(None))
+                filtered += self._parser.feed(event.text)
+            else:
+                filtered += self.finish()
+                filtered.append(event)
+        return filtered
+
+    def finish(self) -> list[Event]:
+        """What was held back."""
+        parser, self._parser = self._parser, None
+        return parser.finish() if parser else []

@@ -14,7 +14,19 @@ EXAMPLES = [
     ("deepseek_r1", None, "no end in sight", "no end in sight", ""),
     ("deepseek_r1", False, "Answer.", "", "Answer."),
     ("deepseek_r1", None, "</think>Answer", "", "Answer"),
-    ("deepseek_r1", None, "a </thin b </think>c</think>", "a </thin b", "c</think>"),
+    ("deepseek_r1", None, "a </thin b </think>c</think>d", "a </thin b", "cd"),
+    ("deepseek_r1", None, "a</think>\n</think>\nb `</think>` c", "a", "b `</think>` c"),
+    ("qwen3", None, "<think><think>a</think>b", "a", "b"),
+    ("qwen3", False, "a</think>b", "", "ab"),
+    ("gemma4", None, "<|channel>thought\nr\n<channel|>A", "r", "A"),
+    ("gemma4", None, "<|channel>thought\n<channel|>A", "", "A"),
+    (
+        "cohere",
+        None,
+        "<|START_THINKING|>r<|END_THINKING|><|START_RESPONSE|>A<|END_RESPONSE|>",
+        "r",
+        "A",
+    ),
     ("deepseek_v3", True, "x</think>y", "x", "y"),
     ("deepseek_v3", None, "x", "", "x"),
     ("qwen3", None, "<think>\n\n</think>\n\nHello", "", "Hello"),
@@ -66,6 +78,49 @@ def test_calls_are_looked_for_in_the_answer_only(parse_every_way):
     assert parsed.reasoning == f"maybe {call}?"
     assert parsed.text == "So:"
     assert [(found.name, found.arguments) for found in parsed.tool_calls] == [("f", '{"x": "<think>"}')]
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+CODER_CALL = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("tool_parser", "call"), [("hermes", CALL), ("qwen3_coder", CODER_CALL)])
+@pytest.mark.parametrize("between", ["", "\n", " and ", CALL[:11] + " is a tag.\n"])
+def test_a_whole_call_that_ends_the_output_inside_reasoning_is_made(tool_parser, call, between, parse_every_way):
+    options = ParserOptions(tool_parser=tool_parser, reasoning_parser="qwen3", reasoning_open=True)
+    parsed = parse_every_way(options, f"I call.{between}{call}\n{call}")
+    assert parsed.reasoning == f"I call.{between}".strip()
+    assert [(found.name, found.arguments) for found in parsed.tool_calls] == [("f", '{"x": 1}')] * 2
+    assert parsed.text == ""
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        f"Maybe {CALL}?</think>No.",
+        f"{CALL}\n</think>No.",
+        f"{CALL}{CALL}</think></think>No.",
+    ],
+)
+def test_a_drafted_call_that_the_end_of_reasoning_follows_stays_reasoning(output, parse_every_way):
+    options = ParserOptions(tool_parser="hermes", reasoning_parser="qwen3", reasoning_open=True)
+    parsed = parse_every_way(options, output)
+    assert parsed.tool_calls == ()
+    assert parsed.text == "No."
+    assert "<tool_call>" in parsed.reasoning
+
+
+@pytest.mark.parametrize("ending", [CALL[:-20], CALL + " I think that" + " it is right" * 100, "<tool_call> is a tag"])
+def test_a_cut_call_or_one_that_thoughts_follow_stays_reasoning(ending, parse_every_way):
+    options = ParserOptions(tool_parser="hermes", reasoning_parser="qwen3", reasoning_open=True)
+    parsed = parse_every_way(options, f"So {ending}")
+    assert (parsed.reasoning, parsed.text, parsed.tool_calls) == (f"So {ending}", "", ())
+
+
+def test_text_about_calls_in_reasoning_is_released_at_once():
+    parser = OutputParser(ParserOptions(tool_parser="hermes", reasoning_parser="qwen3", reasoning_open=True))
+    assert parser.feed("The <tool_call>") == [ReasoningDelta("The")]
+    assert parser.feed(" tag opens") == [ReasoningDelta(" <tool_call> tag opens")]
 
 
 def test_kimi_may_call_without_closing_its_reasoning(parse_every_way):

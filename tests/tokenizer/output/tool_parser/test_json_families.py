@@ -63,7 +63,6 @@ EXAMPLES = [
     ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
     ("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
     ("llama3_json", 'so {"name": "now", "parameters": {}}', 'so {"name": "now", "parameters": {}}', []),
-    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', "", [("f", '{"x": 1}')]),
     (
         "mistral",
@@ -113,7 +112,6 @@ EXAMPLES = [
         "",
         [("function", '{"x": 1}')],
     ),
-    ("deepseek", "<｜tool▁sep｜> is a tag", "<｜tool▁sep｜> is a tag", []),
     (
         "kimi_k2",
         'Looking.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}'
@@ -143,7 +141,7 @@ EXAMPLES = [
         f"<|start|>assistant to=functions.f<|channel|>commentary<|constrain|>json<|message|> {NESTED} <|end|>"
         "<|start|>assistant<|channel|>analysis to=python<|message|>print(1)<|call|>",
         "Plan: two calls.",
-        [("f", NESTED), ("python", "print(1)")],
+        [("f", NESTED), ("python", '"print(1)"')],
     ),
     ("gpt_oss", "<|channel|>final<|message|>It is\n\n1 < 2.<|return|>", "It is\n\n1 < 2.", []),
     ("gpt_oss", "to be or not", "to be or not", []),

@@ -167,7 +167,8 @@ TAGGED = {
 @RELAXED
 def test_any_string_arguments_of_tagged_families_come_back(family, values, cuts):
     opening, argument, closing, end = TAGGED[family]
-    values = {key: value.replace(end[:3], "") for key, value in values.items()}
+    # An opening tag before a value is one that was doubled.
+    values = {key: value.replace(end[:3], "").removeprefix("<arg_value>") for key, value in values.items()}
     tools = Tools.from_objects(
         [{"function": {"name": "f", "parameters": {"properties": {key: {"type": "string"} for key in values}}}}]
     )

@@ -31,14 +31,17 @@ JSON_FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "before", "after"), JSON_FAMILIES)
-def test_json_arguments_are_released_character_by_character(family, before, after):
+def test_string_arguments_are_released_character_by_character(family, before, after):
     parser = OutputParser(ParserOptions(tool_parser=family))
-    events = parser.feed(before)
-    for end, char in enumerate(ARGUMENTS, start=1):
-        events += parser.feed(char)
-        # An escape is released whole, so at most its backslash is held back.
-        held = 1 if char == "\\" else 0
-        assert merge(events).tool_calls[0].arguments == ARGUMENTS[: end - held]
+    events = parser.feed(before + '{"city": ')
+    for end in range(len(ARGUMENTS) - len('{"city": ') + 1):
+        read = '{"city": ' + ARGUMENTS[len('{"city": ') :][:end]
+        so_far = merge(events).tool_calls[0].arguments
+        # A key is released with the beginning of its value, an escape whole, a word when it ends.
+        assert read.startswith(so_far)
+        if read.startswith('{"city": "') and read[-1] not in "\\" and not read.startswith('{"city": "a \\"b\\" {c}",'):
+            assert so_far == read
+        events += parser.feed(ARGUMENTS[len('{"city": ') :][end : end + 1])
     events += parser.feed(after) + parser.finish()
     assert merge(events).tool_calls[0].arguments == ARGUMENTS
     assert merge(events).text == ""
@@ -55,9 +58,11 @@ def test_string_arguments_of_tagged_families_are_streamed():
     tools = Tools.from_objects([{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}}])
     parser = OutputParser(ParserOptions(tool_parser="glm45", tools=tools))
     parser.feed("<tool_call>f<arg_key>x</arg_key><arg_value>")
-    assert parser.feed("123 ") == [ToolCallArguments(0, '"123 ')]
+    assert parser.feed("123 ") == [ToolCallArguments(0, '{"x": "123 ')]
     assert parser.feed("</arg_va") == []
-    assert parser.feed("X") == [ToolCallArguments(0, "</arg_vaX")]
+    assert parser.feed("X>") == [ToolCallArguments(0, "</arg_vaX>")]
+    assert parser.feed("</arg_value>") == []
+    assert parser.feed("</tool_call>") == [ToolCallArguments(0, '"}')]
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -37,6 +37,8 @@ class Emitter:
         self._channel = _TEXT
         self._pieces: list[str] = []
         self._calls = 0
+        self.cut = False
+        """Whether the arguments of a call were cut off."""
 
     def drain(self) -> list[Event]:
         """The events since the last call of ``drain``, neighbours of a kind joined."""
@@ -67,6 +69,11 @@ class Emitter:
         """More of the arguments of the latest call. "" is no event."""
         assert self._calls, "no call has begun"
         self._add(self._calls - 1, fragment)
+
+    @property
+    def calls(self) -> int:
+        """How many calls there were."""
+        return self._calls
 
     def finish(self) -> None:
         """The output is over: release what is held back."""

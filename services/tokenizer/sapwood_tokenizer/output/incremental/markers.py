@@ -30,6 +30,10 @@ class Markers:
         """The first marker in ``text[start:]``."""
         return self._pattern.search(text, start)
 
+    def remove(self, text: str) -> str:
+        """``text`` without the markers in it."""
+        return self._pattern.sub("", text)
+
     def held(self, text: str, start: int) -> int:
         """How many characters at the end of ``text[start:]`` may be the beginning of a marker."""
         match = self._beginning.search(text, max(start, len(text) - self._longest_prefix))

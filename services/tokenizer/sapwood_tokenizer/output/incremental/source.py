@@ -7,7 +7,8 @@ parsers made of primitives; only the size of the pieces handed to ``emit`` depen
 
 What is read is consumed at once, so what is kept between two pieces is bounded by the longest string a primitive
 looks for, and the time for a whole text is linear in its length. A parser that is not yet sure keeps what it reads in a
-record (``start_recording``), to give it back as text.
+record (``start_recording``), to give it back as text. A parser that must see what follows opens a probe, reads on, and
+rewinds the probe: then the text is read again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Source:
         self._position = 0
         self._closed = False
         self._record: list[str] | None = None
+        self._probes: list[list[str]] = []
 
     def feed(self, text: str) -> None:
         """Append the next piece."""
@@ -57,12 +59,40 @@ class Source:
         record, self._record = self._record, None
         return "".join(record) if record else ""
 
+    def open_probe(self) -> None:
+        """Begin to keep what is read, so that it can be read again."""
+        self._probes.append([])
+
+    def close_probe(self) -> str:
+        """End the latest probe. Returns what was read since it was opened."""
+        return "".join(self._probes.pop())
+
+    def rewind(self) -> None:
+        """End the latest probe, and go back to where it was opened."""
+        pieces = self._probes.pop()
+        for log in (*self._probes, *([] if self._record is None else [self._record])):
+            del log[len(log) - len(pieces) :]
+        text = "".join(pieces)
+        missing = len(text) - self._position
+        if missing > 0:  # a later piece has replaced what was read
+            self._text = text[:missing] + self._text
+            self._position += missing
+        self._position -= len(text)
+
+    def give_back(self, piece: str) -> None:
+        """Undo the latest ``take``, which returned ``piece``. No primitive was called since."""
+        self._position -= len(piece)
+        for log in (*self._probes, *([] if self._record is None else [self._record])):
+            del log[-1]
+
     def take(self, count: int) -> str:
         """Read ``count`` characters that are known to be there."""
         piece = self._text[self._position : self._position + count]
         self._position += len(piece)
         if self._record is not None:
             self._record.append(piece)
+        for probe in self._probes:
+            probe.append(piece)
         return piece
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
@@ -92,12 +122,16 @@ class Source:
 
         No literal may be the beginning of another.
         """
+        return self.take(len((yield from self.ahead(*literals))))
+
+    def ahead(self, *literals: str) -> Steps[str]:
+        """The one of ``literals`` that comes next, without reading it. "" if none does."""
         longest = max(map(len, literals))
         while True:
             ahead = self._text[self._position : self._position + longest]
             for literal in literals:
                 if ahead.startswith(literal):
-                    return self.take(len(literal))
+                    return literal
             if self._closed or not any(literal.startswith(ahead) for literal in literals):
                 return ""
             yield
@@ -114,15 +148,22 @@ class Source:
             left -= len(pieces[-1])
         return "".join(pieces)
 
-    def whitespace(self) -> Steps[None]:
+    def whitespace(self) -> Steps[str]:
         """Read white space."""
-        while (yield from self.more()) and self.take_run(_SPACE):
-            pass
+        pieces: list[str] = []
+        while (yield from self.more()) and (run := self.take_run(_SPACE)):
+            pieces.append(run)
+        return "".join(pieces)
 
-    def until(self, markers: Markers, emit: Emit) -> Steps[str]:
+    def at_end(self) -> Steps[bool]:
+        """Whether nothing more comes."""
+        return not (yield from self.more())
+
+    def until(self, markers: Markers, emit: Emit, partial: Emit | None = None) -> Steps[str]:
         """Stream the text before the first of ``markers`` to ``emit``, read the marker and return it.
 
-        Returns "" at the end of the text. Text that may be the beginning of a marker is held back.
+        Returns "" at the end of the text. Text that may be the beginning of a marker is held back; at the end of the text it goes
+        to ``partial``, or to ``emit`` if that is None.
         """
         while True:
             match = markers.find(self._text, self._position)
@@ -130,11 +171,13 @@ class Source:
                 if match.start() > self._position:
                     emit(self.take(match.start() - self._position))
                 return self.take(len(match.group()))
-            held = 0 if self._closed else markers.held(self._text, self._position)
+            held = 0 if self._closed and partial is None else markers.held(self._text, self._position)
             ready = len(self._text) - self._position - held
             if ready:
                 emit(self.take(ready))
             if self._closed:
+                if held and partial is not None:
+                    partial(self.take(held))
                 return ""
             yield
 

@@ -8,15 +8,29 @@ FAMILIES: tuple[ReasoningFamily, ...] = (
     # Kimi-VL and the models before K2.
     ReasoningFamily("kimi", "◁think▷", "◁/think▷", signs=("◁think▷",)),
     # Cohere's Command R7B and A.
-    ReasoningFamily("cohere", "<|START_THINKING|>", "<|END_THINKING|>", signs=("<|START_THINKING|>",)),
+    ReasoningFamily(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answer_tags=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        signs=("<|START_THINKING|>",),
+    ),
     # Magistral.
     ReasoningFamily("mistral", "[THINK]", "[/THINK]", signs=("[THINK]",)),
+    # Gemma 4, whose template opens and closes an empty block where no thinking is wanted.
+    ReasoningFamily(
+        "gemma4",
+        "<|channel>thought",
+        "<channel|>",
+        tokens=("<|channel>",),
+        signs=("<|channel>thought",),
+    ),
     # K2 Thinking, which may call tools without closing its reasoning first.
     ReasoningFamily(
         "kimi_k2",
         "<think>",
         "</think>",
-        implied_by=("<|tool_calls_section_begin|>",),
+        implied_by=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
         signs=("<think>", "<|tool_calls_section_begin|>"),
     ),
     # GLM 4.5 to 4.7: the model writes the tags.

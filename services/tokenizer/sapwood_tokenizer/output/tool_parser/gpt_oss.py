@@ -4,8 +4,11 @@
 <|call|>``. A message with a recipient is a call (of ``f`` for ``functions.f``; built-in tools keep their full name); else
 channel ``analysis`` is reasoning, and ``final`` and ``commentary`` are text. The recipient may stand with the role or with the
 channel. The prompt ends with ``<|start|>assistant``, so the output begins inside a header. Messages of a kind that follow
-each other are set apart by a line break. Anything outside a message, and a malformed header, is text; a well-formed header that
-the end of the output cuts off is dropped.
+each other are set apart by a line break.
+
+Anything outside a message is text, and so is a malformed header without its markers. A header that the end of the output cuts off
+is dropped. Where ``<|message|>`` was left out or misspelt, the content of a call begins at its brace. The next header ends a message
+whose end was left out. Arguments that are no object are a JSON string.
 
 Source: OpenAI's description of the harmony response format.
 """
@@ -15,24 +18,23 @@ from __future__ import annotations
 import re
 
 from sapwood_tokenizer.output.incremental.emitter import Emitter
-from sapwood_tokenizer.output.incremental.json_scanner import copy_value
+from sapwood_tokenizer.output.incremental.json_values import JsonReader, json_text
 from sapwood_tokenizer.output.incremental.markers import Markers
 from sapwood_tokenizer.output.incremental.source import Emit, Source, Steps
-from sapwood_tokenizer.output.tool_parser.base import ToolFamily
+from sapwood_tokenizer.output.tool_parser.base import ToolFamily, next_marker
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_OUTSIDE = Markers(_START, _CHANNEL, _MESSAGE, *_ENDS)
-_CONTENT_ENDS = Markers(_START, *_ENDS)
-_HEADER_TEXT = re.compile(r"[^<]+")
+_ALL = Markers(_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
+_HEADER_TEXT = re.compile(r"[^<{]+")
 _HEADER_LIMIT = 1024
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-_CUT_HEADER = re.compile(
-    r"(<\|start\|>\w*)?(\s*to=[^\s<]*)?<\|channel\|>\w*(\s*to=[^\s<]*)?\s*(<\|constrain\|>\w*)?|<\|start\|>\w*"
-)
+_MARKER = re.compile("|".join(map(re.escape, _ALL.literals)))
+_UNKNOWN = re.compile(r"[<|\w>]+")
 _NO_TOOLS = frozenset(["assistant", "user", "all"])
+_JSON = JsonReader(*_ALL.literals)
 
 
 def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
@@ -45,34 +47,36 @@ def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
         out.text(source.stop_recording())
     while True:
         if not marker:
-            marker = yield from source.until(_OUTSIDE, out.text)
+            marker, quoted = yield from next_marker(source, out, _ALL)
             if not marker:
                 return
-            if marker in _ENDS:
+            if quoted:
+                out.text(marker)
+            if quoted or marker in _ENDS or marker == _CONSTRAIN:
                 marker = ""
                 continue
             source.start_recording(marker)
         header = yield from _read_header(source, marker)
         marker = ""
+        left = source.stop_recording()
         if header is None:
-            ended = (yield from source.peek()) == ""
-            left = source.stop_recording()
-            if not (ended and _CUT_HEADER.fullmatch(left.strip())):
-                out.text(left)
+            if not _MARKER.search(left) or not (yield from source.at_end()):
+                out.text(_MARKER.sub("", left))
             continue
-        source.stop_recording()
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL_NAME.search(header)
+        while (yield from source.accept(_MESSAGE)):
+            pass
         if recipient and recipient[1] not in _NO_TOOLS:
             out.start_call(recipient[1].removeprefix("functions."))
             end = yield from _copy_arguments(source, out)
         else:
             message = reasoning if channel and channel[1] == "analysis" else text
             message.begin()
-            end = yield from source.until(_CONTENT_ENDS, message.emit)
-        if end == _START:
-            source.start_recording(_START)
-            marker = _START
+            end = yield from _copy_content(source, message.emit)
+        if end in (_START, _CHANNEL):
+            source.start_recording(end)
+            marker = end
 
 
 def _read_header(source: Source, marker: str) -> Steps[str | None]:
@@ -80,6 +84,8 @@ def _read_header(source: Source, marker: str) -> Steps[str | None]:
     header = marker
     while marker != _MESSAGE:
         header += yield from source.word(_HEADER_TEXT, _HEADER_LIMIT - len(header))
+        if _RECIPIENT.search(header) and (yield from _content_begins(source)):
+            return header
         marker = yield from source.accept(_CHANNEL, _CONSTRAIN, _MESSAGE)
         if not marker or len(header) >= _HEADER_LIMIT - len(marker):
             return None
@@ -87,22 +93,38 @@ def _read_header(source: Source, marker: str) -> Steps[str | None]:
     return header
 
 
+def _content_begins(source: Source) -> Steps[bool]:
+    """Whether the arguments of a call begin without ``<|message|>``, perhaps behind a misspelt one, which is read."""
+    source.open_probe()
+    if not (yield from source.ahead(*_ALL.literals)):
+        yield from source.word(_UNKNOWN, 32)
+        yield from source.whitespace()
+        if (yield from source.peek()) == "{":
+            source.close_probe()
+            return True
+    source.rewind()
+    return False
+
+
+def _copy_content(source: Source, emit: Emit) -> Steps[str]:
+    """Stream the content of a message; returns the marker that ended it."""
+    while True:
+        end = yield from source.until(_ALL, emit)
+        if end not in (_MESSAGE, _CONSTRAIN):
+            return end
+
+
 def _copy_arguments(source: Source, out: Emitter) -> Steps[str]:
     """Stream the content of a call; returns the marker that ended it. No content is ``{}``."""
     yield from source.whitespace()
-    if (yield from source.peek()) == "{":
-        yield from copy_value(source, out.arguments)
-        yield from source.whitespace()
-        return (yield from source.until(_CONTENT_ENDS, out.arguments))
-    some: list[bool] = []
-
-    def emit(piece: str) -> None:
-        some.append(True)
-        out.arguments(piece)
-
-    end = yield from source.until(_CONTENT_ENDS, emit)
-    if end and not some:
-        out.arguments("{}")
+    first = yield from source.peek()
+    if first in '{"' or (yield from source.ahead("null", *_ALL.literals)):  # first is "" at the end of the text
+        if not (yield from _JSON.arguments(source, out.arguments)):
+            out.cut = True
+        return (yield from _copy_content(source, _leave_out))
+    out.arguments('"')
+    end = yield from _copy_content(source, lambda piece: out.arguments(json_text(piece)[1:-1]))
+    out.arguments('"')
     return end
 
 
@@ -126,5 +148,9 @@ class _Separated:
         self._empty = False
 
 
-GPT_OSS = ToolFamily("gpt_oss", _script, frozenset([*_OUTSIDE.literals, _CONSTRAIN]))
+def _leave_out(_piece: str) -> None:
+    pass
+
+
+GPT_OSS = ToolFamily("gpt_oss", _script, frozenset(_ALL.literals))
 """The tool and the reasoning parser of gpt-oss in one, since its format has both in one."""

@@ -8,18 +8,14 @@ from __future__ import annotations
 from sapwood_tokenizer.output.incremental.emitter import Emitter
 from sapwood_tokenizer.output.incremental.source import Source, Steps
 from sapwood_tokenizer.output.tool_parser.base import CallMarkers, ToolFamily, marked_calls
-from sapwood_tokenizer.output.tool_parser.call_object import parse_call_object
+from sapwood_tokenizer.output.tool_parser.call_object import parse_calls
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
 _MARKERS = CallMarkers.of(openers=("<tool_call>",), closers=("</tool_call>",))
 
 
 def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    def attempt() -> Steps[bool]:
-        yield from source.whitespace()
-        return (yield from parse_call_object(source, out))
-
-    yield from marked_calls(source, out, _MARKERS, attempt)
+    return marked_calls(source, out, _MARKERS, lambda: parse_calls(source, out, _MARKERS.json))
 
 
-HERMES = ToolFamily("hermes", _script, frozenset(_MARKERS.all.literals))
+HERMES = ToolFamily("hermes", _script, frozenset(_MARKERS.all.literals), openers=_MARKERS.openers.literals)

@@ -11,50 +11,61 @@ from __future__ import annotations
 import re
 
 from sapwood_tokenizer.output.incremental.emitter import Emitter
-from sapwood_tokenizer.output.incremental.json_scanner import copy_value
-from sapwood_tokenizer.output.incremental.markers import Markers
 from sapwood_tokenizer.output.incremental.source import Source, Steps
-from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, ToolFamily, short_id
-from sapwood_tokenizer.output.tool_parser.call_object import parse_call_list, parse_call_object
+from sapwood_tokenizer.output.tool_parser.base import (
+    ANYTHING,
+    NAME_LIMIT,
+    CallMarkers,
+    ToolFamily,
+    copy_arguments,
+    marked_calls,
+    short_id,
+)
+from sapwood_tokenizer.output.tool_parser.call_object import parse_calls
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
 _CALLS = "[TOOL_CALLS]"
 _ARGS = "[ARGS]"
 _CALL_ID = "[CALL_ID]"
-_OPENERS = Markers(_CALLS)
+_MARKERS = CallMarkers.of(openers=(_CALLS,), closers=("[/TOOL_CALLS]",), parts=(_ARGS, _CALL_ID))
 _NAME = re.compile(r"[\w.\-:/]+")
 
 
-def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    while (yield from source.until(_OPENERS, out.text)):
-        source.start_recording(_CALLS)
-        yield from source.whitespace()
-        if (yield from source.accept("[")):
-            yield from parse_call_list(source, out)
-        elif (yield from source.peek()) == "{":
-            yield from parse_call_object(source, out)
-        else:
-            yield from _parse_named(source, out)
-        out.text(source.stop_recording())
+def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
+    def attempt() -> Steps[bool]:
+        first = yield from source.peek()
+        if first in "[{":
+            return (yield from parse_calls(source, out, _MARKERS.json))
+        return (yield from _parse_named(source, out, tools))
+
+    yield from marked_calls(source, out, _MARKERS, attempt, ANYTHING)
 
 
-def _parse_named(source: Source, out: Emitter) -> Steps[None]:
+def _parse_named(source: Source, out: Emitter, tools: Tools) -> Steps[bool]:
     """Read ``name[CALL_ID]id[ARGS]{...}``."""
     name = yield from source.word(_NAME, NAME_LIMIT)
     if not name:
-        return
+        return False
     call_id = ""
     yield from source.whitespace()
-    marker = yield from source.accept(_CALL_ID, _ARGS)
-    if marker == _CALL_ID:
-        call_id = yield from source.word(_NAME, NAME_LIMIT)
-        marker = yield from source.accept(_ARGS)
-    yield from source.whitespace()
-    if not marker and (yield from source.peek()) != "{":
-        return
+    marker = ""
+    while part := (yield from source.accept(_CALL_ID, _ARGS)):
+        if part == _CALL_ID:
+            call_id = yield from source.word(_NAME, NAME_LIMIT)
+        marker = part
+        yield from source.whitespace()
+    first = yield from source.peek()
+    if not marker and first != "{" and not (name in tools and (yield from _ends(source))):
+        return False
     out.start_call(name, call_id or None)
-    source.stop_recording()
-    yield from copy_value(source, out.arguments)
+    yield from copy_arguments(source, out, _MARKERS.json)
+    return True
 
 
-MISTRAL = ToolFamily("mistral", _script, frozenset([_CALLS, _ARGS, _CALL_ID]), make_id=short_id)
+def _ends(source: Source) -> Steps[bool]:
+    return (yield from source.at_end()) or bool((yield from source.ahead(_CALLS)))
+
+
+MISTRAL = ToolFamily(
+    "mistral", _script, frozenset(_MARKERS.all.literals), make_id=short_id, openers=_MARKERS.openers.literals
+)

@@ -3,6 +3,7 @@
 The list may stand between ``<|python_start|>`` and ``<|python_end|>``, anywhere. Without them it must begin the output or
 a line and name tools on offer (any, if the request does not say which are). Arguments are keyword arguments whose
 values are literals; they come out as JSON. A call is certain once the first keyword and its ``=``, or ``()``, was read.
+What is wrong in a call is left out, up to its closing parenthesis or the next call.
 
 Source: Meta's prompt-format pages for Llama 3.2 and Llama 4.
 """
@@ -12,10 +13,10 @@ from __future__ import annotations
 import re
 
 from sapwood_tokenizer.output.incremental.emitter import Emitter
+from sapwood_tokenizer.output.incremental.json_values import KEYWORDS, JsonReader
 from sapwood_tokenizer.output.incremental.markers import Markers
 from sapwood_tokenizer.output.incremental.source import Source, Steps
-from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, ToolFamily, start_call
-from sapwood_tokenizer.output.tool_parser.python_literal import copy_literal, json_text
+from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, ToolFamily, drop_left_over, start_call
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
 _START = "<|python_start|>"
@@ -23,84 +24,109 @@ _END = "<|python_end|>"
 _STARTS = Markers(_START, _END, "\n")
 _NAME = re.compile(r"[\w.\-]+")
 _KEYWORD = re.compile(r"\w+")
+_REST = re.compile(r"[^\n()<]+")
+_REST_LIMIT = 1024
+_JSON = JsonReader(_START, _END, "\n[", line="[", python=True)
 
 
 def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
-    called = False
     marker = ""
     while True:
-        if marker == _END and called:
-            marker = ""
-        source.start_recording(marker)
+        tagged = marker == _START
+        source.start_recording("\n" if marker == "\n" else "")
         yield from source.whitespace()
-        tagged = (yield from source.accept(_START)) or marker == _START
-        yield from source.whitespace()
-        called = (yield from _parse_list(source, out, None if tagged or not tools else tools)) or called
-        out.text(source.stop_recording())
-        marker = yield from source.until(_STARTS, out.text)
+        while (yield from source.accept(_START)):
+            tagged = True
+            source.start_recording()
+            yield from source.whitespace()
+        if (yield from _parse_list(source, out, None if tagged or not tools else tools, tagged=tagged)):
+            left = source.stop_recording()
+            if left.strip():
+                out.text(left)
+            elif "\n" in left:
+                marker = "\n"
+                continue
+            else:
+                yield from drop_left_over(source, _STARTS)
+        else:
+            out.text(source.stop_recording())
+        last = ""
+
+        def emit(piece: str) -> None:
+            nonlocal last
+            last = piece[-1:]
+            out.text(piece)
+
+        while True:
+            marker = yield from source.until(_STARTS, emit)
+            if last == "`" and marker in (_START, _END):
+                emit(marker)
+            elif marker != _END:
+                break
         if not marker:
             return
 
 
-def _parse_list(source: Source, out: Emitter, tools: Tools | None) -> Steps[bool]:
+def _parse_list(source: Source, out: Emitter, tools: Tools | None, *, tagged: bool) -> Steps[bool]:
     """Read a list of calls; returns whether one was started. What is no part of one is left in the record."""
     called = False
-    separator = yield from source.accept("[")
-    while separator in ("[", ","):
+    more = bool((yield from source.accept("["))) or tagged
+    while more:
         yield from source.whitespace()
         name = yield from source.word(_NAME, NAME_LIMIT)
         if not name or (tools is not None and name not in tools) or not (yield from source.accept("(")):
             break
         yield from source.whitespace()
-        whole = True
         if (yield from source.accept(")")):
             start_call(source, out, name)
             out.arguments("{}")
-        else:
-            keyword = yield from _read_keyword(source)
-            if not keyword:
-                break
+        elif (yield from _keyword_ahead(source)):
             start_call(source, out, name)
-            whole = yield from _parse_arguments(source, out, keyword)
+            source.stop_recording()
+            out.arguments("{")
+            whole = yield from _JSON.value(source, out.arguments, KEYWORDS)
+            source.start_recording()
+            if not whole and not (yield from _call_ahead(source, tools)):
+                out.cut = True
+                yield from _read_rest(source)
+        else:
+            break
         called = True
         yield from source.whitespace()
         separator = yield from source.accept(",", "]")
-        if not whole or not separator:
-            break
         if separator == "]":
             source.start_recording()
+        more = separator == "," or (separator == "" and (yield from _call_ahead(source, tools)))
     return called
 
 
-def _read_keyword(source: Source) -> Steps[str]:
-    """Read a keyword and its ``=``; "" if none comes here."""
+def _keyword_ahead(source: Source) -> Steps[bool]:
+    source.open_probe()
     keyword = yield from source.word(_KEYWORD, NAME_LIMIT)
     yield from source.whitespace()
-    return keyword if (yield from source.accept("=")) else ""
+    found = bool(keyword) and (yield from source.peek()) == "="
+    source.rewind()
+    return found
 
 
-def _parse_arguments(source: Source, out: Emitter, keyword: str) -> Steps[bool]:
-    """Read arguments from after the first keyword to the closing bracket; False if they are broken or cut."""
-    opening = "{"
-    while True:
-        out.arguments(f"{opening}{json_text(keyword)}: ")
-        source.stop_recording()
-        whole = yield from copy_literal(source, out.arguments)
+def _call_ahead(source: Source, tools: Tools | None) -> Steps[bool]:
+    source.open_probe()
+    yield from source.whitespace()
+    name = yield from source.word(_NAME, NAME_LIMIT)
+    found = bool(name) and (tools is None or name in tools) and (yield from source.peek()) == "("
+    source.rewind()
+    return found
+
+
+def _read_rest(source: Source) -> Steps[None]:
+    """Read the rest of a broken call, if its closing parenthesis stands on the same line."""
+    source.open_probe()
+    yield from source.word(_REST, _REST_LIMIT)
+    if (yield from source.accept(")")) or (yield from source.at_end()):
+        source.close_probe()
         source.start_recording()
-        if not whole:
-            return False
-        opening = ", "
-        yield from source.whitespace()
-        comma = yield from source.accept(",")
-        yield from source.whitespace()
-        if (yield from source.accept(")")):
-            break
-        keyword = (yield from _read_keyword(source)) if comma else ""
-        if not keyword:
-            return False
-    out.arguments("}")
-    source.start_recording()
-    return True
+    else:
+        source.rewind()
 
 
-PYTHONIC = ToolFamily("pythonic", _script, frozenset([_START, _END]))
+PYTHONIC = ToolFamily("pythonic", _script, frozenset([_START, _END]), openers=(_START,))

@@ -10,17 +10,15 @@ from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.plugins import find_part, part_names
 from sapwood_tokenizer.output.tool_parser.base import ToolFamily
 from sapwood_tokenizer.output.tool_parser.deepseek import DEEPSEEK
-from sapwood_tokenizer.output.tool_parser.deepseek_v32 import DEEPSEEK_V32
-from sapwood_tokenizer.output.tool_parser.glm45 import GLM45
+from sapwood_tokenizer.output.tool_parser.gemma4 import GEMMA4
 from sapwood_tokenizer.output.tool_parser.gpt_oss import GPT_OSS
 from sapwood_tokenizer.output.tool_parser.hermes import HERMES
 from sapwood_tokenizer.output.tool_parser.json_list import COHERE, GRANITE
 from sapwood_tokenizer.output.tool_parser.kimi_k2 import KIMI_K2
 from sapwood_tokenizer.output.tool_parser.llama3_json import LLAMA3_JSON
-from sapwood_tokenizer.output.tool_parser.minimax_m2 import MINIMAX_M2
 from sapwood_tokenizer.output.tool_parser.mistral import MISTRAL
 from sapwood_tokenizer.output.tool_parser.pythonic import PYTHONIC
-from sapwood_tokenizer.output.tool_parser.qwen3_coder import QWEN3_CODER
+from sapwood_tokenizer.output.tool_parser.tagged_families import DEEPSEEK_V32, GLM45, MINIMAX_M2, QWEN3_CODER
 
 GROUP = "sapwood.tool_parsers"
 
@@ -31,6 +29,7 @@ FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
             COHERE,
             DEEPSEEK,
             DEEPSEEK_V32,
+            GEMMA4,
             GLM45,
             GPT_OSS,
             GRANITE,
@@ -53,6 +52,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DEEPSEEK_V32.name, ("｜DSML｜",)),
     (DEEPSEEK.name, ("<｜tool▁calls▁begin｜>",)),
     (MINIMAX_M2.name, ("<minimax:tool_call>",)),
+    (GEMMA4.name, ("<|tool_call>call:",)),
     (MISTRAL.name, ("[TOOL_CALLS]",)),
     (COHERE.name, ("<|START_ACTION|>",)),
     (GRANITE.name, ("<|tool_call|>",)),

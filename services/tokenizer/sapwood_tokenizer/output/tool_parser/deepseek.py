@@ -53,13 +53,17 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             yield from source.whitespace()
         name = inner or name
         first = yield from source.peek()
-        ended = first == "" or (fence and (yield from source.ahead(_FENCE))) or bool((yield from source.ahead(*_MARKERS.all.literals)))
+        empty = bool(fence and (yield from source.ahead(_FENCE)))
+        ended = first == "" or empty or bool((yield from source.ahead(*_MARKERS.all.literals)))
         if not name or not (first in ('{', '"') or (ended and (separated or name in tools))):
             return False
         if ended and first == "" and not fence and not inner and name == "function":
             return False
         out.start_call(name)
-        yield from copy_arguments(source, out, _MARKERS.json)
+        if empty:
+            out.arguments("{}")
+        else:
+            yield from copy_arguments(source, out, _MARKERS.json)
         yield from source.whitespace()
         if fence:
             yield from source.accept(_FENCE)

@@ -1,7 +1,7 @@
 """Damages right tool calls and reasoning, and checks what the parsers make of them.
 
-``python -m sapwood_testing.damaged_calls --cases 200000`` runs that many cases, spread over all parsers, and prints a line for each
-parser. Case ``n`` of a seed is always the same; ``--only PARSER:n`` runs one and shows it.
+``python -m sapwood_testing.damaged_calls --cases 200000`` runs that many cases, spread over all parsers, and prints a line for
+each parser. Case ``n`` of a seed is always the same; ``--only PARSER:n`` runs one and shows it.
 
 A case is an output with a right call, a damaged one and another right call, perhaps behind reasoning. The rules:
 
@@ -117,10 +117,8 @@ def _kimi(name: str, arguments: Arguments, index: int) -> list[Part]:
 
 
 def _gpt_oss(name: str, arguments: Arguments, _index: int) -> list[Part]:
-    head = f"commentary to=functions.{name} "
-    return _parts(
-        "<|start|>", "assistant", "<|channel|>", head, "<|constrain|>", "json", "<|message|>", json.dumps(arguments)
-    ) + [Part("<|call|>", is_tag=True)]
+    head = _parts("<|start|>", "assistant", "<|channel|>", f"commentary to=functions.{name} ")
+    return head + _parts("<|constrain|>", "json", "<|message|>", json.dumps(arguments), "<|call|>")
 
 
 def _pythonic(name: str, arguments: Arguments, _index: int) -> list[Part]:
@@ -233,7 +231,14 @@ FORMATS: tuple[Format, ...] = (
             ["</invoke>", "</minimax:tool_call>"],
             line="",
         ),
-        ("<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", "</invoke>", "<parameter name=", "</parameter>"),
+        (
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            "<invoke name=",
+            "</invoke>",
+            "<parameter name=",
+            "</parameter>",
+        ),
         "\n",
         ("</parameter>", "</invoke>"),
     ),
@@ -283,7 +288,20 @@ FORMATS: tuple[Format, ...] = (
     ),
 )
 
-_WORDS = ("Rome", "a b", "x < y", "ls -la | grep '1'", 'say "hi"', "é😀", "<b>bold</b>", "{1}", "[2]", "", "10001", "C:\\dir")
+_WORDS = (
+    "Rome",
+    "a b",
+    "x < y",
+    "ls -la | grep '1'",
+    'say "hi"',
+    "é😀",
+    "<b>bold</b>",
+    "{1}",
+    "[2]",
+    "",
+    "10001",
+    "C:\\dir",
+)
 _PROSE = ("", "", "I will look that up.\n", "So: ")
 
 
@@ -302,9 +320,7 @@ def _value(chance: random.Random, kind: str, held: Sequence[str]) -> Any:
 
 
 def _arguments(chance: random.Random, name: str, held: Sequence[str]) -> Arguments:
-    return {
-        key: _value(chance, schema["type"], held) for key, schema in TOOLS[name].items() if chance.random() < 0.9
-    }
+    return {key: _value(chance, schema["type"], held) for key, schema in TOOLS[name].items() if chance.random() < 0.9}
 
 
 def _misspelt(chance: random.Random, tag: str) -> str:

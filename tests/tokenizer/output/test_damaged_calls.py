@@ -46,7 +46,7 @@ def calls_to_read(options: ParserOptions, pieces: list[str]) -> int:
 
 
 QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=a>\nv"
-HARD = {
+HARD: dict[str, tuple[str, Callable[[int], str]]] = {
     "calls that are cut": ("qwen3_coder", lambda n: (QWEN_CALL + "\n") * n),
     "calls in a value": ("qwen3_coder", lambda n: QWEN_CALL + (QWEN_CALL + "\n</parameter>\n</function>\n") * n),
     "end tags in a value": ("qwen3_coder", lambda n: QWEN_CALL + "</parameter> x" * n),
@@ -99,7 +99,9 @@ def test_work_grows_with_the_output_and_no_faster(name: str) -> None:
     assert calls_to_read(options, [make(160)]) < 6 * calls_to_read(options, [make(40)]) + 1000
 
 
-def test_an_output_without_tools_is_parsed_as_well(parse_every_way) -> None:
-    for parser in NAMES:
-        case = make_case(parser, 0, seed=8)
-        parse_every_way(ParserOptions(parser, tools=Tools()), case.text[:300])
+@pytest.mark.parametrize("parser", NAMES)
+def test_cuts_do_not_matter_where_tools_are_unknown(parser: str) -> None:
+    options = ParserOptions(parser, tools=Tools())
+    for number in range(20):
+        text = make_case(parser, number, seed=8).text
+        assert parse(options, [text]) == parse(options, list(text))

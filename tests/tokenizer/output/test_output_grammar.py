@@ -171,6 +171,7 @@ WITH_STRINGS = {
     "glm45": "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a <b> {c</arg_value>\n</tool_call>",
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"s": "a <b> {c"}}\n</tool_call>',
     "pythonic": '[f(s="a <b> {c")]',
+    "gemma4": '<|tool_call>call:f{s:<|"|>a <b> {c<|"|>}<tool_call|>',
     "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">a <b> {c</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
     "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">a <b> {c'

@@ -75,7 +75,7 @@ def test_a_value_may_hold_tags(family, value, tools, parse_every_way):
 
 @pytest.mark.parametrize("family", sorted(FORMS))
 def test_an_opening_tag_of_no_parameter_of_the_tool_is_part_of_a_value(family, parse_every_way):
-    value = "<parameter=x> or <parameter name=\"x\"> and <arg_key>x</arg_key> alone"
+    value = '<parameter=x> or <parameter name="x"> and <arg_key>x</arg_key> alone'
     parsed = parse_every_way(ParserOptions(tool_parser=family, tools=TOOLS), FORMS[family].format(value))
     assert calls_of(parsed) == [("write", {"path": "f", "content": value})]
 
@@ -151,17 +151,28 @@ EXAMPLES = [
         "",
         [("run", {"command": "ls"})],
     ),
-    ("qwen3_coder", "<tool_call><tool_call><function=run\n<parameter=timeout>5</parameter>", "", [("run", {"timeout": 5})]),
+    (
+        "qwen3_coder",
+        "<tool_call><tool_call><function=run\n<parameter=timeout>5</parameter>",
+        "",
+        [("run", {"timeout": 5})],
+    ),
     (
         "qwen3_coder",
         '<tool_call><function name="run"><parameter name="timeout">5</parameter></function></tool_call>',
         "",
         [("run", {"timeout": 5})],
     ),
-    ("qwen3_coder", '<tool_call>{"name": "run", "arguments": {"timeout": 5}}</tool_call>', "", [("run", {"timeout": 5})]),
     (
         "qwen3_coder",
-        "So:\n<tool_call>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>\n" + OWN_CALL["qwen3_coder"],
+        '<tool_call>{"name": "run", "arguments": {"timeout": 5}}</tool_call>',
+        "",
+        [("run", {"timeout": 5})],
+    ),
+    (
+        "qwen3_coder",
+        "So:\n<tool_call>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>\n"
+        + OWN_CALL["qwen3_coder"],
         "So:",
         [("run", {"command": "ls"})],
     ),
@@ -180,7 +191,12 @@ EXAMPLES = [
         [("run", {"command": "5"})],
     ),
     # GLM's pairs of tags with one of them missing or too many.
-    ("glm45", "<tool_call>run<arg_key>command</arg_key>ls -la</arg_value></tool_call>", "", [("run", {"command": "ls -la"})]),
+    (
+        "glm45",
+        "<tool_call>run<arg_key>command</arg_key>ls -la</arg_value></tool_call>",
+        "",
+        [("run", {"command": "ls -la"})],
+    ),
     (
         "glm45",
         "<tool_call>run</arg_value>\n<arg_key>timeout</arg_key><arg_value>5</arg_value></tool_call>",
@@ -194,7 +210,12 @@ EXAMPLES = [
         [("run", {"command": "ls"})],
     ),
     ("glm45", "<tool_call>runcommand</arg_key><arg_value>ls</arg_value></tool_call>", "", [("run", {"command": "ls"})]),
-    ("glm45", "<tool_call>run command</arg_key><arg_value>ls</arg_value></tool_call>", "", [("run", {"command": "ls"})]),
+    (
+        "glm45",
+        "<tool_call>run command</arg_key><arg_value>ls</arg_value></tool_call>",
+        "",
+        [("run", {"command": "ls"})],
+    ),
     (
         "glm45",
         "<tool_call>run<tool_call>command</arg_key><arg_value>ls</arg_value></tool_call>",

@@ -203,6 +203,17 @@ def _pythonic(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     return [_section("[", calls, "]", parallel, ", ")]
 
 
+def _gemma4(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
+    return [
+        tag(
+            f"<|tool_call>call:{tool.name}{{",
+            keywords(arguments_of(tool), equals=":", separator=",", quote='<|"|>'),
+            "}<tool_call|>",
+        )
+        for tool in tools
+    ]
+
+
 def _gpt_oss(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
     # The model ends a call with <|call|>, one of its end tokens: where nothing may follow, generation ends.
     return [
@@ -244,6 +255,7 @@ _FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "glm45": CallFormat(_glm45, trigger="<tool_call>", separator="\n"),
         "qwen3_coder": CallFormat(_qwen3_coder, trigger="<tool_call>", separator="\n"),
         "pythonic": CallFormat(_pythonic, not_call=r"([^\[\s](?s:.*))?", many=False),
+        "gemma4": CallFormat(_gemma4, trigger="<|tool_call>", markers=("<|tool_call>", "<tool_call|>", '<|"|>')),
         "gpt_oss": CallFormat(_gpt_oss, answer_head=FINAL, many=False),
     }
 )

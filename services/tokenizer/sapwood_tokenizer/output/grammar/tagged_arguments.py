@@ -91,24 +91,33 @@ def tagged(arguments: Sequence[Argument] | None, begin: Callable[[Argument], str
     return sequence(*wanted) if wanted else text("")
 
 
-def keywords(arguments: Sequence[Argument] | None) -> Format:
-    """The arguments as ``a=1, b="x"``: values in JSON, required ones first."""
+def keywords(arguments: Sequence[Argument] | None, equals: str = "=", separator: str = ", ", quote: str = "") -> Format:
+    """The arguments as ``a=1, b="x"``, required ones first.
+
+    Args:
+        arguments: The arguments.
+        equals: Stands between a name and its value.
+        separator: Stands between two arguments.
+        quote: Stands around strings; "" if they are written in JSON, as all other values are.
+    """
     if arguments is None:
         return ANYTHING
-    parts = [_keyword(argument) for argument in arguments if argument.required]
-    rest = [_keyword(argument) for argument in arguments if not argument.required]
+
+    def keyword(argument: Argument) -> Format:
+        if quote and argument.is_string:
+            return _between(argument, f"{argument.name}{equals}{quote}", quote)
+        return tag(f"{argument.name}{equals}", json_value(argument.schema, argument.lenient, argument.field))
+
+    parts = [keyword(argument) for argument in arguments if argument.required]
+    rest = [keyword(argument) for argument in arguments if not argument.required]
     if parts:
-        later = [optional(sequence(text(", "), part)) for part in rest]
-        return sequence(parts[0], *(sequence(text(", "), part) for part in parts[1:]), *later)
+        later = [optional(sequence(text(separator), part)) for part in rest]
+        return sequence(parts[0], *(sequence(text(separator), part) for part in parts[1:]), *later)
     starts = [
-        sequence(part, *(optional(sequence(text(", "), other)) for other in rest[index + 1 :]))
+        sequence(part, *(optional(sequence(text(separator), other)) for other in rest[index + 1 :]))
         for index, part in enumerate(rest)
     ]
     return either([*starts, text("")]) if starts else text("")
-
-
-def _keyword(argument: Argument) -> Format:
-    return tag(f"{argument.name}=", json_value(argument.schema, argument.lenient, argument.field))
 
 
 def _between(argument: Argument, begin: str, end: str) -> Format:

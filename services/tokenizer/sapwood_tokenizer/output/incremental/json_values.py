@@ -8,8 +8,9 @@ always ends as JSON:
   that closes nothing is dropped.
 * Strings may stand between single quotes. Control characters are escaped. A backslash that begins no escape is a backslash.
 * Keys may lack quotes. Python's words (True, None), tuples and numbers are understood; any other word is a string.
-* The value ends where the text ends, at a word that can be no element, at a ``<`` outside a string, and at one of the format's markers. A marker inside a string
-  ends it only if the string is not closed: its next quote is not followed by a comma, a colon or a closing bracket.
+* The value ends where the text ends, at a word that can be no element, at a ``<`` outside a string, and at one of the format's
+  markers. A marker inside a string ends it only if the string is not closed: its next quote is not followed by a comma, a
+  colon or a closing bracket.
 
 Time is linear in the text. There is no recursion, so depth has no limit.
 """
@@ -57,9 +58,7 @@ class JsonReader:
         words: Whether a word that is neither Python's nor JSON's is a string; else it can be no element.
     """
 
-    def __init__(
-        self, *ends: str, quote: str = "", line: str = "", python: bool = False, words: bool = True
-    ) -> None:
+    def __init__(self, *ends: str, quote: str = "", line: str = "", python: bool = False, words: bool = True) -> None:
         self._ends = ends
         self._first = frozenset(end[0] for end in ends)
         self._quote = quote
@@ -347,7 +346,9 @@ class JsonReader:
         if after == ")":
             source.take(1)
             yield from source.whitespace()
-        closes = after in ("}", "]", ":") or (yield from source.at_end()) or bool((yield from source.ahead(*self._ends)))
+        closes = (
+            after in ("}", "]", ":") or (yield from source.at_end()) or bool((yield from source.ahead(*self._ends)))
+        )
         if after == ",":
             source.take(1)
             yield from source.whitespace()
@@ -397,7 +398,6 @@ class JsonReader:
             source.take(1)
             return _PYTHON[kind]
         return "\\\\" if kind else ""
-
 
     def _surrogate(self, source: Source, digits: str, code: int) -> Steps[str]:
         """Read the other half of a surrogate pair, if it follows. Half a pair is U+FFFD."""

@@ -21,7 +21,6 @@ from sapwood_tokenizer.output.incremental.parser import Script
 from sapwood_tokenizer.output.incremental.source import Emit, Source, Steps
 from sapwood_tokenizer.output.incremental.space_trimmer import SpaceTrimmer
 
-
 MAX_PROSE = 1024
 """How much text may follow a call inside reasoning, if it is to be a call."""
 

@@ -1,1 +1,1 @@
-"""Finding tool calls in what a model writes: one family a file, named in ``registry``. Knows no grammar."""
+"""Finding tool calls in what a model writes: families, named in ``registry``. Knows no grammar."""

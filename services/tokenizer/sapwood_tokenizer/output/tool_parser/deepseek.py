@@ -55,7 +55,7 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
         first = yield from source.peek()
         empty = bool(fence and (yield from source.ahead(_FENCE)))
         ended = first == "" or empty or bool((yield from source.ahead(*_MARKERS.all.literals)))
-        if not name or not (first in ('{', '"') or (ended and (separated or name in tools))):
+        if not name or not (first in ("{", '"') or (ended and (separated or name in tools))):
             return False
         if ended and first == "" and not fence and not inner and name == "function":
             return False

@@ -1,7 +1,8 @@
 """Gemma 4: ``<|tool_call>call:f{k:<|"|>v<|"|>,n:3}<tool_call|>``, one block a call.
 
 Keys have no quotes. Strings stand between two ``<|"|>``, which inside a string stands for a quote; other values are JSON.
-The models at times leave ``call`` or an opening quote out, or write ``call:f(k=...)``; a value without quotes that is no JSON is a string.
+The models at times leave ``call`` or an opening quote out, or write ``call:f(k=...)``; a value without quotes that is no JSON
+is a string.
 
 Source: the function-calling guide and the template published with the models.
 """

@@ -6,9 +6,9 @@ channel ``analysis`` is reasoning, and ``final`` and ``commentary`` are text. Th
 channel. The prompt ends with ``<|start|>assistant``, so the output begins inside a header. Messages of a kind that follow
 each other are set apart by a line break.
 
-Anything outside a message is text, and so is a malformed header without its markers. A header that the end of the output cuts off
-is dropped. Where ``<|message|>`` was left out or misspelt, the content of a call begins at its brace. The next header ends a message
-whose end was left out. Arguments that are no object are a JSON string.
+Anything outside a message is text, and so is a malformed header without its markers. A header that the end of the output cuts
+off is dropped. Where ``<|message|>`` was left out or misspelt, the content of a call begins at its brace. The next header ends
+a message whose end was left out. Arguments that are no object are a JSON string.
 
 Source: OpenAI's description of the harmony response format.
 """

@@ -17,7 +17,6 @@ An example inside a value may hold ``_DEPTH`` tags that are open at once; each v
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -156,7 +155,9 @@ class _Machine:
         self._tools = tools
         self._json = JsonReader(*form.sections, form.call)
         self._openers = (*form.sections, form.call)
-        self._text_marks = Markers(*form.strays) if form.prefix else Markers(*self._openers, *form.closers, *form.strays)
+        self._text_marks = (
+            Markers(*form.strays) if form.prefix else Markers(*self._openers, *form.closers, *form.strays)
+        )
         self._marks = Markers(_CLOSE, form.parameter, *self._openers)
         self._flat = False  # nothing that is open at the end of the output is closed again
 
@@ -229,12 +230,11 @@ class _Machine:
             marker = again
         if (yield from source.at_end()):
             return ""
-        if marker != form.call or form.keyed:
-            if (yield from source.peek()) in "{[":
-                if not (yield from parse_calls(source, self._out, self._json)):
-                    self._out.text(source.stop_recording())
-                source.stop_recording()
-                return ""
+        if (marker != form.call or form.keyed) and (yield from source.peek()) in "{[":
+            if not (yield from parse_calls(source, self._out, self._json)):
+                self._out.text(source.stop_recording())
+            source.stop_recording()
+            return ""
         if form.keyed:
             name = yield from self._keyed_head()
         elif marker == form.call:
@@ -465,9 +465,7 @@ class _Machine:
             return Parameter("")
         return Parameter(key if named or valued else "")
 
-    def _value(
-        self, arguments: Arguments, tool: str, parameter: Parameter, seen: set[str], flat: bool
-    ) -> Steps[bool]:
+    def _value(self, arguments: Arguments, tool: str, parameter: Parameter, seen: set[str], flat: bool) -> Steps[bool]:
         """Read a value and its end. Returns whether the rest of the call holds no examples of calls."""
         source, form = self._source, self._form
         types = self._tools.types(tool, parameter.key) if parameter.types is None else parameter.types

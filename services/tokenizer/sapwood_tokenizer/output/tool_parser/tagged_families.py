@@ -48,8 +48,8 @@ DEEPSEEK_V32 = TaggedForm(
 ).family("deepseek_v32", "｜DSML｜")
 """DeepSeek V3.2: ``<｜DSML｜invoke name="f">`` with ``<｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>``.
 
-Calls stand between ``<｜DSML｜function_calls>`` tags, in V4 between ``<｜DSML｜tool_calls>`` tags. The model says itself which values
-are strings, written without quotes; the others are JSON. Where it does not say so, the tool's schema does.
+Calls stand between ``<｜DSML｜function_calls>`` tags, in V4 between ``<｜DSML｜tool_calls>`` tags. The model says itself which
+values are strings, written without quotes; the others are JSON. Where it does not say so, the tool's schema does.
 """
 
 GLM45 = TaggedForm(

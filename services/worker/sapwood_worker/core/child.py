@@ -24,6 +24,13 @@ _COLLECT_AFTER = (700, 10, 250)
 last took 20 ms with 18 000 pages cached, and was due after some thirty prompts of 8192 tokens."""
 
 
+_SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Of oneDNN and of torch's layer over it: each keeps compiled products by their shape, 1024 of them unless these say otherwise.
+They are read when the first product is computed."""
+_SHAPES = 128
+"""With 1024, steps of ever other numbers of tokens took 800 MB (benchmarks/soak.py); with 128 they take 170 MB and as long."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the front tells each of them (``ipc/launch.py``)."""
     parser.add_argument("--folder", type=Path, required=True)
@@ -52,6 +59,8 @@ def begin(arguments: argparse.Namespace) -> Task:
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in _SHAPE_CACHES:
+        os.environ.setdefault(name, str(_SHAPES))
     faulthandler.register(signal.SIGUSR2)
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=RankTask)
     config_class: type[WorkerConfig] = load(task.config_class)

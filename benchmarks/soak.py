@@ -3,7 +3,8 @@
     python benchmarks/soak.py --minutes 40 --every 30 --out soak.json
 
 Private memory is what a process alone holds and has written (``Private_Dirty`` of ``/proc/PID/smaps_rollup``). The slope is that
-of a straight line through the second half of the time: at first caches fill.
+of a straight line through the second half of the time: at first caches fill. ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024
+LRU_CACHE_CAPACITY=1024 before the command shows how it was without our bound of torch's caches.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ async def soak(args: argparse.Namespace) -> dict[int, Memory]:
             print(f"{(time.monotonic() - began) / 60:6.1f} min, {done} requests: MB: {shown}", flush=True)
             await asyncio.sleep(args.every)
 
-    async with sapwood.AsyncEngine(args.model) as engine:
+    async with sapwood.AsyncEngine(args.model, num_pages=args.pages) as engine:
         await asyncio.gather(sample(), *(client(engine) for _ in range(args.clients)))
     return memory
 
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between samples")
     parser.add_argument("--clients", type=int, default=6, help="requests at a time")
+    parser.add_argument("--pages", type=int, default=512, help="of the KV cache, which fills at first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="all samples, as JSON")
     args = parser.parse_args()

@@ -99,7 +99,9 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
 
     def info(worker: worker_pb2_grpc.WorkerStub) -> Answer:
         told = worker.GetModelInfo(pb.GetModelInfoRequest())
-        return _shown(told, _INFO) | {"role": role_name(told.role)}
+        defaults = {field.name: round(value, 6) for field, value in told.sampling_defaults.ListFields()}
+        shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        return _shown(told, _INFO) | {"role": role_name(told.role), "sampling_defaults": shown or "none"}
 
     def pin(worker: worker_pb2_grpc.WorkerStub) -> Answer:
         request = pb.PinPrefixRequest(

@@ -23,8 +23,8 @@ def test_messages_services_and_client_know_the_same_fields() -> None:
 
 
 def test_a_field_is_named_in_few_files() -> None:
-    # docs/development.md lists them. The last but one is there for its flag, which a field need not have, the last because
-    # another engine's protocol has a field of that name.
+    # docs/development.md lists them. The last but two is there for its flag, which a field need not have, the last but
+    # one because another engine's protocol has a field of that name, the last because models' files may have a default of it.
     sources = [
         path
         for folder in ("protos", "sapwood", "services", "kernels")
@@ -41,6 +41,7 @@ def test_a_field_is_named_in_few_files() -> None:
         "kernels/sapwood_kernels/sampling/triton_sampling.py",
         "sapwood/cli/request.py",
         "services/worker/sapwood_worker/front/sglang/convert.py",
+        "services/worker/sapwood_worker/model/checkpoint/generation_config.py",
     }
 
 
@@ -138,3 +139,26 @@ def test_tokens_the_model_lacks_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         check_tokens(read_sampling(given), 50)
     assert caught.value.field == f"sampling.{next(iter(given))}"
+
+
+def test_a_models_defaults_take_the_place_of_what_a_request_leaves_out_and_of_nothing_else() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+
+    def served(**given: Any) -> Any:
+        """What a worker with these defaults makes of the message that a router sends of a request."""
+        message = to_message(read_sampling(given))
+        return from_message(message, defaults=defaults)[0]
+
+    left_out = served(max_tokens=3)
+    assert (left_out.temperature, left_out.top_k, left_out.top_p, left_out.min_p) == (0.6, 20, 0.95, 0.0)
+    assert left_out.repetition_penalty == 1.05
+    usual = served(temperature=1.0, top_p=1, repetition_penalty=1.0, min_p=0.0)
+    assert (usual.temperature, usual.top_p, usual.repetition_penalty, usual.top_k) == (1.0, 1.0, 1.0, 20)
+    own = served(temperature=0.0, top_k=7)
+    assert (own.temperature, own.top_k, own.top_p) == (0.0, 7, 0.95)
+
+
+def test_without_defaults_a_message_has_what_differs_from_the_usual_or_was_set_to_it() -> None:
+    assert {field.name for field, _ in to_message(read_sampling({"seed": 1})).ListFields()} == {"seed"}
+    set_to_usual = to_message(read_sampling({"seed": 1, "temperature": 1.0, "max_tokens": 4}))
+    assert {field.name for field, _ in set_to_usual.ListFields()} == {"seed", "temperature", "max_tokens"}

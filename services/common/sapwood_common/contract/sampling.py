@@ -52,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         allowed_token_ids: The only tokens that may be generated; empty: all.
         bad_words_ids: Sequences whose last token may not follow the others in the output.
         speculate: Whether tokens may be drafted, where the worker does that.
+        usual: Settings in ``OF_MODELS`` that the request itself sets to the usual value, so that the model's own default does not
+            take their place. No request has it: it is found out.
         logit_processors: Functions of the worker's operator that change the logits first, one after another.
     """
 
@@ -77,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
     speculate: bool = True
     logit_processors: Annotated[tuple[LogitProcessorCall, ...], Meta(max_length=8)] = ()
+    usual: tuple[str, ...] = ()
 
     def draws(self) -> SamplingParams:
         """The settings that decide a token by its logits and position alone, whatever came before."""
@@ -105,25 +108,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 USUAL = SamplingParams()
 """The settings of a request that sets none."""
 
-FIELDS = frozenset(SamplingParams.__struct_fields__)
+FIELDS = frozenset(SamplingParams.__struct_fields__) - {"usual"}
+
+OF_MODELS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Settings whose usual value, which is here, a model's files may replace."""
 
 _PLACE = re.compile(r"`\$\.(?P<name>\w+)(?P<inner>[^`]*)`$")
 """Finds in msgspec's message the field that is wrong."""
 
 
-def read_sampling(given: Mapping[str, Any], done: int = 0, seeds: Seeds = RANDOM_SEEDS) -> SamplingParams:
+def read_sampling(
+    given: Mapping[str, Any],
+    done: int = 0,
+    seeds: Seeds = RANDOM_SEEDS,
+    defaults: Mapping[str, float] | None = None,
+) -> SamplingParams:
     """Checked settings; an absent seed is drawn.
 
     Args:
         given: Fields by name. Keys of ``logit_bias`` may be decimal text.
         done: Tokens that were generated before; ``min_tokens`` counts them, ``max_tokens`` does not.
         seeds: Draws the seed.
+        defaults: The model's own, for settings in ``OF_MODELS`` that are absent; a ``top_k`` of 0 is there, and keeps all. None:
+            who serves the model adds them later.
 
     Raises:
         InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
     """
     if "seed" not in given:
         given = {**given, "seed": seeds.draw()}
+    if defaults is not None:
+        given = {**defaults, **given}
+        if given.get("top_k") == 0:
+            given = {name: value for name, value in given.items() if name != "top_k"}
     try:
         params = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
@@ -136,7 +153,10 @@ def read_sampling(given: Mapping[str, Any], done: int = 0, seeds: Seeds = RANDOM
         )
     if not 0 <= params.seed < _UINT64:
         raise InvalidArgumentError("seed must fit 64 bits", field="sampling.seed")
-    return params
+    if defaults is not None:
+        return params
+    usual = tuple(name for name, value in OF_MODELS.items() if name in given and given[name] == value)
+    return msgspec.structs.replace(params, usual=usual) if usual else params
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from sapwood.v1 import common_pb2
 from sapwood_common.contract.json_text import decode
-from sapwood_common.contract.sampling import SamplingParams, read_sampling
+from sapwood_common.contract.sampling import OF_MODELS, SamplingParams, read_sampling
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 
@@ -43,9 +43,14 @@ _REPEATED: dict[str, Callable[[Any], Any]] = {
 
 
 def from_message(
-    message: common_pb2.SamplingParams, done: int = 0, seeds: Seeds = RANDOM_SEEDS
+    message: common_pb2.SamplingParams,
+    done: int = 0,
+    seeds: Seeds = RANDOM_SEEDS,
+    defaults: Mapping[str, float] | None = None,
 ) -> tuple[SamplingParams, int]:
     """Checked settings, and the number of continuations; ``done`` tokens were generated before, ``seeds`` draws an absent seed.
+
+    ``defaults`` are the model's, as :func:`read_sampling` takes them.
 
     Raises:
         InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
@@ -54,12 +59,14 @@ def from_message(
     for name in given.keys() & _REPEATED:
         given[name] = _REPEATED[name](given[name])
     count = given.pop("n", 1)
-    return read_sampling(given, done, seeds), count
+    return read_sampling(given, done, seeds, defaults), count
 
 
 def to_message(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The message of the settings that differ from the defaults, and of the seed."""
+    """The message of the settings that differ from the defaults, or that the request set to them, and of the seed."""
     given = msgspec.to_builtins(params)
+    given.pop("usual", None)
+    given |= {name: OF_MODELS[name] for name in params.usual}
     given["seed"] = params.seed
     if params.bad_words_ids:
         given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in params.bad_words_ids]

@@ -260,7 +260,7 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seed
     Raises:
         InvalidArgumentError: A setting is out of range; its field is named.
     """
-    params, count = from_message(request.sampling, request.output_tokens, seeds)
+    params, count = from_message(request.sampling, request.output_tokens, seeds, info.sampling_defaults)
     check_tokens(params, info.vocab_size)
     for call in params.logit_processors:
         if call.name not in info.logit_processors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sapwood.v1 import worker_pb2
+from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_worker.front.convert import from_activation, from_pooling, from_role
 from sapwood_worker.front.request_grammars import RequestGrammars
 from sapwood_worker.records.model_info import ModelInfo
@@ -63,4 +63,5 @@ def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> wo
         labels=info.labels.names if info.labels is not None else (),
         activation=from_activation(info),
         role=from_role(role),
+        sampling_defaults=common_pb2.SamplingParams(**info.sampling_defaults),
     )

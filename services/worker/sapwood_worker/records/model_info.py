@@ -36,21 +36,6 @@ class Labels(msgspec.Struct, frozen=True):
     activation: Literal["softmax", "sigmoid", "none"]
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Settings of sampling for requests that do not set them, as the model's files give them; None: the usual."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    def given(self) -> dict[str, float | int]:
-        """Those that there are, by their names."""
-        found = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return {name: value for name, value in found if value is not None}
-
-
 class SumTime(msgspec.Struct, frozen=True, array_like=True):
     """What a sum of a tensor over the ranks takes.
 
@@ -172,4 +157,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512
     sizes_reason: str = ""
     speculate: str = "off"
-    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    sampling_defaults: dict[str, float] = {}

@@ -53,6 +53,11 @@ class ModelSettings(ServiceConfig):
         description="What becomes of quantised weights in the checkpoint, such as GGUF's on a CPU, if this device can multiply "
         "with them as they are: keep leaves them as stored; widen converts them to the model's dtype, which takes more memory.",
     )
+    sampling_defaults: Literal["model", "none"] = Field(
+        "model",
+        description="Where settings of sampling come from that a request leaves out: model takes those of the model's "
+        "generation_config.json (temperature, top_p and such), as vLLM and SGLang do; none takes the API's own defaults.",
+    )
     attention_backend: AttentionSetting = Field(
         "auto",
         description="What computes attention: flashinfer, triton, native (decodes in float32 on a CPU), torch or a package's "

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from sapwood_common.contract.sampling import FIELDS, SamplingParams, read_sampling
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
@@ -52,7 +54,8 @@ def sampling_of(
     make_whole(values, SamplingParams)
     if values.keys().isdisjoint(_TRANSLATED):
         return _read(values, fields, seeds)
-    if values.get("top_k") in (0, -1):
+    keeps_all = values.get("top_k") in (0, -1) and values["top_k"] is not False
+    if keeps_all:
         del values["top_k"]
     if values.get("top_p") == 0 and values["top_p"] is not False:
         del values["top_p"]
@@ -60,7 +63,8 @@ def sampling_of(
     seed = values.get("seed")
     if isinstance(seed, int) and -(2**63) <= seed < 0:
         values["seed"] = seed + 2**64
-    return _read(values, fields, seeds)
+    params = _read(values, fields, seeds)
+    return replace(params, usual=(*params.usual, "top_k")) if keeps_all and not params.top_k else params
 
 
 def _read(values: dict[str, Any], fields: FieldNames, seeds: Seeds) -> SamplingParams:

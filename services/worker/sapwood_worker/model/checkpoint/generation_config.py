@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.json_file import read_json_object
 from sapwood_worker.model.families.known_keys import KnownKeys, refusal, short
-from sapwood_worker.records.model_info import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ GENERATION = KnownKeys(
 )
 
 
-def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+def read_sampling_defaults(directory: Path) -> dict[str, float]:
     """The defaults of a Hugging Face directory; what cannot be one is dropped, with a line in the log.
 
     Raises:
@@ -52,11 +50,11 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     """
     path = directory / "generation_config.json"
     if not directory.is_dir() or not path.exists():
-        return SamplingDefaults()
+        return {}
     values = read_json_object(path)
     if refused := GENERATION.refused(values):
         raise ConfigError(refusal(str(path), refused))
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     for name, (least, most) in _RANGES.items():
         value = values.get(name)
         if value is None:
@@ -71,4 +69,4 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
                 found[name] = int(value)
         else:
             found[name] = float(value)
-    return SamplingDefaults(**found)
+    return found

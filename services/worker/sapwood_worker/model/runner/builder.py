@@ -17,6 +17,7 @@ from sapwood_common.plugins import part_names
 from sapwood_kernels.ops.factory import cache_folder, device_ops
 from sapwood_kernels.sampling.cpu_sampling import SETTINGS
 from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.checkpoint.generation_config import read_sampling_defaults
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
@@ -306,6 +307,7 @@ class _Builder:
             normalizes=sentences.normalizes and config.labels is None,
             labels=config.labels,
             generates=config.labels is None and not self._headless,
+            sampling_defaults=self._sampling_defaults(),
             embedded_tokens=sentences.max_tokens,
             shortened=sentences.shortened,
             prefill_attention=self._attention.prefill.name,
@@ -332,6 +334,14 @@ class _Builder:
             max_step_tokens=self._sizes.max_step_tokens,
             sizes_reason="; ".join(self._sizes.reasons),
         )
+
+    def _sampling_defaults(self) -> dict[str, float]:
+        if self._options.sampling_defaults == "none":
+            return {}
+        found = read_sampling_defaults(self._options.model_path)
+        if found:
+            logger.info("sampling, unless requests say otherwise: %s (generation_config.json)", found)
+        return found
 
     def _plan_prompts(self, most: int, pool: DevicePool, backend: PagedAttention) -> None:
         began, room = time.monotonic(), (min(pool.counts) - SCRATCH_PAGES) * pool.page_size

@@ -30,6 +30,7 @@ class RunnerOptions:
             after a trial of the largest step, elsewhere 1 GiB, or an eighth of the memory that there is if that is less.
         quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
             128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
+        sampling_defaults: ``model`` takes those of ``generation_config.json``, ``none`` takes none.
         stored_weights: ``keep`` multiplies with weights as they are stored where we can, ``widen`` reads their numbers.
         kv_cache_dtype: The pool's dtype: ``auto`` is the model's.
         memory_fraction: Largest share of the GPU's memory that may be in use, other programs' included.
@@ -69,6 +70,7 @@ class RunnerOptions:
     kv_cache_bytes: int | None = None
     quantization: str = "none"
     stored_weights: StoredWeights = "keep"
+    sampling_defaults: Literal["model", "none"] = "model"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     memory_fraction: float = 0.9
     max_step_tokens: int | None = 8192

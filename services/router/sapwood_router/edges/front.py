@@ -144,7 +144,7 @@ class HttpFront:
         self._idle.set()
         routes = tuple(routes)
         self._endpoints = dict(map(self._endpoint, routes))
-        self._folders = frozenset(route.path for route in routes if route.is_folder)
+        self._folders = tuple(route.path for route in routes if route.is_folder)
         self._paths = frozenset(path for _, path in self._endpoints)
         self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")} - {"/"})
         self._unknown = Endpoint(self, self._refuse, None, None)
@@ -232,7 +232,7 @@ class HttpFront:
 
     def _without_slash(self, path: str) -> str:
         """The path without a slash at its end, which some clients add to their base URL or to each path."""
-        if not path.endswith("/") or path in self._folders:
+        if not path.endswith("/") or path.startswith(self._folders):
             return path
         return path.rstrip("/") or "/"
 

@@ -12,6 +12,10 @@ from prometheus_client import CollectorRegistry
 from sapwood_router.edges.anthropic.errors import AnthropicDialect
 from sapwood_router.edges.anthropic.messages import count_tokens, create_message
 from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount
+from sapwood_router.edges.cohere.chat import chat as cohere_chat
+from sapwood_router.edges.cohere.embed import embed as cohere_embed
+from sapwood_router.edges.cohere.errors import CohereDialect
+from sapwood_router.edges.cohere.types import CohereAnswer, CohereChatRequest, CohereEmbeddings, CohereEmbedRequest
 from sapwood_router.edges.http.errors import Dialects
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
@@ -55,7 +59,8 @@ _MODEL = "/v1/models/"
 
 
 DIALECTS = Dialects(
-    (("/v1/messages", AnthropicDialect()), ("/api/", OllamaDialect())), {b"anthropic-version": AnthropicDialect()}
+    (("/v1/messages", AnthropicDialect()), ("/api/", OllamaDialect()), ("/v2/", CohereDialect())),
+    {b"anthropic-version": AnthropicDialect()},
 )
 """How a request for a path that is not there is told so."""
 
@@ -157,7 +162,15 @@ def all_routes(
         ),
         *(
             Post(path, rerank, summary="Orders documents by a query", takes=(RerankRequest,), gives=RerankResponse)
-            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            for path in ("/rerank", "/v1/rerank")
+        ),
+        Post(
+            "/v2/rerank",
+            rerank,
+            CohereDialect(),
+            summary="Orders documents by a query, Cohere's way",
+            takes=(RerankRequest,),
+            gives=RerankResponse,
         ),
         *(
             Post(path, classify, summary="Tells which label fits", takes=(ClassifyRequest,), gives=ClassifyResponse)
@@ -184,6 +197,24 @@ def all_routes(
             tei_embed,
             summary="Turns texts into vectors, as text-embeddings-inference",
             takes=(TeiEmbedRequest,),
+        ),
+        Post(
+            "/v2/chat",
+            cohere_chat,
+            CohereDialect(),
+            summary="Answers a conversation, Cohere's way",
+            takes=(CohereChatRequest,),
+            gives=CohereAnswer,
+            settings=TEXT_SAMPLING,
+            streams=True,
+        ),
+        Post(
+            "/v2/embed",
+            cohere_embed,
+            CohereDialect(),
+            summary="Turns texts into vectors, Cohere's way",
+            takes=(CohereEmbedRequest,),
+            gives=CohereEmbeddings,
         ),
         Ask("/version", _show_version, summary="Tells the version"),
         *(

@@ -97,6 +97,14 @@ STREAM_GARBAGE = {
     "no choices": events({"id": "x"}, done=True),
     "wrong choices": events({"choices": ["x"]}, done=True),
     "wrong delta": events({"choices": [{"index": 0, "delta": 7}]}, done=True),
+    **{
+        f"a call at {index!r}": events(
+            {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": index}]}}]}, done=True
+        )
+        for index in (4_000_000_000, -1, 1024, "1", 0.5, [])
+    },
+    "calls that are no list": events({"choices": [{"index": 0, "delta": {"tool_calls": 7}}]}, done=True),
+    "a call that is none": events({"choices": [{"index": 0, "delta": {"tool_calls": [7]}}]}, done=True),
     "an error": events({"error": {"message": "oops", "code": 500}}),
     "one without a shape": events({"error": "oops"}),
     "not UTF-8": raw(HTTP_OK + b"content-type: text/event-stream\r\n\r\ndata: \xff\n\n"),

@@ -285,7 +285,7 @@ class ResponsesApi:
         """
         response_id, _, below = _id_in(exchange.path).partition("/")
         if below != _CANCEL:
-            raise HttpError(404, f"there is no {exchange.path}")
+            raise HttpError(404, f"{exchange.path} takes no POST; a response does at {PATH}/ID/{_CANCEL}")
         tenant = exchange.tenant
         if not self._store.get(tenant, response_id).in_background:
             raise InvalidArgumentError("only a response in the background can be cancelled", field="response_id")

@@ -21,6 +21,8 @@ _SALTED = frozenset({"sapwood", "vllm"})
 """Servers that take ``cache_salt``, so that tenants share no cache."""
 
 Chunk = dict[str, Any]
+_CALLS = range(1024)
+"""Indexes that calls of tools may have."""
 
 
 class Progress:
@@ -109,7 +111,7 @@ class Progress:
         Raises:
             InternalError: It is no chunk of OpenAI's API.
         """
-        if not all(isinstance(choice.get("delta", {}), dict) for choice in chunk["choices"]):
+        if not all(_is_delta(choice.get("delta", {})) for choice in chunk["choices"]):
             raise InternalError("the backend answered what is no chunk of OpenAI's API")
         for choice in chunk["choices"]:
             self._look(choice)
@@ -206,3 +208,13 @@ def _says(choice: Mapping[str, Any]) -> bool:
 def number(value: Any) -> int:
     """A count that a backend told; 0 where it is none."""
     return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _is_delta(delta: object) -> bool:
+    """Whether it is one that clients can take: many make a list as long as the largest index of a call."""
+    if not isinstance(delta, dict):
+        return False
+    calls = delta.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and (call.get("index") is None or call["index"] in _CALLS) for call in calls
+    )

@@ -6,6 +6,7 @@ import { MessageView } from "./message.js";
 import { markField, requestOf } from "./settings.js";
 
 const STORE = "sapwood-chat";
+const MOST_CALLS = 128;
 const NEAR = 80; // pixels from the end within which the view follows it
 
 /** A turn as the API takes it. */
@@ -25,8 +26,13 @@ function take(turn, event) {
   if (reasoning) turn.reasoning = (turn.reasoning ?? "") + reasoning;
   for (const part of calls) {
     turn.tool_calls ??= [];
-    turn.tool_calls[part.index] ??= { id: part.id, type: "function", function: { name: part.function.name, arguments: "" } };
-    turn.tool_calls[part.index].function.arguments += part.function.arguments ?? "";
+    let call = turn.tool_calls.find(({ index }) => index === part.index); // a backend chooses the index: it is no place in a list
+    if (!call) {
+      if (turn.tool_calls.length === MOST_CALLS) throw new Error(`the answer has more than ${MOST_CALLS} calls`);
+      call = { index: part.index, id: part.id, type: "function", function: { name: part.function?.name ?? "", arguments: "" } };
+      turn.tool_calls.push(call);
+    }
+    call.function.arguments += part.function?.arguments ?? "";
   }
   return Boolean(content || reasoning || calls.length);
 }

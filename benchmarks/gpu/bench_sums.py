@@ -85,7 +85,7 @@ def measure(rank: int, size: int, folder: str, device_type: str) -> None:
             "chosen+norm": normed,
         }
         own = {name: timer(lambda call=call: [call() for _ in range(CHAIN)]) / CHAIN for name, call in calls.items()}  # type: ignore[misc]
-        every = group.exchange(own)
+        every = group.exchange(own, dict[str, float])
         slowest = {name: round(max(each[name] for each in every) * 1e6, 2) for name in own}
         slowest["link"] = round(min(size - 1, 2 * (size - 1) / size) * x.nbytes / LINK * 1e6, 2)
         lines.append((rows, slowest))
@@ -98,7 +98,7 @@ def measure(rank: int, size: int, folder: str, device_type: str) -> None:
             print(rows, *(f"{found[name]:.1f}" if name in found else "-" for name in names), sep=" | ", flush=True)
     if rank == 0:
         print(json.dumps({"what": "sums counted", "counts": table.counts()} | about), flush=True)
-    group.exchange("")
+    group.exchange("", str)
     dist.destroy_process_group()
 
 

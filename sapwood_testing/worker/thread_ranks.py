@@ -9,6 +9,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -81,10 +82,10 @@ class ThreadGroup(Group):
         self.calls += 1
         return x.copy_(self._sent[source, self.rank].get(timeout=60))
 
-    def exchange(self, value: ResultT) -> list[ResultT]:
-        self._values[self.rank] = value
+    def exchange(self, value: ResultT, kind: Any) -> list[ResultT]:
+        self._values[self.rank] = msgspec.msgpack.encode(value)  # as processes do
         self._barrier.wait(timeout=60)
-        found = list(self._values)
+        found = [msgspec.msgpack.decode(each, type=kind) for each in self._values]
         self._barrier.wait(timeout=60)
         return found
 

@@ -14,6 +14,7 @@ import grpc
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_testing.namespace import Namespace
 from sapwood_testing.ports import port_of_its_own
+from sapwood_testing.worker.group_key import group_key
 from sapwood_testing.worker.worker_process import started_worker
 
 
@@ -45,7 +46,8 @@ def two_hosts(
     ``others``: the second host's model, if it is another; ``module``: what is run.
     """
     host = "127.0.0.1" if inside is None else inside.host
-    flags = ("--nnodes", "2", "--rendezvous", f"{host}:{port_of_its_own()}", *flags)
+    meeting = ("--rendezvous", f"{host}:{port_of_its_own()}", "--rendezvous-key", group_key())
+    flags = ("--nnodes", "2", *meeting, *flags)
     command = [sys.executable, "-m", module, "--model", str(others or model), "--node-rank", "1", *flags]
     with log.with_suffix(".second").open("w") as output:
         second = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

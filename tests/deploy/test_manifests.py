@@ -365,6 +365,11 @@ def test_workers_over_hosts_are_groups_of_pods_of_which_the_first_serves() -> No
             flags.append(f"--{name.removeprefix('SAPWOOD_WORKER_').lower().replace('_', '-')}={value}")
         config = parse_config(WorkerConfig, "worker", "", flags)
         assert config.meeting_place == ("worker-0.worker.sapwood", 7411)
+        assert str(config.rendezvous_key) == "/group/key"
+        assert {"name": "group", "secret": {"secretName": "worker-group", "defaultMode": 0o440}} in pod["spec"][
+            "volumes"
+        ]
+        assert {"name": "group", "mountPath": "/group", "readOnly": True} in container["volumeMounts"]
         assert (config.nnodes, config.node_rank) == (template["size"], rank)
         assert config.ranks == config.nnodes * container["resources"]["limits"]["nvidia.com/gpu"]
         assert (

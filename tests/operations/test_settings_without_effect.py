@@ -106,6 +106,7 @@ REFUSED = [
     (WORKER, f"{SPLIT} --speculate draft:demo", "--speculate", f"{SPLIT} --speculate prefix"),
     (WORKER, "--node-rank 1", "--node-rank", "--nnodes 2"),
     (WORKER, "--rendezvous a:1", "--rendezvous", "--nnodes 2"),
+    (WORKER, "--rendezvous-key file", "--rendezvous-key", "--nnodes 2"),
     (WORKER, "--sglang-tokenizer folder", "--sglang-tokenizer", "--sglang"),
     (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
     (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),

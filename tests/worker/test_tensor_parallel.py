@@ -24,6 +24,7 @@ from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.ports import port_of_its_own
+from sapwood_testing.worker.group_key import group_key
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.worker_stub import two_hosts, worker
 
@@ -144,6 +145,7 @@ def test_two_hosts_answer_as_one_process(
 def test_hosts_meet_at_an_ipv6_address(tiny_model: Any, tmp_path: Path) -> None:
     path = tiny_model("llama", **SHAPE).path
     flags = ["--nnodes", "2", "--rendezvous", f"[::1]:{port_of_its_own()}", "--tensor-parallel", "2"]
+    flags += ["--rendezvous-key", group_key()]
     flags += ["--num-pages", "64", "--no-structured-output"]
     command = [sys.executable, "-m", "sapwood_worker", "--model", str(path), "--node-rank", "1", *flags]
     second = subprocess.Popen(command)

@@ -22,18 +22,22 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.settings.config import parse_config
 from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.fake_runner import continuation
+from sapwood_testing.worker.group_key import group_key
 from sapwood_worker.config import WorkerConfig
 
 FAKE = (sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", "0", "--poison-token", "999")
 DIVERGE = 77
 
 
+def two_hosts(port: int) -> tuple[str, ...]:
+    return ("--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--rendezvous-key", group_key())
+
+
 class FollowerNode:
     """The second host. ``log`` is what it has said so far."""
 
     def __init__(self, port: int, *flags: str) -> None:
-        where = ("--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--tensor-parallel", "2")
-        command = [*FAKE, *where, "--node-rank", "1", *flags]
+        command = [*FAKE, *two_hosts(port), "--tensor-parallel", "2", "--node-rank", "1", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -125,7 +129,7 @@ def lose(stub: worker_pb2_grpc.WorkerStub, doing: Callable[[], object]) -> str:
 def test_losses_on_the_second_host_are_named_and_all_are_started_anew(start, follow) -> None:
     port = port_of_its_own()
     node = follow(port)
-    worker = start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}")
+    worker = start("--tensor-parallel", "2", *two_hosts(port))
     with grpc.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         assert answer(stub) == expected([4, 5], 20)
@@ -144,7 +148,7 @@ def test_losses_on_the_second_host_are_named_and_all_are_started_anew(start, fol
 def test_who_stands_still_or_dies_on_the_first_host_is_named(start, follow, number) -> None:
     port = port_of_its_own()
     follow(port)
-    worker = start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}")
+    worker = start("--tensor-parallel", "2", *two_hosts(port))
     with grpc.insecure_channel(worker.address) as channel:
         told = lose(worker_pb2_grpc.WorkerStub(channel), lambda: os.kill(worker.rank_pids()[0], number))
     how = "has given no sign of life for" if number == signal.SIGSTOP else ": killed by signal 9"
@@ -156,7 +160,7 @@ def test_who_stands_still_or_dies_on_the_first_host_is_named(start, follow, numb
 def test_who_stands_still_on_the_second_host_is_named(start, follow) -> None:
     port = port_of_its_own()
     node = follow(port)
-    worker = start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}")
+    worker = start("--tensor-parallel", "2", *two_hosts(port))
 
     def stop_all() -> None:
         os.kill(node.process.pid, signal.SIGSTOP)
@@ -181,7 +185,7 @@ def test_a_host_that_leaves_while_models_are_loaded_is_waited_for(start, follow)
 
     thread = threading.Thread(target=replace)
     thread.start()
-    worker = start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", *flags)
+    worker = start("--tensor-parallel", "2", *two_hosts(port), *flags)
     thread.join()
     assert "node 1 (rank 1 of 2) is lost: the connection has ended" in worker.log
     with grpc.insecure_channel(worker.address) as channel:
@@ -192,7 +196,7 @@ def test_a_host_that_leaves_while_models_are_loaded_is_waited_for(start, follow)
 def test_a_rank_of_the_second_host_that_samples_other_tokens_is_named(start, follow) -> None:
     port, flags = port_of_its_own(), ("--diverge-token", str(DIVERGE))
     follow(port, *flags)
-    worker = start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", *flags)
+    worker = start("--tensor-parallel", "2", *two_hosts(port), *flags)
     with grpc.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         epoch = epoch_of(stub)
@@ -207,11 +211,7 @@ def test_hosts_with_other_settings_and_strangers_are_refused_by_name_and_the_rig
     other = follow(port, "--page-size", "8")
     beyond = follow(port, "--node-rank", "2", "--nnodes", "3", "--tensor-parallel", "3")
     starting: list[object] = []
-    thread = threading.Thread(
-        target=lambda: starting.append(
-            start("--tensor-parallel", "2", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}")
-        )
-    )
+    thread = threading.Thread(target=lambda: starting.append(start("--tensor-parallel", "2", *two_hosts(port))))
     thread.start()
     assert other.wait() == 1
     assert "the first node refuses this one: its --page-size is 8, here it is 16" in other.log
@@ -233,6 +233,10 @@ def test_hosts_with_other_settings_and_strangers_are_refused_by_name_and_the_rig
         (("--tensor-parallel", "2"), "--rendezvous '': --nnodes 2 needs HOST:PORT"),
         (("--tensor-parallel", "2", "--rendezvous", "here:x"), "--rendezvous 'here:x': --nnodes 2 needs HOST:PORT"),
         (("--tensor-parallel", "3", "--rendezvous", "a:1"), "--nnodes 2: 3 ranks cannot be spread evenly over so many"),
+        (
+            ("--tensor-parallel", "2", "--rendezvous", "a:1"),
+            "--rendezvous-key: --nnodes 2 needs a file with a secret that all hosts have",
+        ),
     ],
 )
 def test_nodes_and_ranks_that_do_not_fit_are_named(flags: tuple[str, ...], said: str) -> None:

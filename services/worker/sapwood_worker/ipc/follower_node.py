@@ -7,11 +7,15 @@ import logging
 from collections.abc import Sequence
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.keyed_ways import Purpose, StrangerError, derive, introduce
 from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_common.serving.stop_signal import stop_signal
 from sapwood_common.telemetry.logs import announce
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.node_link import (
+    LINK,
+    STEPS,
+    STORE,
     Begin,
     End,
     Hello,
@@ -21,6 +25,8 @@ from sapwood_worker.ipc.node_link import (
     RankEnded,
     Refused,
     Standings,
+    Streams,
+    join_pair,
 )
 from sapwood_worker.ipc.rank import LOST_AFTER, LOST_AT_START_AFTER, Rank, RankSilence, rank_command
 from sapwood_worker.ipc.standing import RankStanding
@@ -64,6 +70,7 @@ class _FollowerNode:
     def __init__(self, config: WorkerConfig, runner: str) -> None:
         self._config, self._runner = config, runner
         self._host, self._port = config.meeting_place
+        self._key = config.group_key
         self._ranks = _NodeRanks(config, runner)
 
     async def run(self) -> None:
@@ -71,11 +78,15 @@ class _FollowerNode:
         waited, was_there = 0.0, False
         try:
             while True:
+                where = f"{self._host}:{self._port}"
                 try:
-                    reader, writer = await asyncio.open_connection(self._host, self._port)
+                    reader, writer = await self._reach()
+                except StrangerError as error:
+                    raise ConfigError(
+                        f"--rendezvous-key: the node at {where} is none of this group: {error}"
+                    ) from error
                 except OSError as error:
                     if waited >= _FIRST_SECONDS and not was_there:
-                        where = f"{self._host}:{self._port}"
                         raise ConfigError(
                             f"--rendezvous {where}: no first node within {waited:.0f} s: {error}"
                         ) from error
@@ -95,6 +106,16 @@ class _FollowerNode:
         finally:
             await self._ranks.end()
 
+    async def _reach(self) -> Streams:
+        """Connects to the first node. Raises StrangerError, OSError."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            await introduce(reader, writer, self._key, Purpose(LINK, self._config.node_rank))
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
     async def _follow(self, link: NodeLink) -> None:
         link.send(Hello.of(self._config))
         announce(logger, "following %s:%d", self._host, self._port)
@@ -104,7 +125,7 @@ class _FollowerNode:
                     raise ConfigError(f"the first node refuses this one: {reason}")
                 case Begin() as begin:
                     await self._ranks.end()
-                    self._ranks.begin(begin, link)
+                    await self._ranks.begin(begin, link)
                 case Loaded():
                     self._ranks.loaded()
                 case End():
@@ -113,29 +134,81 @@ class _FollowerNode:
                     raise LinkLostError("it speaks another language")
 
 
+class StoreTunnel:
+    """A port of this host's own behind which the first node's store is, by which ranks meet.
+
+    Args:
+        host: The first node's address.
+        port: Its port.
+        key: The group's.
+        epoch: The epoch whose ranks meet.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, epoch: int) -> None:
+        self._host, self._port = host, port
+        self._key, self._purpose = key, Purpose(STORE, epoch)
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        """Listens; returns the port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Ends it, and the connections through it."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._serving:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            theirs, back = await asyncio.open_connection(self._host, self._port)
+            try:
+                await introduce(theirs, back, self._key, self._purpose)
+                await join_pair((reader, writer), (theirs, back))
+            finally:
+                back.close()
+        except (OSError, StrangerError) as error:
+            logger.debug("the store is not reached: %s", error)
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+
 class _NodeRanks:
     """The ranks of this node, of one epoch after the other."""
 
     def __init__(self, config: WorkerConfig, runner: str) -> None:
         self._config, self._runner = config, runner
+        self._key = config.group_key
+        self._store: StoreTunnel | None = None
         self._folder: SocketFolder | None = None
         self._ranks: list[Rank] = []
         self._watching: asyncio.Future[None] | None = None
         self._limit = LOST_AT_START_AFTER
 
-    def begin(self, begin: Begin, link: NodeLink) -> None:
+    async def begin(self, begin: Begin, link: NodeLink) -> None:
         """Starts them."""
         config = self._config
-        host, _ = config.meeting_place
+        host, port = config.meeting_place
+        self._store = StoreTunnel(host, port, self._key, begin.epoch)
+        store = await self._store.start()
         self._folder = SocketFolder("sapwood-worker-")
         each = config.ranks // config.nnodes
         numbers = range(config.node_rank * each, (config.node_rank + 1) * each)
         self._ranks = [Rank(self._folder.path, number, config.ranks) for number in numbers]
         self._limit = LOST_AT_START_AFTER
+        key = derive(self._key, STEPS, begin.salt)
         for rank in self._ranks:
-            way = ("--leader", f"{host}:{begin.steps}", "--rendezvous", f"tcp://{host}:{begin.store}")
+            way = ("--leader", f"{host}:{begin.steps}", "--rendezvous", f"tcp://{host}:{store}")
             flags = ("--rank", str(rank.number), *way)
-            command = rank_command("rank_process", self._folder.path, config, self._runner, *flags, key=begin.key)
+            command = rank_command("rank_process", self._folder.path, config, self._runner, *flags, key=key)
             rank.start(command)
         logger.info("ranks %d to %d of %d start", numbers[0], numbers[-1], config.ranks)
         self._watching = asyncio.ensure_future(self._watch(begin.epoch, link, self._ranks))
@@ -155,6 +228,9 @@ class _NodeRanks:
         for rank in self._ranks:
             await rank.process.wait()
         self._ranks = []
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         if self._folder is not None:
             self._folder.remove()
             self._folder = None

@@ -114,7 +114,7 @@ class SchedulerProcess:
         meeting: Meeting | None = None
         remote: list[str] = []
         if self._nodes is not None:
-            meeting = Meeting(self._nodes.host)
+            meeting = Meeting(self._nodes.host, self._nodes.key)
             store, steps = meeting.store.fileno(), meeting.steps.fileno()
             where = f"tcp://{self._nodes.host}:{meeting.store.getsockname()[1]}"
             remote = ["--store", str(store), "--steps", str(steps)]

@@ -14,13 +14,17 @@ from sapwood_common.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.standing import Standing
 
+LINK, STORE = b"link", b"stor"
+"""What a node connects to the first one for: to follow it; to reach the store by which the ranks of an epoch meet."""
+STEPS = "steps"
+"""What the key of an epoch's connections is for."""
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 16
 _BEAT_SECONDS = 0.1
 
 _OWN = frozenset(
     (
-        *("node_rank", "model", "revision", "served_model_name", "threads", "device"),
+        *("node_rank", "rendezvous_key", "model", "revision", "served_model_name", "threads", "device"),
         *("host", "port", "metrics_port", "health_host", "health_port", "sglang", "sglang_tokenizer"),
         *("log_level", "log_format", "trace_endpoint", "trace_ratio", "tls_cert", "tls_key", "tls_client_ca"),
         *("kv_events_port", "kv_events_replay_port", "crash_dump_folder", "grpc_server", "drain_timeout"),
@@ -69,15 +73,13 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         epoch: Counts up.
-        store: Port at the first node where ranks meet.
-        steps: Port there where they get their steps.
-        key: What they say there first.
+        steps: Port at the first node where ranks get their steps.
+        salt: Makes the key of these connections of the group's.
     """
 
     epoch: int
-    store: int
     steps: int
-    key: bytes
+    salt: bytes
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -159,6 +161,8 @@ class NodeLink:
         reading = asyncio.ensure_future(self._read())
         try:
             await asyncio.wait({reading, self._silent}, return_when=asyncio.FIRST_COMPLETED)
+            if self._silent.cancelled():
+                raise LinkLostError("the connection is closed here")
             if not reading.done():
                 raise LinkLostError(f"no sign of life for {self._silent.result():.1f} s")
             return reading.result()
@@ -194,3 +198,35 @@ class NodeLink:
                 seconds = self._silence.check()
                 if seconds > self._limit and not self._silent.done():
                     self._silent.set_result(seconds)
+
+
+async def join_streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+    """Hands on all that comes over a connection to a port, and all that comes back, until either end closes."""
+    try:
+        theirs, back = await asyncio.open_connection(host, port)
+    except OSError:
+        writer.close()
+        return
+    await join_pair((reader, writer), (theirs, back))
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def join_pair(one: Streams, other: Streams) -> None:
+    """Hands on all that comes over either of two connections to the other one, until one closes; closes both."""
+    ways = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        one[1].close()
+        other[1].close()
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(_MOST_BYTES):
+            target.write(data)
+            await target.drain()

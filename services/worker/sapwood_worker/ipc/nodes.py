@@ -7,9 +7,20 @@ import logging
 import secrets
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.network.keyed_ways import KEY_BYTES, listen
+from sapwood_common.network.keyed_ways import (
+    HELLO_SECONDS,
+    KEY_BYTES,
+    StrangerError,
+    Strangers,
+    derive,
+    greet,
+    listen,
+)
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.node_link import (
+    LINK,
+    STEPS,
+    STORE,
     Begin,
     End,
     Hello,
@@ -19,6 +30,7 @@ from sapwood_worker.ipc.node_link import (
     RankEnded,
     Refused,
     Standings,
+    join_streams,
 )
 from sapwood_worker.ipc.standing import Standing
 
@@ -26,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_SECONDS = 120.0
 """Seconds that the other nodes get to come at the start. Once they were there they are waited for without end."""
-_HELLO_SECONDS = 5.0
 _SILENCE_SECONDS = 1.5
 _REMINDER_SECONDS = 30.0
 
@@ -36,16 +47,19 @@ class Meeting:
 
     Args:
         host: Their address.
+        key: The group's.
 
     Attributes:
-        store: For torch's rendezvous.
+        store: For torch's rendezvous, which asks for no key: only this host's processes reach it, others through :class:`Nodes`.
         steps: For connections by which ranks of other nodes get their steps.
-        key: What those say first.
+        salt: Makes ``key`` of the group's.
+        key: What those show that they know.
     """
 
-    def __init__(self, host: str) -> None:
-        self.store, self.steps = listen(host), listen(host)
-        self.key = secrets.token_bytes(KEY_BYTES)
+    def __init__(self, host: str, key: bytes) -> None:
+        self.store, self.steps = listen("127.0.0.1"), listen(host)
+        self.salt = secrets.token_bytes(KEY_BYTES)
+        self.key = derive(key, STEPS, self.salt)
 
     def close(self) -> None:
         """Closes this process's sockets."""
@@ -63,12 +77,16 @@ class Nodes:
 
     Attributes:
         host: The address at which ranks meet.
+        key: The group's.
         one_left: Whether a node was lost in this epoch, which may come again.
         standings: How far the other nodes' ranks have come in this epoch, by the node.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._hello = Hello.of(config)
+        self.key = config.group_key
+        self._strangers = Strangers()
+        self._store_port = 0
         self._nnodes, self._each = config.nnodes, config.ranks // config.nnodes
         self._all = config.ranks
         self.host, self._port = config.meeting_place
@@ -122,8 +140,8 @@ class Nodes:
         self.one_left = False
         self.standings = {}
         self._lost = asyncio.get_running_loop().create_future()
-        store, steps = (each.getsockname()[1] for each in (meeting.store, meeting.steps))
-        message = Begin(self._epoch, store, steps, meeting.key)
+        self._store_port = meeting.store.getsockname()[1]
+        message = Begin(self._epoch, meeting.steps.getsockname()[1], meeting.salt)
         for node in range(1, self._nnodes):
             if node in self._links:
                 self._links[node].send(message)
@@ -155,10 +173,26 @@ class Nodes:
         return f"node {node} ({ranks} of {self._all})"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = NodeLink(reader, writer, _SILENCE_SECONDS)
+        stranger = self._strangers.enter(writer.close)
+        try:
+            kind, number = await greet(reader, writer, self.key)
+        except StrangerError as error:
+            logger.debug("a stranger at --rendezvous: %s", error)
+            writer.close()
+            return
+        finally:
+            self._strangers.leave(stranger)
+        if kind == LINK:
+            await self._serve_node(NodeLink(reader, writer, _SILENCE_SECONDS))
+        elif kind == STORE and number == self._epoch:
+            await join_streams(reader, writer, "127.0.0.1", self._store_port)
+        else:
+            writer.close()
+
+    async def _serve_node(self, link: NodeLink) -> None:
         node = 0
         try:
-            hello = await asyncio.wait_for(link.receive(), _HELLO_SECONDS)
+            hello = await asyncio.wait_for(link.receive(), HELLO_SECONDS)
             if not isinstance(hello, Hello):
                 raise LinkLostError("it said no hello")
             if reason := self._refusal(hello):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.keyed_ways import read_key
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_worker.settings.names import (
     AllReduceName,
@@ -98,6 +100,10 @@ class ModelSettings(ServiceConfig):
         "",
         description="HOST:PORT at which the first of --nnodes waits for the others: an address of that host that they can reach.",
     )
+    rendezvous_key: Path | None = Field(
+        None,
+        description="File with a secret that all of --nnodes have alike, by which they know each other: openssl rand -hex 32.",
+    )
     expert_parallel: bool = Field(
         False,
         description="Whether each rank of --tensor-parallel gets whole experts, equally many, instead of a part of every expert.",
@@ -138,7 +144,7 @@ class ModelSettings(ServiceConfig):
         """Host and port of ``rendezvous``.
 
         Raises:
-            ConfigError: It has none, or ranks and nodes do not fit.
+            ConfigError: It has none, there is no key, or ranks and nodes do not fit.
         """
         host, _, port = self.rendezvous.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -147,7 +153,21 @@ class ModelSettings(ServiceConfig):
             raise ConfigError(f"--nnodes {self.nnodes}: {self.ranks} ranks cannot be spread evenly over so many")
         if self.node_rank >= self.nnodes:
             raise ConfigError(f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}")
+        if self.rendezvous_key is None:
+            raise ConfigError(
+                f"--rendezvous-key: --nnodes {self.nnodes} needs a file with a secret that all hosts have"
+            )
         return host.strip("[]"), int(port)
+
+    @property
+    def group_key(self) -> bytes:
+        """The key by which the hosts know each other.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        assert self.rendezvous_key is not None, "meeting_place was asked for before"
+        return read_key(self.rendezvous_key, "--rendezvous-key")
 
     @property
     def ranks(self) -> int:

@@ -79,7 +79,7 @@ NEEDS = (
         lambda config: config.pipeline_parallel == 1,
         "with {pipeline_parallel}: experts move on ranks that have all layers",
     ),
-    Needs(("node_rank", "rendezvous"), lambda config: config.nnodes > 1, "without {nnodes}"),
+    Needs(("node_rank", "rendezvous", "rendezvous_key"), lambda config: config.nnodes > 1, "without {nnodes}"),
     Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
     Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
     Needs(

@@ -132,7 +132,7 @@ class Trial:
     ) -> tuple[dict[str, MethodT], dict[str, str]]:
         """The methods that all ranks have and that are right on all of them; and what is wrong with the others."""
         found, refused = {}, {}
-        for name in sorted(set.intersection(*(set(each) for each in self._group.exchange(sorted(own))))):
+        for name in sorted(set.intersection(*(set(each) for each in self._group.exchange(sorted(own), list[str])))):
             fault = self.fault(
                 case for dtype in self._dtypes for case in cases(own[name], dtype, self._ops, self._group)
             )
@@ -146,7 +146,7 @@ class Trial:
     def fault(self, cases: Iterable[Case]) -> str:
         """What is wrong with any of the cases, on any rank; empty: nothing."""
         for case in cases:
-            faults = [(rank, each) for rank, each in enumerate(self._group.exchange(self._try(case))) if each]
+            faults = [(rank, each) for rank, each in enumerate(self._group.exchange(self._try(case), str)) if each]
             if faults:  # all ranks stop here
                 return "rank {}: {}".format(*faults[0])
         return ""
@@ -160,7 +160,7 @@ class Trial:
             run()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        if any(self._group.exchange(said)):
+        if any(self._group.exchange(said, str)):
             return said
         for turn in range(_ROUNDS):
             generator = torch.Generator(x.device).manual_seed(1000 * turn + self._group.rank)
@@ -185,7 +185,7 @@ class Trial:
             for name, method in methods.items():
                 if size <= method.most_bytes:
                     found.append((name, size, self._timer(partial(run, method, count))))
-        every = self._group.exchange([seconds for _, _, seconds in found])
+        every = self._group.exchange([seconds for _, _, seconds in found], list[float])
         return [SumTime(name, size, max(seconds)) for (name, size, _), *seconds in zip(found, *every, strict=True)]
 
 

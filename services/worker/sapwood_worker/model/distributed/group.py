@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -113,6 +113,11 @@ class Group:
                 elif source != target and self.rank == target:
                     self.receive(torch.empty_like(nothing), source)
 
-    def exchange(self, value: ValueT) -> list[ValueT]:
-        """The ranks' values in their order; plain Python values, for the start: slow."""
+    def exchange(self, value: ValueT, kind: Any) -> list[ValueT]:
+        """The ranks' values in their order; for the start: slow.
+
+        Args:
+            value: This rank's.
+            kind: The type of every rank's: what comes is checked against it, and nothing of it is run.
+        """
         return [value]

@@ -49,7 +49,7 @@ def choose_sums(parallel: Parallel, name: str, device: torch.device, ranks_on_ho
 def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float, own_rows: bool) -> AllReduce:
     library = load_library()
     own = {}
-    if all(group.exchange(library is not None and hasattr(os, "memfd_create"))):
+    if all(group.exchange(library is not None and hasattr(os, "memfd_create"), bool)):
         assert library is not None
         parts = SharedParts(group, library, seconds)
         own = {each.name: each(parts) for each in (OneShot, TwoShot)}

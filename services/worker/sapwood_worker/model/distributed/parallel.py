@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.expert_exchange import ExpertExchange
@@ -66,9 +67,9 @@ class Parallel:
             raise ConfigError(f"--pipeline-parallel: {len(costs)} layers cannot be split over {self.pp.size} stages")
         return split_layers(costs, self.pp.size)[self.pp.rank]
 
-    def exchange(self, value: ValueT) -> list[ValueT]:
-        """The values of all ranks that the model is split over, in their order: stage by stage; for the start: slow."""
-        return [each for stage in self.pp.exchange(self.tp.exchange(value)) for each in stage]
+    def exchange(self, value: ValueT, kind: Any) -> list[ValueT]:
+        """The values of all ranks that the model is split over, in their order: stage by stage. As of :meth:`Group.exchange`."""
+        return [each for stage in self.pp.exchange(self.tp.exchange(value, kind), list[kind]) for each in stage]
 
     def shard(self, what: str, count: int, width: int = 1, *, copies: bool = False) -> Span:
         """This rank's part, by tensor parallelism, of a dimension that holds ``count`` things of ``width`` numbers each.

@@ -52,7 +52,7 @@ class PeerMemory:
             handle = bytes(own.bytes)
         except (OSError, AttributeError, RuntimeError) as error:
             said = str(error)
-        found = group.exchange((handle, index, said))
+        found = group.exchange((handle, index, said), tuple[bytes, int, str])
         _raise_first([fault for _, _, fault in found])
         self.addresses: list[int] = []
         try:
@@ -60,7 +60,7 @@ class PeerMemory:
                 self.addresses.append(address.value if rank == group.rank else self._open(theirs, index, there))
         except RuntimeError as error:
             said = str(error)
-        _raise_first(group.exchange(said))
+        _raise_first(group.exchange(said, str))
 
     def _open(self, handle: bytes, here: int, there: int) -> int:
         """Another rank's region."""

@@ -44,10 +44,10 @@ class SharedMeeting:
         self._waiting = group.waiting
         own = SharedMemory.create(_PAGE + num_bytes) if group.rank == 0 else None
         memory = own or None
-        path = group.exchange("" if own is None else own.path)[0]
+        path = group.exchange("" if own is None else own.path, str)[0]
         memory = memory or SharedMemory.open(path)
         everything = torch.from_numpy(memory.array())
-        group.exchange("")  # all have opened it
+        group.exchange("", str)  # all have opened it
         assert group.size * SIGNAL_BYTES <= _PAGE, "more ranks on a host than there is room for"
         self._signals = Signals(library, everything.data_ptr(), group.rank, group.size)
         self.content = everything[_PAGE:]

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,8 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 """NVLink multicast can put a host's GPUs, which others may share, out of service."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_MOST_EXCHANGED = 1 << 24
+"""Bytes of a value that ranks exchange at the start."""
 _MOST_SENT = 16
 """Tensors that a rank sends on a CPU before it waits for the first of them to be received. Gloo does not tell which were."""
 
@@ -220,10 +223,26 @@ class TorchGroup(Group):
             dist.recv(x, self.ranks[source], group=self._group)
         return x
 
-    def exchange(self, value: ValueT) -> list[ValueT]:
-        found: list[ValueT | None] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return cast(list[ValueT], found)
+    def exchange(self, value: ValueT, kind: Any) -> list[ValueT]:
+        # Not all_gather_object: it unpickles what comes, which runs whatever a stranger has put there.
+        own = msgspec.msgpack.encode(value)
+        sizes = self._bytes_of_all(torch.tensor([len(own)]))
+        longest = int(sizes.max())
+        if int(sizes.min()) < 0 or longest > _MOST_EXCHANGED:
+            raise ConfigError(f"a rank exchanges {longest} bytes: at most {_MOST_EXCHANGED} make sense")
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        parts = zip(self._bytes_of_all(padded), sizes.flatten().tolist(), strict=True)
+        try:
+            return [msgspec.msgpack.decode(part[:size].numpy().tobytes(), type=kind) for part, size in parts]
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"a rank exchanges something else than {kind}: {error}") from None
+
+    def _bytes_of_all(self, own: Tensor) -> Tensor:
+        """Each rank's tensor; they are on the host, and of one size."""
+        parts = own.new_empty(self.size, len(own))
+        dist.all_gather_into_tensor(parts.flatten(), own, group=self._group)
+        return parts
 
 
 def grid(tensor: int, pipeline: int, data: int, expert: int) -> dict[str, list[list[int]]]:
@@ -266,7 +285,7 @@ def join_groups(
         pipeline: Stages of a pipeline.
         data: Data-parallel copies.
         expert: Ranks of an expert-parallel group; divides ``data * tensor``.
-        rendezvous: Where they meet: ``tcp://HOST:PORT``, which rank 0 serves, or ``file://PATH``.
+        rendezvous: Where they meet: ``tcp://HOST:PORT`` as of :func:`_store`, or ``file://PATH``.
         backend: ``gloo``, or ``cpu:gloo,cuda:nccl``.
         timeout: Seconds for the meeting.
         exchange_timeout: Seconds for each exchange after it; None: as many.
@@ -307,7 +326,11 @@ def join_groups(
 
 
 def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: int | None) -> TCPStore:
-    """The store at ``tcp://HOST:PORT`` by which ranks on several hosts meet."""
+    """The store by which ranks on several hosts meet.
+
+    Of ``tcp://HOST:PORT`` the host is rank 0's, the way to which tells the network; the port is one of this host's, behind which
+    the store is.
+    """
     host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
     if sys.platform == "linux" and (interface := _interface_to(host)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -316,7 +339,7 @@ def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: i
             os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
     # torch's other server, on libuv, takes no socket that listens already.
     return TCPStore(
-        host,
+        "127.0.0.1",
         int(port),
         world,
         rank == 0,

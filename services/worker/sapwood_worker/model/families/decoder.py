@@ -205,7 +205,7 @@ class DecoderModel(Layer):
         self.sparse = sparse is not None and any(i not in sparse.dense_layers for i in range(config.num_layers))
         self.norm = _norm(config, inside.inside("norm"))
         # A stage may have none of the layers that are rounded, but each has the head, and all are to give the same logits.
-        context.linear.rounds_layers = any(context.parallel.pp.exchange(context.linear.rounds_layers))
+        context.linear.rounds_layers = any(context.parallel.pp.exchange(context.linear.rounds_layers, bool))
         if config.labels is None:
             table = self.embedding.table if tied and self.embedding is not None else None
             inside, scale, softcap = vocabulary.inside("lm_head"), config.logit_scale, config.final_softcap

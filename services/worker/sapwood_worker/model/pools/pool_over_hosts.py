@@ -1,5 +1,5 @@
 """The second tier of ranks on several hosts, as rank 0 has it: parts of a page that lie on other hosts come and go over a
-connection to each, so that stores and other workers see whole pages. The connections are neither encrypted nor signed.
+connection to each, so that stores and other workers see whole pages. The connections are not encrypted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from sapwood_worker.model.pools.shared_memory import SharedMemory
 
 _ASK = struct.Struct("!?I")
 _COMING_SECONDS = 60.0
+_Meeting = tuple[int, bytes]
+"""The port at which rank 0 listens, and the key that those who come show that they know."""
 
 
 class DistantPages:
@@ -79,7 +81,7 @@ def serve_pages(way: Connection, pool: HostPool) -> None:
 
 
 def join_hosts(
-    rank: int, exchange: Callable[[Any], list[Any]], pool: HostPool | None, serving: Sequence[int], host: str
+    rank: int, exchange: Callable[[Any, Any], list[Any]], pool: HostPool | None, serving: Sequence[int], host: str
 ) -> list[Connection]:
     """Connects rank 0 with the ranks that have what it lacks; called by all ranks together.
 
@@ -99,9 +101,9 @@ def join_hosts(
     if rank == 0:
         with listen(host) as listener:
             key = secrets.token_bytes(KEY_BYTES)
-            exchange((listener.getsockname()[1], key))
+            exchange((listener.getsockname()[1], key), _Meeting)
             return accept(listener, key, serving, _COMING_SECONDS)
-    port, key = exchange((0, bytes(KEY_BYTES)))[0]
+    port, key = exchange((0, bytes(KEY_BYTES)), _Meeting)[0]
     if pool is not None:
         way = connect(f"{host}:{port}", key, rank)
         threading.Thread(target=serve_pages, args=(way, pool), name="pages-for-rank-0", daemon=True).start()

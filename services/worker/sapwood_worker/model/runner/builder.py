@@ -162,7 +162,7 @@ class _Builder:
         self._scales: KVScales | None = None
         if float8:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
-            self._scales = KVScales.largest(self._parallel.exchange(own))
+            self._scales = KVScales.largest(self._parallel.exchange(own, KVScales))
         self._pools = PoolBuilder(options, self._layout, self._sizes, self._device, self._scales, self._parallel)
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
         beside = None if options.kernels_wait else compiling
@@ -200,7 +200,7 @@ class _Builder:
         options, config = self._options, self._config
         if self._ahead is not None:
             self._ahead.compile(self._rehearse, self._tp)
-        self._tp.exchange("")  # what one rank compiles for all of a host is there
+        self._tp.exchange("", str)  # what one rank compiles for all of a host is there
         counts = self._pools.page_counts(num_pages or options.num_pages, beside, self._try_largest_step)
         pool = self._pools.build(counts)
         # Pages that no layer keeps anything in are many.

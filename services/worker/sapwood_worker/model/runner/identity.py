@@ -16,8 +16,10 @@ from sapwood_worker.records.kv_layout import KVLayout
 def assure_equal(options: RunnerOptions) -> None:
     """Compares all ranks; raises ConfigError if another one has read other model files, or runs another torch."""
     path = options.model_path
-    own = torch.__version__, _stamps(path) if options.nodes == 1 else sampled_fingerprint(path)
-    for rank, (version, files) in enumerate(options.parallel.exchange(own)):
+    own = str(torch.__version__), _stamps(path) if options.nodes == 1 else sampled_fingerprint(path)
+    for rank, (version, files) in enumerate(
+        options.parallel.exchange(own, tuple[str, list[tuple[str, int, int]] | str])
+    ):
         if version != own[0]:
             raise ConfigError(f"rank {rank} runs torch {version}, this one {own[0]}")
         if files != own[1]:

@@ -83,7 +83,7 @@ def overlap_sums(
         return
     overlap = Overlap(group.all_reduce, SideThread() if ops.device.type == "cpu" else SideStream(ops.device))
     group.overlap = overlap
-    captured = min(group.exchange(captured))  # a rank with a head has none
+    captured = min(group.exchange(captured, int))  # a rank with a head has none
     for each in measured:
         _choose(each, group, overlap, ops, dtype, captured)
     overlap.summed = 0
@@ -140,7 +140,7 @@ def _choose(
             call = _captured(call)
         own.append(min(_seconds(call, ops) for _ in range(_TRIES)))  # the first is slower
     # All ranks go by the slowest one's seconds, so that they cut alike.
-    slowest = list(map(max, *group.exchange(own)))
+    slowest = list(map(max, *group.exchange(own, list[float])))
     table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)], captured)
     trial = Trial(group, ops, (dtype,), timer=time_on_host, replay=as_it_is if ops.device.type == "cpu" else _captured)
     fault = trial.fault(_Pieces(group, measured, *each, dtype, ops) for each in table if each[1] > 1)

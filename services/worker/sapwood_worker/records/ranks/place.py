@@ -14,7 +14,8 @@ class Place:
     Attributes:
         rank: Its number, from 0; rank 0 has the scheduler.
         size: How many they are.
-        rendezvous: Where they meet: ``file://PATH`` or ``tcp://HOST:PORT``; empty: there is but one.
+        rendezvous: Where they meet: ``file://PATH``, or ``tcp://HOST:PORT``, rank 0's host and a port of this one's that leads
+            there; empty: there is but one.
         nodes: Hosts that they are on, equally many on each.
         listener: File descriptor of the socket that listens at the rendezvous, of rank 0; None: it is opened there.
         waits: Where it shows for whom it waits.

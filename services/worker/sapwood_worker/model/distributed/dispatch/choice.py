@@ -60,7 +60,7 @@ def choose_exchange(group: Group, rows: OwnRows, shape: RowShape, ops: DeviceOps
 def _fault(group: Group, ways: RowWays, ops: DeviceOps, replay: Replay) -> str:
     """What is wrong with them, on any rank; empty: nothing."""
     for rows in dict.fromkeys((1, min(5, ways.most_rows), min(70, ways.most_rows))):
-        said = group.exchange(_try(group, ways, rows, ops, replay))
+        said = group.exchange(_try(group, ways, rows, ops, replay), str)
         faults = [(rank, each) for rank, each in enumerate(said) if each]
         if faults:  # all ranks stop here
             return "rank {}: {}".format(*faults[0])
@@ -130,7 +130,7 @@ _Found = tuple[RowWays, Replay, Callable[[], None]]
 
 def _on_cpus(group: Group, shape: RowShape, most_rows: int, device: torch.device) -> _Found | None:
     library = load_library()
-    if not all(group.exchange(library is not None and hasattr(os, "memfd_create"))):
+    if not all(group.exchange(library is not None and hasattr(os, "memfd_create"), bool)):
         return None
     assert library is not None
     return SharedRows(group, shape, most_rows, library, _SECONDS), as_it_is, lambda: None

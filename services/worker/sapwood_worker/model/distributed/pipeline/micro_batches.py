@@ -70,7 +70,7 @@ def measured(parallel: Parallel, compute: Callable[[int], object], most: int) ->
         seconds.append(min(tries))
     # All ranks take the slowest one's seconds, so that they cut steps alike.
     stages = parallel.pp.size
-    short, long = (max(each) / stages for each in zip(*parallel.exchange(seconds), strict=True))
+    short, long = (max(each) / stages for each in zip(*parallel.exchange(seconds, list[float]), strict=True))
     each = max(long - short, 0.0) / max(most - few, 1)
     return MicroBatches(stages, max(short - few * each, short / 2), each)
 

@@ -45,7 +45,7 @@ def try_lanes(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, alwa
         pages.view(torch.uint8).zero_()
     first = DecodeTrial(runner, min(2 * stages, info.max_running))
     apart = first.tokens(stages, apart=True)  # connects the stages, for which NCCL may wait until a device is at rest
-    wrong = max(parallel.exchange(int(first.tokens(stages) != apart)))
+    wrong = max(parallel.exchange(int(first.tokens(stages) != apart), int))
     if wrong:
         logger.warning("pipeline: one step at a time: several at once gave other tokens on a rank")
         runner.info = msgspec.structs.replace(info, lanes=1)
@@ -56,7 +56,7 @@ def try_lanes(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, alwa
         trial = DecodeTrial(runner, size)
         one, several = (min(trial.seconds(shares) for _ in range(_TRIES)) for shares in (1, stages))
         # All ranks go by the slowest one's seconds, so that they choose alike.
-        one, several = map(max, zip(*parallel.exchange((one, several)), strict=True))
+        one, several = map(max, zip(*parallel.exchange((one, several), tuple[float, float]), strict=True))
         said.append(f"{size} requests: {1e3 * one:.2f} ms, {1e3 * several:.2f} ms")
         if several > _GAIN * one and not always:
             break

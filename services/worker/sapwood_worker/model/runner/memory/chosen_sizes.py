@@ -47,7 +47,7 @@ def chosen_sizes(
         memory_fraction=options.memory_fraction,
     )
     # Ranks may find different amounts of memory: all take what the one with the least chose.
-    sizes = min(parallel.exchange(choose_sizes(facts, model, given)), key=lambda each: each.least)
+    sizes = min(parallel.exchange(choose_sizes(facts, model, given), Sizes), key=lambda each: each.least)
     for reason in sizes.reasons:
         logger.info("%s", reason)
     return sizes

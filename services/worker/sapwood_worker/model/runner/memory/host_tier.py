@@ -36,14 +36,14 @@ def build_host_pool(
             gigabytes=options.host_cache_gb,
             ratio=options.host_cache_ratio,
         )
-        return _pools_of_ranks(min(parallel.exchange(own)), layout, options, parallel)
+        return _pools_of_ranks(min(parallel.exchange(own, int)), layout, options, parallel)
     rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
     each //= options.nodes
     first = rank // each * each
     own = layout.page_bytes
     # A rank that keeps the same as the one before it on this host has no part of its own.
     shares = layout.replicated and parallel.tp.rank > 0 and rank > first
-    layouts = parallel.exchange(None if shares else layout)
+    layouts = parallel.exchange(None if shares else layout, KVLayout | None)
     parts = [0 if other is None else other.page_bytes for other in layouts]
     start = sum(parts[first:rank]) - (own if shares else 0)
     size = sum(parts[first : first + each])
@@ -59,7 +59,7 @@ def build_host_pool(
     if parallel.tp.size == parallel.pp.size == 1:
         shared = SharedMemory.create(pool_bytes(pages, size)) if options.share_host_cache else None
         return HostPool(pages, size, shared)
-    pages = parallel.exchange(pages)[0]
+    pages = parallel.exchange(pages, int)[0]
     ranks = parallel.tp.size
     every_part = [
         RankPart(sum(parts[:number]), other, number % ranks, ranks)
@@ -85,9 +85,9 @@ def build_host_pool(
 def _shared(parallel: Parallel, size: int, first: int) -> SharedMemory:
     """Memory of so many bytes that the ranks of a host share. ``first`` makes it; the other ranks give a size of 0."""
     memory = SharedMemory.create(size) if size else None
-    path = parallel.exchange("" if memory is None else memory.path)[first]
+    path = parallel.exchange("" if memory is None else memory.path, str)[first]
     memory = memory or SharedMemory.open(path)
-    parallel.exchange("")  # all have opened it
+    parallel.exchange("", str)  # all have opened it
     return memory
 
 
@@ -95,9 +95,9 @@ def _pools_of_ranks(pages: int, layout: KVLayout, options: RunnerOptions, parall
     """This rank's pool of pages of its own requests; on the first with the others'."""
     size, rank, each = layout.page_bytes, parallel.tp.rank, parallel.tp.size // options.nodes
     own = SharedMemory.create(pool_bytes(pages, size))
-    paths = parallel.exchange(own.path)
+    paths = parallel.exchange(own.path, str)
     opened = [SharedMemory.open(path) for path in paths[1:each]] if rank == 0 else []
-    parallel.exchange("")  # all are open
+    parallel.exchange("", str)  # all are open
     others = [HostPool(pages, size, each) for each in opened]
     if options.nodes > 1:
         serving = range(each, parallel.tp.size)

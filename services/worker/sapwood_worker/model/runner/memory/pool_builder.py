@@ -95,4 +95,4 @@ class PoolBuilder:
             sizes.max_step_tokens,
             alone=not beside,
         )
-        return tuple(map(min, zip(*self._parallel.exchange(own), strict=True)))
+        return tuple(map(min, zip(*self._parallel.exchange(own, tuple[int, ...]), strict=True)))

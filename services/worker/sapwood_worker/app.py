@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from ipaddress import ip_address
 from typing import Any, NoReturn
 
 from sapwood.v1 import worker_pb2_grpc
@@ -148,7 +149,6 @@ async def _run(
     """Serves one scheduler process after the other. Raises ConfigError if the first cannot start."""
     grammars: RequestGrammars | None = None
     publishers: list[KvEventPublisher] = []
-    replays: list[asyncio.Future[None]] = []
 
     try:
         while True:
@@ -161,7 +161,6 @@ async def _run(
             if grammars is None:
                 grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
                 publishers = _publishers(config, engine, info)
-                replays = [asyncio.ensure_future(each.serve_replays()) for each in publishers]
             epoch = time.time_ns()
             engine.scheduler_started(epoch)
             gc.freeze()  # collections then skip what is loaded: they take 80 ms of the event loop with it
@@ -177,8 +176,6 @@ async def _run(
             await health.loaded(False)
             await scheduler.start()
     finally:
-        for replay in replays:
-            replay.cancel()
         for publisher in publishers:
             publisher.close()
         if grammars is not None:
@@ -229,10 +226,16 @@ def _publishers(config: WorkerConfig, engine: Engine, info: ModelInfo) -> list[K
     publishers: list[KvEventPublisher] = []
     if config.kv_events_port is None:
         return publishers
+    host = config.kv_events_host or ("127.0.0.1" if config.kv_events_keys is None else config.host)
+    if config.kv_events_keys is None and not is_loopback(host):
+        logger.warning(
+            "--kv-events-host %s without --kv-events-keys: the tokens of all prompts go to whoever reaches the ports",
+            host,
+        )
     ranks = info.attention_ranks
     for rank, stream in enumerate(engine.cache_streams(ranks)):
         publisher = KvEventPublisher(
-            config.host,
+            host,
             _port_of(rank, config.kv_events_port),
             None if config.kv_events_replay_port is None else _port_of(rank, config.kv_events_replay_port),
             topic=config.kv_events_topic,
@@ -240,6 +243,7 @@ def _publishers(config: WorkerConfig, engine: Engine, info: ModelInfo) -> list[K
             block_size=info.page_size,
             rank=rank,
             form=config.kv_events_format,
+            keys=config.kv_events_keys,
         )
         publishers.append(publisher)
         stream.listen(publisher.publish)
@@ -248,6 +252,14 @@ def _publishers(config: WorkerConfig, engine: Engine, info: ModelInfo) -> list[K
             logger, "KV events%s on %s, replay on %s", whose, publisher.address, publisher.replay_address or "no port"
         )
     return publishers
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _port_of(rank: int, first: int) -> int:

@@ -176,6 +176,16 @@ class WorkerConfig(ModelSettings):
         description="Port on which ZeroMQ subscribers ask for events they missed; none: they cannot. "
         "With --data-parallel-attention each rank has one, from this one up.",
     )
+    kv_events_host: str | None = Field(
+        None,
+        description="Address that both ports listen on; none: 127.0.0.1, or with --kv-events-keys that of --host. Events have "
+        "the tokens of all prompts.",
+    )
+    kv_events_keys: Path | None = Field(
+        None,
+        description="Folder with the keys of those who may subscribe (ZeroMQ's CURVE): server.key_secret, and their public keys "
+        "as clients/NAME.key; none: whoever reaches the ports may.",
+    )
     kv_events_format: KvEventsFormat = Field(
         "map",
         description="How an event is written over ZeroMQ: as a map, as vLLM 0.33 and SGLang 0.5.23 do, or as an array, as "

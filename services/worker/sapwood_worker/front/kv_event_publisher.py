@@ -22,25 +22,24 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.front.kv_event_replay import ReplayServer, Subscribers
 from sapwood_worker.front.kv_event_stream import KvEventBatch
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.settings.names import KvEventsFormat
-
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 _SEND_HIGH_WATER = 100_000
 _MEDIUM: dict[Medium, str] = {"GPU": "GPU", "CPU_TIER1": "CPU_PINNED", "CPU_TIER2": "EXTERNAL"}
 
 
 class KvEventPublisher:
-    """The two sockets. Life cycle: construct, :meth:`serve_replays` in a task, :meth:`close`.
+    """The two sockets. Life cycle: construct, :meth:`close`. Replays are answered by a thread.
 
     Args:
         host: Address to listen on.
@@ -51,6 +50,7 @@ class KvEventPublisher:
         block_size: Tokens in a block.
         rank: The data-parallel rank whose cache it is.
         form: The format of the events.
+        keys: As of :class:`~sapwood_worker.front.kv_event_replay.Subscribers`.
 
     Attributes:
         address: ``host:port`` of the PUB socket.
@@ -71,23 +71,30 @@ class KvEventPublisher:
         block_size: int,
         rank: int = 0,
         form: KvEventsFormat = "map",
+        keys: Path | None = None,
     ) -> None:
         self._topic = topic.encode()
         self._block_size = block_size
         self._rank = rank
         self._form = form
-        self._replay_topic = () if form == "array" else (self._topic,)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._context = zmq.asyncio.Context()
-        self._pub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUB)
-        self._router: zmq.asyncio.Socket | None = None
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._replays: ReplayServer | None = None
+        self._subscribers: Subscribers | None = None
         try:
+            self._subscribers = Subscribers(self._context, keys)
+            self._subscribers.guard(self._pub)
             self._pub.set_hwm(_SEND_HIGH_WATER)
             self.address = _bind(self._pub, host, port, "--kv-events-port")
             self.replay_address: str | None = None
             if replay_port is not None:
-                self._router = self._context.socket(zmq.ROUTER)
-                self.replay_address = _bind(self._router, host, replay_port, "--kv-events-replay-port")
+                router = self._context.socket(zmq.ROUTER)
+                self._subscribers.guard(router)
+                topic = () if form == "array" else (self._topic,)
+                self._replays = ReplayServer(router, lambda: tuple(self._kept), topic)
+                self.replay_address = _bind(router, host, replay_port, "--kv-events-replay-port")
+                self._replays.start()
         except ConfigError:
             self.close()
             raise
@@ -98,25 +105,13 @@ class KvEventPublisher:
         self._kept.append((batch.seq, payload))
         self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
-    async def serve_replays(self) -> None:
-        """Answers requests for old batches, without end."""
-        router = self._router
-        while router is not None:
-            client, *frames = await router.recv_multipart()
-            if not frames or len(frames[-1]) != 8:
-                continue
-            first = int.from_bytes(frames[-1], "big")
-            for seq, payload in tuple(self._kept):
-                if seq >= first:
-                    await router.send_multipart((client, b"", *self._replay_topic, seq.to_bytes(8, "big"), payload))
-            no_topic = (b"",) * len(self._replay_topic)
-            await router.send_multipart((client, b"", *no_topic, END_OF_REPLAY, b""))
-
     def close(self) -> None:
         """Closes the sockets; what is not sent yet is dropped."""
         self._pub.close(0)
-        if self._router is not None:
-            self._router.close(0)
+        if self._replays is not None:
+            self._replays.close()
+        if self._subscribers is not None:
+            self._subscribers.close()
         self._context.term()
 
 

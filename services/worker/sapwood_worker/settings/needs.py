@@ -83,7 +83,7 @@ NEEDS = (
     Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
     Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
     Needs(
-        ("kv_events_replay_port", "kv_events_topic", "kv_events_format"),
+        ("kv_events_replay_port", "kv_events_topic", "kv_events_format", "kv_events_host", "kv_events_keys"),
         lambda config: config.kv_events_port is not None,
         "without {kv_events_port}",
     ),

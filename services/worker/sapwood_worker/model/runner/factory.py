@@ -48,6 +48,8 @@ OF_ENCODERS = (
             *(
                 "kv_events_keep",
                 "kv_events_format",
+                "kv_events_host",
+                "kv_events_keys",
                 "structured_output",
                 "jump_forward",
                 "grammar_timeout",

@@ -1,0 +1,170 @@
+"""The ports of KV events: who may read them, and what a flood of questions does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.auth
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.app import is_loopback
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.front.kv_event_publisher import KvEventPublisher
+from sapwood_worker.front.kv_event_replay import END_OF_REPLAY
+from sapwood_worker.front.kv_event_stream import KvEventBatch
+from sapwood_worker.records.kv_events import BlockStored
+
+FIRST, PATIENCE = bytes(8), 60_000
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for --kv-events-keys, and beside it the keys of one who may not."""
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "clients").mkdir()
+    zmq.auth.create_certificates(folder, "server")
+    zmq.auth.create_certificates(folder, "stranger")
+    zmq.auth.create_certificates(folder, "known")
+    (folder / "known.key").rename(folder / "clients" / "known.key")
+    return folder
+
+
+@contextlib.contextmanager
+def published(count: int, keys: Path | None = None) -> Iterator[KvEventPublisher]:
+    """A publisher that has published so many batches."""
+    publisher = KvEventPublisher("127.0.0.1", 0, 0, topic="t", keep=10_000, block_size=2, keys=keys)
+    try:
+        for seq in range(1, count + 1):
+            event = BlockStored(seq.to_bytes(16, "big"), b"", array("I", [seq, 7]).tobytes())
+            publisher.publish(KvEventBatch(1, seq, 0, [event]))
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@contextlib.contextmanager
+def connected(kind: int, address: str | None, curve: tuple[Path, str] | None = None) -> Iterator[Any]:
+    """A socket of a subscriber, with keys of a folder."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.linger = 0
+        if curve is not None:
+            folder, name = curve
+            socket.curve_publickey, socket.curve_secretkey = zmq.auth.load_certificate(folder / f"{name}.key_secret")
+            socket.curve_serverkey, _ = zmq.auth.load_certificate(folder / "server.key")
+        socket.connect(f"tcp://{address}")
+        yield socket
+
+
+def ask(socket: Any, first: bytes = FIRST) -> None:
+    socket.send_multipart((b"", first))
+
+
+def answer(socket: Any) -> list[int]:
+    """The numbers of the batches of one answer."""
+    found = []
+    while True:
+        assert socket.poll(PATIENCE), "no answer"
+        *_, number, payload = socket.recv_multipart()
+        if number == END_OF_REPLAY:
+            return found
+        assert payload
+        found.append(int.from_bytes(number, "big"))
+
+
+@pytest.mark.parametrize("name", ["stranger", None])
+def test_tokens_go_only_to_those_whose_keys_are_known(keys: Path, name: str | None) -> None:
+    with published(5, keys) as publisher:
+        curve = None if name is None else (keys, name)
+        with (
+            connected(zmq.DEALER, publisher.replay_address, (keys, "known")) as known,
+            connected(zmq.SUB, publisher.address, (keys, "known")) as subscriber,
+            connected(zmq.DEALER, publisher.replay_address, curve) as stranger,
+            connected(zmq.SUB, publisher.address, curve) as listener,
+        ):
+            for socket in (subscriber, listener):
+                socket.setsockopt(zmq.SUBSCRIBE, b"")
+            ask(stranger)
+            ask(known)
+            assert answer(known) == [1, 2, 3, 4, 5]
+            seq = 5
+            while not subscriber.poll(50):  # until the subscription has arrived
+                seq += 1
+                publisher.publish(KvEventBatch(1, seq, 0, [BlockStored(bytes(16), b"", bytes(8))]))
+            assert not stranger.poll(200)
+            assert not listener.poll(0)
+
+
+def test_a_flood_of_questions_keeps_nobody_from_an_answer_and_is_answered_at_most_twice() -> None:
+    with (
+        published(300) as publisher,
+        connected(zmq.DEALER, publisher.replay_address) as flooding,
+        connected(zmq.DEALER, publisher.replay_address) as other,
+    ):
+        for _ in range(5000):
+            ask(flooding)
+        ask(other, (300).to_bytes(8, "big"))
+        assert answer(other) == [300]
+        seq = 301
+        publisher.publish(KvEventBatch(1, seq, 0, [BlockStored(bytes(16), b"", bytes(8))]))
+        ask(other, seq.to_bytes(8, "big"))
+        assert answer(other) == [seq]
+        answers = 0
+        while flooding.poll(1000):
+            answers += flooding.recv_multipart()[-2] == END_OF_REPLAY
+        assert 0 < answers < 500
+
+
+def test_a_subscriber_that_reads_late_gets_all_of_a_long_answer() -> None:
+    with published(9000) as publisher, connected(zmq.DEALER, publisher.replay_address) as slow:
+        slow.rcvhwm = 10
+        ask(slow)
+        threading.Event().wait(0.3)
+        assert answer(slow) == list(range(1, 9001))
+
+
+def test_what_is_no_question_is_left_alone_and_long_frames_close_their_connection() -> None:
+    with published(3) as publisher:
+        with connected(zmq.DEALER, publisher.replay_address) as odd:
+            for frames in ((b"",), (b"", b"seven77"), (b"", b"nine99999"), (b"",) * 50):
+                odd.send_multipart(frames)
+            odd.send_multipart((b"", b"x" * 10_000))
+            assert not odd.poll(100)
+        with connected(zmq.DEALER, publisher.replay_address) as good:
+            ask(good, (2).to_bytes(8, "big"))
+            assert answer(good) == [2, 3]
+
+
+def test_a_subscriber_that_leaves_in_the_middle_is_forgotten() -> None:
+    with published(9000) as publisher:
+        for _ in range(20):
+            with connected(zmq.DEALER, publisher.replay_address) as leaving:
+                ask(leaving)
+                assert leaving.poll(PATIENCE)
+        with connected(zmq.DEALER, publisher.replay_address) as staying:
+            ask(staying, (8999).to_bytes(8, "big"))
+            assert answer(staying) == [8999, 9000]
+
+
+def test_a_folder_that_lacks_keys_is_named(tmp_path: Path, keys: Path) -> None:
+    (tmp_path / "clients").mkdir()
+    with pytest.raises(ConfigError, match="--kv-events-keys"), published(0, tmp_path):
+        pass
+    zmq.auth.create_certificates(tmp_path, "server")
+    with pytest.raises(ConfigError, match="public keys in clients"), published(0, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("127.0.0.1", True), ("::1", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False), ("w0", False)],
+)
+def test_only_loopback_needs_no_warning(host: str, own: bool) -> None:
+    assert is_loopback(host) is own
+    assert WorkerConfig(kv_events_port=0).kv_events_host is None

@@ -69,6 +69,14 @@ def test_a_sentencepiece_vocabulary_without_a_space_before_the_text(tmp_path: Pa
         ("refact", "it's 12345 x\n\n y", ["it", "'s", " ", "1", "2", "3", "4", "5", " x", "\n\n", " y"]),
         ("llama-bpe", "it's 12345 x\n\n y", ["it", "'s", " ", "123", "45", " x", "\n\n", " y"]),
         ("dbrx", "IT'S 12345 x\n\n y", ["IT", "'S", " ", "123", "45", " x", "\n\n", " y"]),
+        ("falcon3", "it's 12345 x\n\n y", ["it", "'s", " ", "123", "45", " x", "\n\n", " y"]),
+        (
+            "deepseek-llm",
+            "it's 123 x,\n y 你好a",
+            ["it", "'", "s", " ", "123", " x", ",", "\n", " y", " ", "你好", "a"],
+        ),
+        ("deepseek-coder", "it's 123 x,\n y", ["it", "'", "s", " ", "1", "2", "3", " x", ",", "\n", " y"]),
+        ("seed-coder", "it's 12 x !?\n\n y", ["it", "'s", " ", "1", "2", " x", " !?", "\n\n", " y"]),
         ("qwen2", "it's 12345 x\n\n y", ["it", "'s", " ", "1", "2", "3", "4", "5", " x", "\n\n", " y"]),
     ],
 )

@@ -24,16 +24,23 @@ _DIGITS_APART = ("refact", "starcoder", "smollm", "command-r")
 # llama.cpp's name of the pre-tokenizer -> the family of expressions; None is GPT-2's own.
 _FAMILIES: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "olmo", *_DIGITS_APART), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), "cl100k"),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), "cl100k"
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
     **dict.fromkeys(("gpt-4o", "llama4"), "o200k"),
     "tekken": "tekken",
     "kimi-k2": "kimi",
     "deepseek-v3": "deepseek",
+    "deepseek-llm": "deepseek-llm",
+    "deepseek-coder": "deepseek-coder",
+    "seed-coder": "seed-coder",
 }
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "gpt-4o", "llama4", "tekken", "kimi-k2"})
+_WHOLE_WORDS = frozenset(
+    {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "gpt-4o", "llama4", "tekken", "kimi-k2"}
+)
 """Pre-tokenizers of vocabularies that take a word that is a token whole, whatever the merges say."""
-_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "llama4", "tekken", "deepseek-v3"})
+_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "llama4", "tekken", "deepseek-v3"})
 """Pre-tokenizers of vocabularies that begin a text with BOS unless the file says otherwise."""
 
 

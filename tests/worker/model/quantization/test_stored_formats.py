@@ -38,6 +38,16 @@ def ordered(layout: Callable[..., layouts.Stored], group: int) -> layouts.Layout
     return lambda weight: layout(weight, group=group, order=layouts.shuffled(weight.shape[1], group))
 
 
+def in_storage(dtype: torch.dtype) -> layouts.Layout:
+    """NF4 whose codes are stored as if they were other numbers."""
+
+    def layout(weight: Tensor) -> layouts.Stored:
+        tensors, wide = layouts.nf4(weight)
+        return tensors | {"weight": tensors["weight"].view(-1).view(dtype).view(-1, 1)}, wide
+
+    return layout
+
+
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 FLOAT8 = {"num_bits": 8, "type": "float"}
@@ -52,6 +62,13 @@ FORMATS: dict[str, tuple[layouts.Layout, dict[str, Any], str, float]] = {
     ),
     "gptq desc_act": (ordered(layouts.gptq, 64), gptq(desc_act=True, group_size=64), "gptq", 0),
     "gptq version 2": (partial(layouts.gptq, version=2), gptq(checkpoint_format="gptq_v2"), "gptq", 0),
+    # GPTQModel 5: zeros as they are in files that call themselves version 1.
+    "gptq sym zeros as they are": (
+        partial(layouts.gptq, sym=True, version=2), gptq(sym=True, checkpoint_format="gptq"), "gptq", 0,
+    ),
+    "gptq 8 bits sym zeros as they are": (
+        partial(layouts.gptq, bits=8, sym=True, version=2), gptq(bits=8, sym=True, checkpoint_format="gptq"), "gptq", 0,
+    ),
     "gptq dynamic": (layouts.gptq, gptq(group_size=64, dynamic={"+:.*": {"group_size": 32}}), "gptq", 0),
     "gptq 8 bits": (partial(layouts.gptq, bits=8), gptq(bits=8), "gptq", 0),
     "awq": (layouts.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "awq", 0),
@@ -78,6 +95,8 @@ FORMATS: dict[str, tuple[layouts.Layout, dict[str, Any], str, float]] = {
     "modelopt NVFP4": (partial(layouts.nvfp4, kind="modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4", 0),
     "MXFP4": (layouts.mxfp4, compressed({"num_bits": 4, "type": "float"}), "fp4", 0),
     "NF4": (layouts.nf4, BNB, "bitsandbytes", 0),
+    "NF4 stored as bfloat16": (in_storage(torch.bfloat16), BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "bitsandbytes", 0),
+    "NF4 stored as float32": (in_storage(torch.float32), BNB | {"bnb_4bit_quant_storage": "float32"}, "bitsandbytes", 0),
     "NF4 nested": (partial(layouts.nf4, nested=True), BNB, "bitsandbytes", 0),
     "LLM.int8": (layouts.llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes", 0),
 }  # fmt: skip
@@ -165,6 +184,39 @@ def test_layers_multiply_with_the_numbers_that_are_stored(name: str, stored, tin
     with torch.inference_mode():
         theirs = oracle(torch.tensor([tokens])).logits[0]
     assert (ours - theirs).norm() < max(4 * limit, 1e-5) * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (layouts.gptq, gptq(lm_head=True)),
+        (layouts.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+        (layouts.pack_quantized, compressed(INT4)),
+        (layouts.nf4, BNB),
+        (partial(layouts.float8, block=(1, 128)), compressed(FLOAT8)),
+    ],
+)
+def test_a_quantised_output_head_is_read_as_it_is_stored(
+    layout, settings, tiny_model, make_runner, make_driver, tmp_path
+):
+    tiny = tiny_model("wide", vocab_size=128)
+    shutil.copytree(tiny.path, tmp_path / "stored")
+    path = tmp_path / "stored"
+    tensors = load_file(path / "model.safetensors")
+    made, wide = layout(tensors.pop("lm_head.weight"))
+    save_file(
+        tensors | {f"lm_head.{kind}": each.contiguous() for kind, each in made.items()}, path / "model.safetensors"
+    )
+    configure(path, settings)
+    tokens = list(range(3, 40))
+    driver = make_driver(make_runner(path))
+    driver.add(0, tokens)
+    ours = driver.runner.logits(driver.output({0: len(tokens)}))
+    oracle = type(tiny.oracle)(tiny.oracle.config).eval()
+    oracle.load_state_dict(tiny.oracle.state_dict() | {"lm_head.weight": wide})
+    with torch.inference_mode():
+        theirs = oracle(torch.tensor([tokens])).logits[0]
+    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 
 
 RANKS = [

@@ -23,6 +23,8 @@ from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _LARGEST = 127.0
+_STORAGE = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
+"""Bytes of an element of ``weight``: codes may be stored as if they were other numbers (``bnb_4bit_quant_storage``)."""
 
 
 def _keep(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
@@ -64,7 +66,9 @@ def _by_table(part: Part, state: str, columns: Span, stored: Stored, device: tor
     name = f"{part.name}.weight"
     size = part.rows.total * columns.total
     slots: WeightSlots = {state: stored_slot(stored, state, *map(whole, stored.tensors[state].shape), device=device)}
-    slots[name] = stored_slot(stored, name, whole(size // 2), whole(1), device=device)
+    found = stored.tensors.get(name)
+    each = 2 * (1 if found is None else _STORAGE.get(found.dtype, 1))
+    slots[name] = stored_slot(stored, name, whole(size // each), whole(1), device=device)
     for kind in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"):
         if f"{name}.{kind}" in stored.tensors or kind in ("absmax", "quant_map"):
             found = stored.tensors.get(f"{name}.{kind}")
@@ -86,7 +90,7 @@ def _by_table(part: Part, state: str, columns: Span, stored: Stored, device: tor
             scales = wide * nested + float(settings["nested_offset"])
         if columns.start % block or columns.size % block:
             raise stored.refusal(name, f"ranks cannot share it: a part begins in the middle of {block} numbers")
-        codes = slots[name].target.view(part.rows.total, -1)[part.rows.slice]
+        codes = slots[name].target.view(torch.uint8).view(part.rows.total, -1)[part.rows.slice]
         codes = codes[:, columns.start // 2 : (columns.start + columns.size) // 2]
         first = columns.start // block
         scales = scales.view(part.rows.total, -1)[part.rows.slice][:, first : first + columns.size // block]

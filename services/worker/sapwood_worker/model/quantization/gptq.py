@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sapwood_kernels.quantised.grouped import GroupedWeight, pack4
 from sapwood_worker.model.quantization.grouped import GroupedPart, words_format
@@ -46,7 +47,7 @@ def _part(part: Part, columns: Span, stored: Stored, device: torch.device) -> Gr
     def weight() -> GroupedWeight:
         filled = {kind: slots[name].target for kind, name in names.items() if name in slots}
         zeros = filled["qzeros"]
-        if stored.quantization.get("checkpoint_format", "gptq") != "gptq_v2":
+        if not _zeros_as_they_are(stored, zeros, bits):
             zeros = zeros + _ONES[bits]  # of the word: a zero of 0 was stored as -1 and borrowed from its neighbour
         codes = unpacked(filled["qweight"], bits, 0).t()
         order = None
@@ -65,6 +66,20 @@ def _part(part: Part, columns: Span, stored: Stored, device: torch.device) -> Gr
         )
 
     return GroupedPart(slots, weight)
+
+
+def _zeros_as_they_are(stored: Stored, zeros: Tensor, bits: int) -> bool:
+    """Whether zeros are stored as they are, not less one each.
+
+    That is version 2 of the format. GPTQModel 5 writes files of symmetric weights so and calls them version 1: then all zeros are
+    the middle, 8 of 4 bits, where version 1 has 7.
+    """
+    settings = stored.quantization
+    if settings.get("checkpoint_format", settings.get("format", "gptq")) == "gptq_v2":
+        return True
+    middle = _ONES[bits] << (bits - 1)
+    middle -= (middle >> (_WORD - 1)) << _WORD  # as int32
+    return settings.get("sym") is not False and bool((zeros == middle).all())
 
 
 def _bits(stored: Stored, name: str, columns: int) -> Literal[4, 8]:

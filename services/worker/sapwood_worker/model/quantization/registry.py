@@ -216,11 +216,21 @@ class LinearMethods:
             shape, rows: As of :meth:`table`.
         """
         kept = self._kept_table(shape, rows)
+        if kept is None and self._quantised_head(shape, rows):
+            return self._kept(shape) or self._wide_table(shape, rows)
         if kept is not None or self._quantise_head is None or not self.rounds_layers:
             return kept or self._wide_table(shape, rows)
         self._assure_wide(shape)
         self.rounds_head = True
         return self._quantise_head(shape, rows, self._dtype, self._ops)
+
+    def _quantised_head(self, shape: LinearShape, rows: int) -> bool:
+        """Whether a head is stored in words of codes, which no table is; its rows are those of every rank's part."""
+        stored = self._stored or Stored()
+        weight = stored.tensors.get(f"{shape.parts[0].name}.weight")
+        return rows == shape.rows and (
+            weight is None or bool(why_no_numbers(f"{shape.parts[0].name}.weight", stored.tensors))
+        )
 
     def _kept_table(self, shape: LinearShape, rows: int) -> TableMethod | None:
         if self._stored is not None and rows == shape.rows:

@@ -29,6 +29,10 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
+BETWEEN_PARTS = "\n"
+"""What stands between the texts of one message where a template takes one text, as in vLLM and SGLang."""
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One turn of a conversation. Fields as in ``ChatMessage`` of ``common.proto``."""
 
@@ -38,6 +42,7 @@ class Turn(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
+    parts: tuple[str, ...] = ()
 
 
 class TextPrompt(msgspec.Struct, frozen=True):

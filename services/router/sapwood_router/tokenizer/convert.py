@@ -51,6 +51,7 @@ def to_turns(turns: Sequence[Turn]) -> list[common_pb2.ChatMessage]:
             ],
             tool_call_id=turn.tool_call_id,
             reasoning=turn.reasoning,
+            parts=turn.parts,
         )
         for turn in turns
     ]

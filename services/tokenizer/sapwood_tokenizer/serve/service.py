@@ -172,7 +172,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError(
                 "a message that is continued is not followed by a generation prompt", field="continue_final_message"
             )
-        size, most = request.ByteSize(), self._limits.max_text_bytes
+        size, most = _size_of(request), self._limits.max_text_bytes
         if size > most:
             raise PromptTooLongError.in_bytes(size, most, field="messages")
         text = await self._renderer.render(request, prompted=prompted)
@@ -280,3 +280,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             found = self._loaded.special_ids.difference(index for index in ids if index is not None)
             self._skipped[needed] = found
         return found
+
+
+def _size_of(request: tokenizer_pb2.ApplyChatTemplateRequest) -> int:
+    """Bytes of a request, without texts that it has twice."""
+    return request.ByteSize() - sum(len(part.encode()) for message in request.messages for part in message.parts)

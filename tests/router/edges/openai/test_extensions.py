@@ -360,3 +360,18 @@ async def test_the_client_is_told_what_of_a_schema_is_not_enforced(one) -> None:
         answer = await one.http.post(CHAT, json={**chat, "response_format": form})
         assert answer.status_code == 200
         assert answer.headers.get("x-sapwood-notice") == notice
+
+
+async def test_texts_of_one_message_reach_the_template_as_lines_and_as_parts(one) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    body = {"model": "fake", "messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+    assert (await one.http.post(CHAT, json=body)).status_code == 200
+    (message,) = one.tokenizer.chats[-1].messages
+    assert (message.content, [*message.parts]) == ("one\ntwo", ["one", "two"])
+    body["messages"] = [{"role": "user", "content": parts[:1]}]
+    assert (await one.http.post(CHAT, json=body)).status_code == 200
+    (message,) = one.tokenizer.chats[-1].messages
+    assert (message.content, [*message.parts]) == ("one", [])
+    given = [{"role": "user", "content": [{"type": "input_text", "text": text} for text in ("one", "two")]}]
+    assert (await one.http.post("/v1/responses", json={"model": "fake", "input": given})).status_code == 200
+    assert one.tokenizer.chats[-1].messages[0].content == "one\ntwo"

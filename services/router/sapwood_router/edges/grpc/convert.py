@@ -125,6 +125,7 @@ def _turn_of(message: common_pb2.ChatMessage) -> Turn:
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
         tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
         reasoning=message.reasoning if message.HasField("reasoning") else None,
+        parts=tuple(message.parts),
     )
 
 

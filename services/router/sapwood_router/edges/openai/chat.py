@@ -46,7 +46,7 @@ from sapwood_router.edges.openai.types import (
 )
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.arguments import arguments_text
-from sapwood_router.request.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
+from sapwood_router.request.context import BETWEEN_PARTS, ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.request_ids import unique_id
 
@@ -246,13 +246,15 @@ def _turn(message: Message, path: str) -> Turn:
             )
     if role == "tool" and not message.tool_call_id:
         raise InvalidArgumentError("tool_call_id is required: the call that this answers", field=f"{path}.tool_call_id")
+    content = _content(message, path)
     return Turn(
         role=role,
-        content=_content(message, path),
+        content=content if content is None or isinstance(content, str) else BETWEEN_PARTS.join(content),
         name=message.name,
         tool_calls=tuple(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())),
         tool_call_id=message.tool_call_id or None,
         reasoning=_reasoning(message) if role == "assistant" else None,
+        parts=tuple(content) if isinstance(content, list) and len(content) > 1 else (),
     )
 
 
@@ -268,7 +270,8 @@ def _reasoning(message: Message) -> str | None:
     return message.reasoning_content or other or None
 
 
-def _content(message: Message, path: str) -> str | None:
+def _content(message: Message, path: str) -> str | list[str] | None:
+    """The text, or the texts, of a message."""
     if message.content is None:
         if message.role == "assistant":  # it called tools, or said nothing: clients send back what they got
             return None
@@ -284,4 +287,4 @@ def _content(message: Message, path: str) -> str | None:
         if part.text is None:
             raise InvalidArgumentError("text is required", field=f"{path}.content[{index}].text")
         texts.append(part.text)
-    return "".join(texts)
+    return texts

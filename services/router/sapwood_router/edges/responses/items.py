@@ -195,7 +195,7 @@ def _text(content: str | list[Part] | None, path: str) -> str:
         if text is None:
             raise InvalidArgumentError("text is required", field=f"{path}[{index}].text")
         texts.append(text)
-    return "".join(texts)
+    return BETWEEN_TEXTS.join(texts)
 
 
 def turn_of(output: Output) -> Turn:

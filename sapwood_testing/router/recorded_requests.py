@@ -152,7 +152,9 @@ def _others() -> Iterator[Http]:
 
 
 def _turns() -> router_pb2.ChatMessages:
-    return router_pb2.ChatMessages(messages=[common_pb2.ChatMessage(**turn) for turn in TURNS])
+    return router_pb2.ChatMessages(
+        messages=[common_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in TURNS]
+    )
 
 
 def _grpc() -> Iterator[Grpc]:

@@ -92,7 +92,7 @@ class _Child:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                python_command("-m", module), stdin=theirs, stdout=subprocess.DEVNULL, env=python_environment()
+                python_command("-m", module), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=python_environment()
             )
         self.slow = False
         self._cpu_before = 0.0
@@ -122,7 +122,8 @@ class _Child:
 
     async def greet(self) -> bytes:
         """The greeting, if nothing was asked yet. Raises ChildDiedError if the process ends before."""
-        self._answer = answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answer = answer
         self.greeted = True
         await self._send(b"")
         return await answer

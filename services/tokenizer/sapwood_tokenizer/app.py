@@ -26,7 +26,11 @@ from sapwood_common.telemetry.logs import announce, setup_logging
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.telemetry.tracing_start import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
+from sapwood_tokenizer.encode.batch_encoder import Library
+from sapwood_tokenizer.encode.encode_process import start_library
 from sapwood_tokenizer.encode.encoder import Encoder, EncoderOptions
+from sapwood_tokenizer.encode.pair_template import read_pair_template
+from sapwood_tokenizer.encode.pipeline import is_bounded
 from sapwood_tokenizer.output.parser_defaults import ParserDefaults, parser_defaults
 from sapwood_tokenizer.serve.compile_grammar import Grammars, build_grammars
 from sapwood_tokenizer.serve.metrics import add_metrics
@@ -49,8 +53,8 @@ _MOST_THREADS = 8
 """The most encoding threads unless the configuration says otherwise: the event loop cannot feed more."""
 
 
-def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
-    """The encoder as configured.
+def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig, library: Library | None = None) -> Encoder:
+    """The encoder as configured; ``library`` encodes in other processes.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
@@ -67,6 +71,7 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
             exact_cache_bytes=int(config.exact_cache_mb * 2**20),
             prefix_cache_bytes=int(config.prefix_cache_mb * 2**20),
         ),
+        library,
     )
 
 
@@ -210,7 +215,10 @@ async def serve(
     port = await server.start()
     try:
         model = await load()
-        encoder = await asyncio.to_thread(build_encoder, model.loaded, config)
+        library = None
+        if not is_bounded(model.loaded.tokenizer):
+            library = await start_library(model.loaded.tokenizer, model.loaded.origin)
+        encoder = await asyncio.to_thread(build_encoder, model.loaded, config, library)
         renderer = await start_renderer(model.loaded, config.template_timeout)
     except BaseException:
         await server.stop(0)
@@ -223,6 +231,7 @@ async def serve(
         model.parsers,
         encoder,
         renderer,
+        read_pair_template(model.loaded.tokenizer) if library is None else library.pair,
         limits,
         server.draining,
         model.grammars,
@@ -244,6 +253,8 @@ async def serve(
     await model.grammars.close()
     if renderer is not None:
         await renderer.close()
+    if library is not None:
+        await library.close()
     await asyncio.to_thread(tracing.close)
     await asyncio.to_thread(exposed.close)
     return 0

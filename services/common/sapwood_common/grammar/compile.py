@@ -153,23 +153,23 @@ class _Alone:
     def schema_text(self, schema: Any, options: GrammarOptions, field: str) -> str:
         """The schema in the engine's form. Raises GrammarError, with the field, if it cannot be compiled."""
         written = json.dumps(schema)
-        try:
-            return self._checked(schema, options)
-        except GrammarError as error:
-            first = error
-        error = first
-        for step in range(1, STEPS + 1 if options.lenient else 1):
-            relaxed, left_out = relax(json.loads(written), step, self._builder.check_pattern)
+        first: GrammarError | None = None
+        for step in range(STEPS + 1 if options.lenient else 1):
+            left_out: list[str] = []
+            if step:
+                schema, left_out = relax(json.loads(written), step, self._builder.check_pattern)
             try:
-                text = self._checked(relaxed, options)
-            except GrammarError as next_error:
-                error = next_error
-                if _is_contradiction(error):  # it can be enforced, and nothing matches it
-                    break
+                text = self._checked(schema, options)
+            except GrammarError as error:
+                if step and _is_contradiction(error):  # it can be enforced, and nothing matches it
+                    raise GrammarError(str(error), field) from None
+                first = first or error
                 continue
-            self.left_out += left_out or ["what the engine refuses"]
+            if step:
+                self.left_out += left_out or ["what the engine refuses"]
             return text
-        raise GrammarError(str(error if _is_contradiction(error) else first), field or first.field)
+        assert first is not None
+        raise GrammarError(str(first), field or first.field)
 
     def _checked(self, schema: Any, options: GrammarOptions) -> str:
         text = engine_schema(schema, options)

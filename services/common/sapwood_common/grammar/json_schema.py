@@ -20,7 +20,7 @@ import bisect
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from sapwood_common.grammar.formats import PATTERNS
@@ -211,7 +211,7 @@ def _mend(schema: dict[str, Any], left_out: dict[str, None]) -> None:
         schema["required"] = [name for name in schema["required"] if isinstance(name, str)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

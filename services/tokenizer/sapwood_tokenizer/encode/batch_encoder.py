@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -37,23 +38,76 @@ class Encoded:
     offsets: Sequence[tuple[int, int]] | None = None
 
 
+class EncodeStoppedError(Exception):
+    """A text takes too much time or memory; the message says of which."""
+
+
+class Library(Protocol):
+    """Encodes with the library, here or elsewhere. Thread-safe.
+
+    Attributes:
+        around: The tokens that the tokenizer puts before and after a text.
+    """
+
+    around: tuple[array[int], array[int]]
+
+    def encode(self, texts: Sequence[str], caller: str, *, parse_special_tokens: bool, offsets: bool) -> list[Encoded]:
+        """The tokens of each text, without special tokens around it; ``caller`` is whose texts they are.
+
+        Raises:
+            EncodeStoppedError: They take too much time or memory.
+            BaseException: The library fails on a text.
+        """
+        ...
+
+
+class LibraryHere(Library):
+    """Encodes in this process, on the thread that asks.
+
+    Args:
+        tokenizer: The tokenizer; neither it nor what it is made of may be changed any more.
+
+    Raises:
+        ConfigError: The tokenizer does more to a text than put tokens around it after encoding it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._plain: Tokenizer | None = None
+        self.around = _tokens_around(tokenizer)
+
+    def encode(self, texts: Sequence[str], caller: str, *, parse_special_tokens: bool, offsets: bool) -> list[Encoded]:
+        """As :meth:`Library.encode`."""
+        tokenizer = self._tokenizer if parse_special_tokens else self._plain_tokenizer()
+        if offsets:
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+            return [Encoded(array("I", encoding.ids), encoding.offsets) for encoding in encodings]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [Encoded(array("I", encoding.ids)) for encoding in encodings]
+
+    def _plain_tokenizer(self) -> Tokenizer:
+        if self._plain is None:  # two threads may both make one; they are equal
+            self._plain = _without_special_tokens(self._tokenizer)
+        return self._plain
+
+
 class BatchEncoder:
     """Encodes batches. Thread-safe.
 
     Args:
         tokenizer: The tokenizer; neither it nor what it is made of may be changed any more.
         parts: Ids of parts of texts (L1).
+        library: Encodes; None: this process does.
 
     Raises:
         ConfigError: The tokenizer does more to a text than put tokens around it after encoding it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, parts: EncodeCache[PartKey]) -> None:
-        self._tokenizer = tokenizer
-        self._plain: Tokenizer | None = None
+    def __init__(self, tokenizer: Tokenizer, parts: EncodeCache[PartKey], library: Library | None = None) -> None:
         self._parts = parts
         self._boundaries = SafeBoundaries(tokenizer)
-        self._before, self._after = _tokens_around(tokenizer)
+        self._library = library or LibraryHere(tokenizer)
+        self._before, self._after = self._library.around
 
     def with_tokens_around(self, encoded: Encoded) -> Encoded:
         """The same with the model's own special tokens around it."""
@@ -81,14 +135,10 @@ class BatchEncoder:
             parse_special_tokens: Whether the text of a special token is that token; else it is text like any other.
             offsets: Whether offsets are wanted; then texts are encoded whole, without the cache.
         """
-        tokenizer = self._tokenizer if parse_special_tokens else self._plain_tokenizer()
-        if offsets:
-            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-            return [Encoded(array("I", encoding.ids), encoding.offsets) for encoding in encodings]
-        if parse_special_tokens and self._parts.enabled and self._boundaries.lead is not None:
+        if not offsets and parse_special_tokens and self._parts.enabled and self._boundaries.lead is not None:
             return self._encode_parts(texts, salts or [""] * len(texts), self._boundaries.lead)
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [Encoded(array("I", encoding.ids)) for encoding in encodings]
+        caller = salts[0] if salts else ""
+        return self._library.encode(texts, caller, parse_special_tokens=parse_special_tokens, offsets=offsets)
 
     def _encode_parts(self, texts: Sequence[str], salts: Sequence[str], lead: str) -> list[Encoded]:
         results: list[list[array[int] | None]] = []
@@ -106,19 +156,16 @@ class BatchEncoder:
                 result.append(ids)
             results.append(result)
         inputs = [part if first else lead + part for _, _, (_, first, part), _ in missing]
-        encodings = self._tokenizer.encode_batch_fast(inputs, add_special_tokens=False) if inputs else []
+        encodings: list[Encoded] = []
+        if inputs:
+            encodings = self._library.encode(inputs, salts[0], parse_special_tokens=True, offsets=False)
         for (result, place, key, kept), encoding in zip(missing, encodings, strict=True):
             _, first, part = key
-            ids = array("I", encoding.ids if first else encoding.ids[1:])
+            ids = encoding.ids if first else encoding.ids[1:]
             result[place] = ids
             if kept:
                 self._parts.put(key, part, ids)
         return [Encoded(_joined(result)) for result in results]
-
-    def _plain_tokenizer(self) -> Tokenizer:
-        if self._plain is None:  # two threads may both make one; they are equal
-            self._plain = _without_special_tokens(self._tokenizer)
-        return self._plain
 
 
 def _joined(parts: Sequence[array[int] | None]) -> array[int]:

@@ -25,9 +25,10 @@ from tokenizers import Tokenizer
 
 from sapwood_common.contract.limits import MOST_GAPS
 from sapwood_common.errors import InvalidArgumentError, PromptTooLongError
-from sapwood_tokenizer.encode.batch_encoder import BatchEncoder, Encoded, PartKey
+from sapwood_tokenizer.encode.batch_encoder import BatchEncoder, Encoded, EncodeStoppedError, Library, PartKey
 from sapwood_tokenizer.encode.encode_cache import CacheStats, EncodeCache
 from sapwood_tokenizer.encode.fill_in_middle import FillInMiddle, find_form
+from sapwood_tokenizer.encode.pipeline import token_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _SHORT_COST = 64 * 1024
 """The most of one caller's texts that goes into a batch, in characters. A text that costs more is a long one."""
 _BATCH_COST = 256 * 1024
 """The most that goes into a batch, in characters: bounds how long the next batch waits."""
+_WAITING_THREADS = 32
+"""Threads of each lane that wait for other processes, where those encode."""
 _COST_A_TEXT = 64
 """Characters that a text costs besides its own."""
 _LONGEST_LOOKED_UP = 256 * 1024
@@ -106,21 +109,25 @@ class Encoder:
     Args:
         tokenizer: The tokenizer; not to be changed from now on.
         options: Limits and sizes.
+        library: Encodes in other processes, each caller's texts in fair turns; None: this process does.
 
     Raises:
         ConfigError: The tokenizer cannot be used; see BatchEncoder.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: EncoderOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: EncoderOptions, library: Library | None = None) -> None:
         self._options = options
         self._exact: EncodeCache[tuple[str, bool, str]] = EncodeCache(options.exact_cache_bytes)
         self._parts: EncodeCache[PartKey] = EncodeCache(options.prefix_cache_bytes)
-        self._batches = BatchEncoder(tokenizer, self._parts)
-        self._fill_in_middle = find_form(tokenizer)
-        self._free_threads = options.threads
+        self._batches = BatchEncoder(tokenizer, self._parts, library)
+        self._fill_in_middle = find_form(tokenizer) if library is None else None
+        self._lengths = token_lengths(tokenizer)
+        threads = options.threads if library is None else _WAITING_THREADS
+        self._batch_cost = _BATCH_COST if library is None else 1  # what is ended takes nobody else's text with it
+        self._free_threads = threads
         self._waiting: deque[_Job] = deque()
-        self._short_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="encode")
-        self._long_threads = ThreadPoolExecutor(max(1, options.threads // 2), thread_name_prefix="encode-long")
+        self._short_threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        self._long_threads = ThreadPoolExecutor(max(1, threads // 2), thread_name_prefix="encode-long")
 
     @property
     def fill_in_middle(self) -> FillInMiddle | None:
@@ -164,6 +171,11 @@ class Encoder:
                 ) from error
             if size > self._options.max_text_bytes:
                 raise PromptTooLongError.in_bytes(size, self._options.max_text_bytes, field=name)
+        limits = [limit for limit in (options.max_tokens, self._options.max_text_tokens) if limit is not None]
+        if limits and self._lengths is not None:
+            for name, text in zip(names, texts, strict=True):
+                if self._lengths.exceeds(text, min(limits)):  # refused before it takes seconds
+                    raise PromptTooLongError.of(self._lengths.least(text, min(limits)), min(limits), field=name)
         kind, salt = (options.parse_special_tokens, options.offsets), options.salt
         results = await (self._run(texts, salt, kind) if options.offsets else self._look_up_or_run(texts, salt, kind))
         for name, result in zip(names, results, strict=True):
@@ -175,7 +187,6 @@ class Encoder:
             encoded = [Encoded(fill.prompt(one.ids, after.ids)) for one in before]
         if options.add_special_tokens:
             encoded = [self._batches.with_tokens_around(one) for one in encoded]
-        limits = [limit for limit in (options.max_tokens, self._options.max_text_tokens) if limit is not None]
         if limits:
             for name, one in zip(names, encoded, strict=False):
                 if len(one.ids) > min(limits):
@@ -242,11 +253,11 @@ class Encoder:
         batch: list[_Job] = []
         others: list[_Job] = []
         cost = 0
-        while self._waiting and cost < _BATCH_COST:
+        while self._waiting and cost < self._batch_cost:
             job = self._waiting.popleft()
             if job.done.done():
                 continue  # its caller is gone
-            if batch and (job.kind != batch[0].kind or cost + job.cost > _BATCH_COST):
+            if batch and (job.kind != batch[0].kind or cost + job.cost > self._batch_cost):
                 others.append(job)
                 if job.kind == batch[0].kind:
                     break
@@ -274,6 +285,8 @@ class Encoder:
         parse_special_tokens, offsets = kind
         try:
             return [*self._batches.encode(texts, salts, parse_special_tokens=parse_special_tokens, offsets=offsets)]
+        except EncodeStoppedError as error:
+            return [_Failed(str(error))] * len(texts)
         except BaseException as error:  # a panic in the library is no Exception
             if len(texts) > 1:  # find out which of them failed
                 single = zip(texts, salts, strict=True)

@@ -17,7 +17,7 @@ from sapwood_common.settings.flags import service_flag
 from sapwood_tokenizer.decode.detokenizer import Detokenizer
 from sapwood_tokenizer.decode.output_stream import OutputStream, StreamOptions
 from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder
-from sapwood_tokenizer.encode.pair_template import read_pair_template
+from sapwood_tokenizer.encode.pair_template import PairTemplate
 from sapwood_tokenizer.output.output_parser import OutputParser
 from sapwood_tokenizer.output.parser_defaults import ParserDefaults
 from sapwood_tokenizer.output.reasoning_parser import registry as reasoning_parsers
@@ -73,6 +73,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         parsers: The parsers that fit the model.
         encoder: Encodes texts.
         renderer: Renders conversations; None: the model has no chat template.
+        pair: How the tokenizer joins two texts; None: it does not.
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
         grammars: Compiles grammars.
@@ -87,6 +88,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         parsers: ParserDefaults,
         encoder: Encoder,
         renderer: Renderer | None,
+        pair: PairTemplate | None,
         limits: Limits,
         draining: asyncio.Event,
         grammars: Grammars,
@@ -103,7 +105,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._encoder = encoder
         self._renderer = renderer
         self._table = table
-        self._pair = read_pair_template(loaded.tokenizer)
+        self._pair = pair
         self._warned_of_tools = False
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)

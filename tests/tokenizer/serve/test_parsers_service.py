@@ -154,7 +154,7 @@ async def test_a_stream_is_parsed_however_its_tokens_come(stub, tokenizer, step)
     assert joined(outputs[3]) == ("Hi", "", [(call_id, "f", '{"x": "</tool_call>"}')])
     assert joined(outputs[4]) == (hermes.removesuffix(EOS), "", [])
     assert joined(outputs[5]) == ("A", "Hm.", [])
-    assert joined(outputs[6])[2][0][1:] == ("f", "{")
+    assert joined(outputs[6])[2][0][1:] == ("f", "{}")
     assert outputs[6][-1].stop_match == '"x"'
     assert all(stream[-1].ended for stream in outputs.values())
     assert outputs[1][-1].tokens_consumed == len(tokenizer.encode(KIMI).ids)

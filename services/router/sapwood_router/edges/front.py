@@ -23,6 +23,7 @@ from sapwood_router.edges.http.left_out import LeftOutLog
 from sapwood_router.edges.http.origins import Origins, check_content_type
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.request import Request
+from sapwood_router.edges.not_served import why_not
 from sapwood_router.edges.routes import Handler, Post, Route
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.pipeline import Pipeline
@@ -222,7 +223,9 @@ class HttpFront:
         methods = self._methods(exchange.path)
         if not methods:
             meant = next((path for path in _likely(exchange.path) if path in self._paths), None)
-            raise HttpError(404, f"there is no {exchange.path}{'' if meant is None else f'; there is {meant}'}")
+            reason = why_not(exchange.path)
+            more = f": {reason}" if reason is not None else "" if meant is None else f"; there is {meant}"
+            raise HttpError(404, f"there is no {exchange.path}{more}")
         error = HttpError(405, f"{exchange.path} takes {' and '.join(methods)}, not {exchange.method}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
 

@@ -1,6 +1,9 @@
 """Answers reads of the pages that a worker keeps for others, beside its scheduler.
 
-Bound: ``_MOST_READS`` connections at a time, one thread each; one more is closed, and its reader computes.
+Each connection has a thread. One that has shown no ticket of a prompt that is kept is a stranger: ``_MOST_STRANGERS`` at a
+time, which have ``_STRANGER_SECONDS``, a handshake of TLS included; for one more the oldest of the address with the most is
+closed. Reads with such a ticket have ``_MOST_READS`` places of their own; one more waits for a moment, and is closed then: its
+reader computes.
 """
 
 from __future__ import annotations
@@ -8,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.handoff import wire
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases, Lease
 from sapwood_worker.core.cache.handoff.mover import MoverError
 from sapwood_worker.core.cache.handoff.movers import cuda_ipc, in_place, shm, tcp
 from sapwood_worker.core.cache.handoff.source import PageSource
@@ -26,6 +31,64 @@ from sapwood_worker.records.handoff_stages import reached
 logger = logging.getLogger(__name__)
 
 _MOST_READS = 64
+_MOST_STRANGERS = 128
+_STRANGER_SECONDS = 2.0
+_LOOK_SECONDS = 0.25
+_PAUSE_SECONDS = 0.002
+"""Between two strangers while there are many: to begin a thread for each takes time that the scheduler needs."""
+_BACKLOG = 1024
+
+
+class _Strangers:
+    """Connections that have shown no good ticket yet. Thread-safe.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._number = 0
+        self._known: dict[int, tuple[socket.socket, str, float]] = {}
+        """By number, from the oldest on: a handle of the connection, the address, and when its time is over."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def enter(self, connection: socket.socket, address: str) -> int:
+        """Counts a connection; ends another one if there are too many. Returns its number for :meth:`leave`."""
+        handle = connection.dup()  # TLS takes the connection itself over
+        with self._lock:
+            if len(self._known) >= _MOST_STRANGERS:
+                [(most, _)] = Counter(address for _, address, _ in self._known.values()).most_common(1)
+                oldest = next(number for number, (_, address, _) in self._known.items() if address == most)
+                _end(self._known.pop(oldest)[0])
+            self._number += 1
+            self._known[self._number] = handle, address, self._clock() + _STRANGER_SECONDS
+            return self._number
+
+    def leave(self, number: int) -> None:
+        """The connection has shown a good ticket, or is over. May be called again."""
+        with self._lock:
+            handle, _, _ = self._known.pop(number, (None, "", 0.0))
+        if handle is not None:
+            handle.close()
+
+    def end_late(self) -> None:
+        """Ends those whose time is over."""
+        now = self._clock()
+        with self._lock:
+            for number, (handle, _, until) in list(self._known.items()):
+                if now >= until:
+                    del self._known[number]
+                    _end(handle)
+
+
+def _end(handle: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        handle.shutdown(socket.SHUT_RDWR)
+    handle.close()
 
 
 class PageServer:
@@ -49,11 +112,14 @@ class PageServer:
         family, both = (socket.AF_INET6, socket.has_dualstack_ipv6()) if v6 else (socket.AF_INET, False)
         try:
             address = host.strip("[]"), port
-            self._listener = socket.create_server(address, family=family, backlog=_MOST_READS, dualstack_ipv6=both)
+            self._listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as error:
             raise ConfigError(f"--handoff-port {port}: cannot listen on {host}: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]
+        self._listener.settimeout(_LOOK_SECONDS)
         self._room = threading.BoundedSemaphore(_MOST_READS)
+        self._strangers = _Strangers()
+        self._context: tuple[float, ssl.SSLContext] | None = None
 
     def serve(
         self,
@@ -86,42 +152,69 @@ class PageServer:
 
     def _accept(self) -> None:
         while True:
+            self._strangers.end_late()
+            if len(self._strangers) > _MOST_STRANGERS // 2:
+                time.sleep(_PAUSE_SECONDS)
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 if self._listener.fileno() < 0:
                     return
                 time.sleep(0.1)  # out of file descriptors, perhaps for a moment
                 continue
-            if not self._room.acquire(blocking=False):
+            try:
+                number = self._strangers.enter(connection, str(peer[0]))
+                threading.Thread(
+                    target=self._answer, args=(connection, number), name="handoff read", daemon=True
+                ).start()
+            except (OSError, RuntimeError):  # out of file descriptors or threads
                 connection.close()
-                continue
-            threading.Thread(target=self._answer, args=(connection,), name="handoff read", daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _encryption(self, tls: PageTls) -> ssl.SSLContext:
+        """What connections are encrypted with; files that change are taken up within a second."""
+        now = time.monotonic()
+        known = self._context
+        if known is None or now - known[0] > 1:
+            known = self._context = now, tls.server()
+        return known[1]
+
+    def _answer(self, connection: socket.socket, stranger: int) -> None:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.settimeout(wire.SILENCE_SECONDS)  # of a handshake it is the time for all of it
                 if self._tls is None:
-                    self._answer_read(connection)
+                    self._answer_read(connection, stranger)
                 else:
-                    with self._tls.server().wrap_socket(connection, server_side=True) as secured:
-                        self._answer_read(secured)
+                    with self._encryption(self._tls).wrap_socket(connection, server_side=True) as secured:
+                        self._answer_read(secured, stranger)
         except (OSError, MoverError):  # the asker is gone, or is none
             pass
         except Exception:
             logger.exception("a read of handed-off pages failed")
         finally:
-            self._room.release()
+            self._strangers.leave(stranger)
 
-    def _answer_read(self, connection: socket.socket) -> None:
+    def _answer_read(self, connection: socket.socket, stranger: int) -> None:
         at = wire.Wire(connection)
         asked = at.asked()
         if asked is None:
             return
         reached("read asked for")
         lease = self._source.leases.find(asked.transfer_id, asked.epoch)
+        if lease is None:  # which is told at once
+            self._send(at, asked, lease, connection)
+            return
+        self._strangers.leave(stranger)
+        if self._room.acquire(timeout=wire.SILENCE_SECONDS / 2):
+            try:
+                self._send(at, asked, lease, connection)
+            finally:
+                self._room.release()
+
+    def _send(self, at: wire.Wire, asked: wire.Ask, lease: Lease | None, connection: socket.socket) -> None:
         if asked.way == "tcp":
             tcp.send_pages(at, self._source, lease, asked.indices)
         elif asked.way == "shm":

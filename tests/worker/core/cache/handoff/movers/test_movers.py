@@ -140,15 +140,65 @@ def test_whoever_asks_for_something_else_is_hung_up_on(served: Kept, said: bytes
 def test_strangers_who_say_nothing_are_bounded_in_number_and_time(
     served: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.5)
-    strangers = [socket.create_connection(("127.0.0.1", served.server.port), 30) for _ in range(server._MOST_READS + 3)]
+    monkeypatch.setattr(server, "_STRANGER_SECONDS", 0.5)
+    count = server._MOST_STRANGERS + 3
+    strangers = [socket.create_connection(("127.0.0.1", served.server.port), 30) for _ in range(count)]
     assert all(map(_is_hung_up_on, strangers))
     for stranger in strangers:
         stranger.close()
-    while True:  # the last of their threads may still be ending
-        with contextlib.suppress(MoverError):
-            assert None not in served.read([0])
-            return
+    assert None not in served.read([0])
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_hundred_slow_strangers_keep_no_good_ticket_from_its_pages(tmp_path: Path, *, encrypted: bool) -> None:
+    files = tls_of(trustme.CA(), tmp_path / "files") if encrypted else None
+    kept = Kept(files)
+    slow: list[socket.socket] = []
+    ending = threading.Event()
+
+    def dribble() -> None:
+        while not ending.wait(0.05):
+            for index, stranger in enumerate(slow):
+                try:
+                    stranger.sendall(b"\x16" if encrypted else b"S")
+                except OSError:  # it was hung up on, and comes again
+                    slow[index] = socket.create_connection(("127.0.0.1", kept.server.port), 30)
+
+    slow += [socket.create_connection(("127.0.0.1", kept.server.port), 30) for _ in range(100)]
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    try:
+        for _ in range(10):
+            assert None not in kept.read([4, 0, 5])
+    finally:
+        ending.set()
+        thread.join()
+        kept.server.close()
+        for stranger in slow:
+            stranger.close()
+
+
+def test_of_too_many_strangers_the_oldest_of_the_address_with_the_most_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_STRANGERS", 3)
+    clock = [0.0]
+    strangers = server._Strangers(lambda: clock[0])
+    pairs = [socket.socketpair() for _ in range(5)]
+    numbers = [strangers.enter(ours, address) for (ours, _), address in zip(pairs[:3], "abb", strict=True)]
+    strangers.enter(pairs[3][0], "c")
+    assert pairs[1][1].recv(1) == b"", "the older of b's"
+    strangers.leave(numbers[0])
+    strangers.leave(numbers[0])
+    assert len(strangers) == 2
+    clock[0] = server._STRANGER_SECONDS
+    strangers.enter(pairs[4][0], "a")
+    strangers.end_late()
+    assert [pair[1].recv(1) for pair in pairs[2:4]] == [b"", b""]
+    assert len(strangers) == 1
+    pairs[0][0].sendall(b"x")
+    assert pairs[0][1].recv(1) == b"x", "who has left is not ended"
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
 
 
 def tls_of(authority: trustme.CA, folder: Path, trusted: trustme.CA | None = None) -> PageTls:

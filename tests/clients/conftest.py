@@ -85,10 +85,10 @@ def make_environment() -> MakeEnvironment:
 
 
 @pytest.fixture(scope="session")
-def make_packages() -> Callable[..., Path]:
-    """Installs packages of npm beside a script, or finds them; gives the copy of the script that sees them."""
+def install_packages() -> Callable[..., Path]:
+    """Installs packages of npm, or finds them; gives their folder."""
 
-    def make(script: Path, *packages: str) -> Path:
+    def install(*packages: str) -> Path:
         if shutil.which("npm") is None:
             pytest.skip("no npm here")
         key = hashlib.sha256("\0".join(packages).encode()).hexdigest()
@@ -99,10 +99,20 @@ def make_packages() -> Callable[..., Path]:
             if not (folder / "complete").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
-                install = ["npm", "install", "--silent", "--no-audit", "--no-fund", *packages]
-                subprocess.run(install, cwd=folder, check=True)
+                command = ["npm", "install", "--silent", "--no-audit", "--no-fund", *packages]
+                subprocess.run(command, cwd=folder, check=True)
                 (folder / "complete").touch()
-            return Path(shutil.copy(script, folder))
+        return folder
+
+    return install
+
+
+@pytest.fixture(scope="session")
+def make_packages(install_packages: Callable[..., Path]) -> Callable[..., Path]:
+    """Installs packages of npm beside a script, or finds them; gives the copy of the script that sees them."""
+
+    def make(script: Path, *packages: str) -> Path:
+        return Path(shutil.copy(script, install_packages(*packages)))
 
     return make
 

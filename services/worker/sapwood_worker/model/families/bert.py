@@ -7,14 +7,21 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.json_file import read_json_object
+from sapwood_worker.model.families.counts import check_count
+from sapwood_worker.model.families.known_keys import CONFIG, refusal
 from sapwood_worker.model.families.label_head import read_labels
 from sapwood_worker.records.model_info import Labels
 
+_UNREAD_SETTINGS = {
+    "hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "is_decoder": (), "model_type": (), "pooler_fc_size": (),
+    "pooler_num_attention_heads": (), "pooler_num_fc_layers": (), "pooler_size_per_head": (), "pooler_type": (),
+    "directionality": (), "tie_word_embeddings": (),
+    "gradient_checkpointing": (), "num_labels": (), "embedding_size": (),
+}  # fmt: skip
 _CLASSIFIER = "BertForSequenceClassification"
 ARCHITECTURES = ("BertModel", "BertForMaskedLM", _CLASSIFIER)
 """The second one's head serves only training and is left out. Models with other heads that make the answer are not served."""
@@ -64,14 +71,20 @@ def read_bert_config(path: Path) -> BertConfig:
     if values.get("hidden_act", "gelu") != "gelu" or values.get("position_embedding_type", "absolute") != "absolute":
         raise ConfigError(f"{file}: of BERT only gelu and absolute positions are supported")
     shape = [field.name for field in fields(BertConfig) if field.default is MISSING]
+    refused = CONFIG.refused({name: value for name, value in values.items() if name not in shape}, _UNREAD_SETTINGS)
+    if refused:
+        raise ConfigError(refusal(str(file), refused))
     try:
+        for name in shape:
+            if name != "layer_norm_eps":
+                check_count(name, values[name], 1)
         config = BertConfig(**{name: values[name] for name in shape})
         if (values.get("architectures") or [""])[0] != _CLASSIFIER:
             return config
         return replace(config, labels=read_labels(values), separator=_separator(path))
     except KeyError as error:
         raise ConfigError(f"{file}: {error.args[0]} is missing") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
@@ -174,38 +187,6 @@ class BertClassifier(nn.Module):
         first = self.bert(token_ids, mask, second)[:, 0]
         result: Tensor = self.classifier(torch.tanh(self.pooler["dense"](first)))
         return result
-
-
-def load_bert(
-    path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool
-) -> tuple[BertModel | BertClassifier, BertConfig]:
-    """Loads a Hugging Face directory; ``dummy`` leaves the weights random.
-
-    Raises:
-        ConfigError: It cannot be read; names the file and what.
-    """
-    config = read_bert_config(path)
-    model = BertModel(config) if config.labels is None else BertClassifier(config)
-    if not dummy:
-        file = path / "model.safetensors"
-        try:
-            tensors = load_file(file)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: cannot be read: {error}") from error
-        wanted = model.state_dict()
-        found = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
-        if config.labels is not None:
-            found |= {f"bert.{name}": tensor for name, tensor in found.items()}
-        missing = sorted(wanted.keys() - found.keys())
-        if missing:
-            raise ConfigError(f"{file}: has no {missing[0]}")
-        wrong = [name for name in wanted if wanted[name].shape != found[name].shape]
-        if wrong:
-            raise ConfigError(
-                f"{file}: {wrong[0]} is {list(found[wrong[0]].shape)}, not {list(wanted[wrong[0]].shape)}"
-            )
-        model.load_state_dict({name: found[name] for name in wanted})
-    return model.to(device, dtype).eval().requires_grad_(False), config
 
 
 def _separator(path: Path) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_worker.model.checkpoint.bert_weights import load_bert
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
-from sapwood_worker.model.families.bert import BertClassifier, load_bert
+from sapwood_worker.model.families.bert import BertClassifier
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.pooling import pool_chunk

@@ -166,8 +166,9 @@ class RouterApplication:
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._keys = None if config.api_keys is None else ApiKeys(config.api_keys)
         guard = Guard(
-            None if config.api_keys is None else ApiKeys(config.api_keys),
+            self._keys,
             public=PUBLIC_METHODS if config.separates_operators else None,
         )
         bodies = BodyMemory(config.body_memory, MemoryTrim().freed)
@@ -269,6 +270,8 @@ class RouterApplication:
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._admission.run(), "admission")
         self._spawn(self._lag.run(), "loop lag")
+        if self._keys is not None:
+            self._spawn(self._keys.follow(), "file of API keys")
         self._tokenizers.start()
         self._fleet.name(CONFIGURED, self._config.named_workers)
         self._spawn(follow_proposals(self._proposals), "proposals of roles")

@@ -1,9 +1,10 @@
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from sapwood_common.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
-from sapwood_common.tenants.api_keys import ApiKeys, hash_key, make_key
+from sapwood_common.tenants.api_keys import ApiKeys, Key, hash_key, make_key, until_revoked
 from sapwood_testing.clock import Clock
 
 
@@ -72,7 +73,7 @@ def test_the_keys_of_a_tenant_share_what_its_first_line_says(tmp_path: Path) -> 
     with pytest.raises(ResourceExhaustedError):
         keys.check(f"Bearer {second}")
     clock.now += 10.5
-    assert keys.check(f"Bearer {second}") is tenant
+    assert keys.check(f"Bearer {second}").settings is tenant.settings
 
 
 def test_tokens_are_paid_afterwards_and_debts_are_waited_for(tmp_path: Path) -> None:
@@ -98,3 +99,78 @@ def test_each_tenant_has_a_salt_that_survives_other_lines_and_limits(tmp_path: P
     path.write_text(f"c {'2' * 64}\nb {hash_key(keys[1])} tokens=6000\na {hash_key(keys[0])} 60\n")
     clock.now += 5
     assert [store.check(f"Bearer {key}").settings.cache_salt for key in keys] == salts
+
+
+def test_an_empty_file_changes_nothing_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, path, clock = make_key(), tmp_path / "keys", Clock(100.0)
+    path.write_text(f"alice {hash_key(key)}\n")
+    keys = ApiKeys(path, clock)
+    for content in ("", "# only a comment\n\n"):
+        path.write_text(content)
+        for _ in range(5):
+            clock.now += 5
+            assert keys.check(f"Bearer {key}").name == "alice"
+    assert len([line for line in caplog.messages if "holds no key" in line]) == 1
+    path.write_text(f"carol {hash_key(key)}\n")
+    clock.now += 5
+    assert keys.check(f"Bearer {key}").name == "carol"
+
+
+def test_a_deleted_file_revokes_all_keys_until_there_is_one_again(tmp_path: Path) -> None:
+    key, path, clock = make_key(), tmp_path / "keys", Clock(100.0)
+    path.write_text(f"alice {hash_key(key)}\n")
+    keys = ApiKeys(path, clock)
+    path.unlink()
+    clock.now += 1
+    with pytest.raises(UnauthenticatedError):
+        keys.check(f"Bearer {key}")
+    path.write_text(f"alice {hash_key(key)}\n")
+    clock.now += 1
+    assert keys.check(f"Bearer {key}").name == "alice"
+    with pytest.raises(ConfigError, match="no such file"):
+        ApiKeys(tmp_path / "none")
+
+
+def test_of_a_tenants_keys_only_what_runs_with_the_revoked_one_ends(tmp_path: Path) -> None:
+    one, other, path, clock = make_key(), make_key(), tmp_path / "keys", Clock(100.0)
+    path.write_text(f"alice {hash_key(one)}\nalice {hash_key(other)}\n")
+    keys = ApiKeys(path, clock)
+    ended: list[str] = []
+    for name, key in (("one", one), ("other", other)):
+        found = keys.find(f"Bearer {key}")
+        assert isinstance(found, Key)
+        found.watch(lambda name=name: ended.append(name))  # type: ignore[misc]
+    first = keys.find(f"Bearer {one}")
+    assert isinstance(first, Key)
+    first.watch(ended.clear)
+    first.unwatch(ended.clear)
+    path.write_text(f"alice {hash_key(other)} 600\n")
+    keys.refresh()
+    keys.refresh()
+    assert ended == ["one"]
+    path.unlink()
+    keys.refresh()
+    assert ended == ["one", "other"]
+
+
+async def test_what_runs_until_a_key_is_revoked_ends_with_that_reason(tmp_path: Path) -> None:
+    key, path = make_key(), tmp_path / "keys"
+    path.write_text(f"alice {hash_key(key)}\n")
+    keys = ApiKeys(path)
+
+    async def run() -> None:
+        with until_revoked(keys.check(f"Bearer {key}")):
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(run())
+    cancelled = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert cancelled.cancelled()
+    path.unlink()
+    keys.refresh()
+    with pytest.raises(UnauthenticatedError, match="revoked"):
+        await running
+    with until_revoked(None):
+        await asyncio.sleep(0)

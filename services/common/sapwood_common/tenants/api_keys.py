@@ -1,7 +1,8 @@
 """API keys: a file holds the SHA-256 of each, never the key; a key's name says which tenant a request belongs to.
 
 Keys are 256 random bits, so that a plain hash is enough: there is nothing to guess. A presented key is hashed and compared with
-every entry in constant time. The file is read again when it has changed, within a second.
+every entry in constant time. The file is read again when it has changed, within a second. A key that is gone from it is revoked:
+what runs with it ends. So are all keys if the file is deleted. One that is empty, broken or unreadable leaves them as they were.
 
 Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute,
 ``weight=`` the share of busy workers (1 if not given) and ``priority=`` the highest priority that requests may have (0 if not
@@ -11,13 +12,15 @@ from name and first hash: so it is the same on all routers, and nobody can guess
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +34,8 @@ AUTHORIZATION_KEY = "authorization"
 """Metadata key and HTTP header that carry ``Bearer KEY``."""
 
 _LOOK_INTERVAL = 1.0
+_FOLLOW_SECONDS = 0.4
+_Version = tuple[int, int, int] | None
 
 
 def make_key() -> str:
@@ -51,6 +56,71 @@ class KeyEntry:
     settings: TenantSettings
 
 
+class Key(Tenant):
+    """A key's view of its tenant, whose allowances it shares; says when it is revoked.
+
+    Args:
+        tenant: The tenant.
+    """
+
+    def __init__(self, tenant: Tenant) -> None:
+        self._watchers: list[Callable[[], None]] = []
+        self.belong_to(tenant)
+
+    def belong_to(self, tenant: Tenant) -> None:
+        """It is a key of this tenant, as of now."""
+        self.settings, self._requests, self._tokens = tenant.settings, tenant._requests, tenant._tokens
+
+    def watch(self, revoked: Callable[[], None]) -> None:
+        """Has a function called, once, when the key is revoked."""
+        self._watchers.append(revoked)
+
+    def unwatch(self, revoked: Callable[[], None]) -> None:
+        """Undoes :meth:`watch`."""
+        with suppress(ValueError):
+            self._watchers.remove(revoked)
+
+    def revoke(self) -> int:
+        """Ends what runs with the key; returns how much that is."""
+        watchers, self._watchers = self._watchers, []
+        for revoked in watchers:
+            revoked()
+        return len(watchers)
+
+
+@contextmanager
+def until_revoked(tenant: Tenant | None) -> Iterator[None]:
+    """Cancels the body of a ``with`` when the key that it runs with is revoked.
+
+    Args:
+        tenant: From :meth:`ApiKeys.check`; None: there is no key.
+
+    Raises:
+        UnauthenticatedError: The key was revoked.
+    """
+    if not isinstance(tenant, Key):
+        yield
+        return
+    task, over = asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:
+        nonlocal over
+        over = True
+        task.cancel()
+
+    tenant.watch(end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not over:
+            raise
+        task.uncancel()
+        raise UnauthenticatedError("the API key was revoked") from None
+    finally:
+        tenant.unwatch(end)
+
+
 class ApiKeys:
     """The keys of a file.
 
@@ -67,9 +137,19 @@ class ApiKeys:
         self._clock = clock
         self._looked = clock()
         self._version = self._stat()
+        self._told: str | None = None
         self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[str, Key] = {}
+        if self._version is None:
+            raise ConfigError(f"--api-keys: cannot read {path}: there is no such file")
         self._entries = parse_keys(path)
         self._open_accounts()
+
+    async def follow(self) -> None:
+        """Takes up changes of the file, for ever: also while nobody asks for anything."""
+        while True:
+            await asyncio.sleep(_FOLLOW_SECONDS)
+            self.refresh()
 
     def check(self, authorization: str) -> Tenant:
         """The tenant of the key in an ``authorization`` header, from whose rate one request is taken.
@@ -88,7 +168,8 @@ class ApiKeys:
         Raises:
             UnauthenticatedError: There is no key, or it is not one of the file's.
         """
-        self._refresh()
+        if self._clock() - self._looked >= _LOOK_INTERVAL:
+            self.refresh()
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise UnauthenticatedError("an API key is needed: authorization: Bearer KEY")
@@ -99,7 +180,7 @@ class ApiKeys:
                 found = entry
         if found is None:
             raise UnauthenticatedError("the API key is not known")
-        return self._tenants[found.settings.name]
+        return self._keys[found.digest]
 
     def _open_accounts(self) -> None:
         """Makes each tenant's account. A tenant whose settings are as before keeps its account, and what it has used up."""
@@ -112,28 +193,46 @@ class ApiKeys:
             old = before.get(name)
             same = old is not None and old.settings == settings
             self._tenants[name] = old if old is not None and same else Tenant(settings, self._clock)
+        known, self._keys = self._keys, {}
+        for entry in self._entries:
+            tenant = self._tenants[entry.settings.name]
+            if entry.digest not in self._keys:
+                self._keys[entry.digest] = known.pop(entry.digest) if entry.digest in known else Key(tenant)
+            self._keys[entry.digest].belong_to(tenant)
+        ended = sum(key.revoke() for key in known.values())
+        if known:
+            logger.warning("%d API keys revoked: %d requests that ran with them end", len(known), ended)
 
-    def _refresh(self) -> None:
-        now = self._clock()
-        if now - self._looked < _LOOK_INTERVAL:
-            return
-        self._looked = now
+    def refresh(self) -> None:
+        """Reads the file again if it has changed, and revokes the keys that are gone."""
+        self._looked = self._clock()
         try:
             version = self._stat()
             if version == self._version:
                 return
-            entries = parse_keys(self._path)
+            entries = [] if version is None else parse_keys(self._path)
+            if version is not None and not entries:
+                raise ConfigError(f"--api-keys: {self._path} holds no key; to revoke all, delete it")
         except ConfigError as error:
-            logger.warning("the API keys are kept as they were: %s", error)
+            if str(error) != self._told:
+                self._told = str(error)
+                logger.warning("the API keys are kept as they were: %s", error)
             return
+        self._told = None
         self._version = version
         self._entries = entries
         self._open_accounts()
-        logger.info("%d API keys read from %s", len(entries), self._path)
+        if version is None:
+            logger.warning("%s is deleted: no API key is known any more", self._path)
+        else:
+            logger.info("%d API keys read from %s", len(entries), self._path)
 
-    def _stat(self) -> tuple[int, int, int]:
+    def _stat(self) -> _Version:
+        """What changes when the file does; None: there is none."""
         try:
             stat = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         except OSError as error:
             raise ConfigError(f"--api-keys: cannot read {self._path}: {error.strerror}") from None
         return (stat.st_mtime_ns, stat.st_size, stat.st_ino)

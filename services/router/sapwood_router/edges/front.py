@@ -16,7 +16,8 @@ from sapwood_common.errors import (
 )
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
 from sapwood_common.telemetry.tracing import Tracing, child_span
-from sapwood_router.edges.guard import Guard
+from sapwood_common.tenants.api_keys import until_revoked
+from sapwood_router.edges.guard import Guard, tenant_var
 from sapwood_router.edges.http.errors import Dialect, Dialects
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.left_out import LeftOutLog
@@ -74,7 +75,8 @@ class Endpoint:
                 exchange.extra_headers = self._origins.check(exchange.headers)
             if self._guard is not None:
                 self._guard.check_headers(exchange.headers)
-            await self._handler(exchange)
+            with until_revoked(tenant_var.get()):
+                await self._handler(exchange)
         except RequestCancelledError as error:
             forget_frames(error)
             if not exchange.client_left:

@@ -228,3 +228,32 @@ async def test_a_packed_body_is_415(cluster, coding) -> None:
     body = json.dumps({"messages": HI}).encode()
     answer = await cluster.http.post(CHAT, content=body, headers={"content-encoding": "identity"})
     assert answer.status_code == 200
+
+
+async def test_what_an_answer_may_be_made_without_is_left_out(cluster, strict) -> None:
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    for path, given in (
+        (MESSAGES, {"context_management": edits, "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}),
+        ("/v1/messages/count_tokens", {"context_management": edits}),
+        (CHAT, {"web_search_options": {}}),
+        (RESPONSES, {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}),
+    ):
+        answer = await cluster.http.post(path, json={**GOOD[path], **given})
+        assert (answer.status_code, ignored(answer)) == (200, [*given]), answer.text
+        answer = await strict.http.post(path, json={**GOOD[path], **given})
+        assert answer.status_code == 400
+        assert next(iter(given)) in answer.json()["error"]["message"]
+
+
+async def test_custom_calls_in_a_chats_history_are_left_out(cluster) -> None:
+    calls = [
+        {"id": "1", "type": "custom", "custom": {"name": "apply_patch", "input": "x"}},
+        {"id": "2", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+    ]
+    said = [*HI, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "2", "content": "x"}]
+    answer = await cluster.http.post(CHAT, json={"messages": said})
+    assert (answer.status_code, ignored(answer)) == (200, ["messages=custom"]), answer.text
+    assert [call.id for call in cluster.tokenizer.chats[-1].messages[1].tool_calls] == ["2"]
+    without = [*HI, {"role": "assistant", "tool_calls": [{"id": "2", "type": "function"}]}]
+    answer = await cluster.http.post(CHAT, json={"messages": without})
+    assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function"

@@ -257,7 +257,7 @@ async def test_a_body_over_the_limit_is_413(make_cluster) -> None:
 
 
 async def test_unknown_paths_and_wrong_methods_are_json_too(cluster) -> None:
-    response = await cluster.http.get("/v2/nothing")
+    response = await cluster.http.get("/v3/nothing")
     assert (response.status_code, response.json()["error"]["type"]) == (404, "invalid_request_error")
     response = await cluster.http.get(COMPLETIONS)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")

@@ -121,7 +121,8 @@ async def test_parameters_that_ask_for_nothing_are_taken(cluster) -> None:
     ("path", "prompt", "neutral"),
     [(COMPLETIONS, {"prompt": "a"}, COMPLETION_NEUTRAL), (CHAT, {"messages": HI}, CHAT_NEUTRAL)],
 )
-async def test_what_other_servers_know_is_taken_where_it_asks_for_nothing(cluster, path, prompt, neutral) -> None:
+async def test_what_other_servers_know_is_taken_where_it_asks_for_nothing(strict, path, prompt, neutral) -> None:
+    cluster = strict
     for pick in (0, -1):
         values = {name: values[pick] for name, values in neutral.items() if values}
         answer = await cluster.http.post(path, json={**prompt, **dict.fromkeys(neutral), **values})

@@ -45,6 +45,8 @@ NEUTRAL: Neutral = {
     "speed": ("standard",),
 }
 """Parameters that are taken only with the values that ask for nothing."""
+SPARED = frozenset({"context_management", "mcp_servers", "speed"})
+"""Those of them that an answer may be made without: tools that Anthropic would run, and how it would save."""
 
 
 async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -55,7 +57,9 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     """
     given = decode_object(body)
     await exchange.breathe()
-    request = convert(given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING, left_out=exchange.left_out)
+    request = convert(
+        given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING, left_out=exchange.left_out, spared=SPARED
+    )
     exchange.accept_body_id(request)
     if request.thread is not None:
         raise ThreadsError("no threads are kept here: send the whole conversation without thread", field="thread")
@@ -85,7 +89,7 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
     """
     given = decode_object(body)
     await exchange.breathe()
-    request = convert(given, CountRequest, NEUTRAL, IGNORED, left_out=exchange.left_out)
+    request = convert(given, CountRequest, NEUTRAL, IGNORED, left_out=exchange.left_out, spared=SPARED)
     exchange.accept_body_id(request)
     deadline, salt = exchange.sooner(deadline), exchange.caller(request, {}).cache_salt
     tool_choice_of(request)

@@ -54,7 +54,7 @@ class Thinking(msgspec.Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
+    display: str | None = None
 
 
 class JsonFormat(msgspec.Struct):

@@ -132,6 +132,7 @@ def _turn(message: CohereMessage, path: str) -> Turn:
     calls = tuple(
         ToolCall(call.id, call.function.name, arguments_text(call.function.arguments))
         for call in message.tool_calls or ()
+        if call.function is not None
     )
     content = parts if parts is None or isinstance(parts, str) else _text(parts, f"{path}.content")
     if content is None and message.role != "assistant":

@@ -65,6 +65,7 @@ def convert(
     prefix: str = "",
     *,
     left_out: LeftOut | None = None,
+    spared: Collection[str] = (),
 ) -> StructT:
     """A checked request.
 
@@ -78,6 +79,7 @@ def convert(
         ignored: Parameters that are not looked at.
         prefix: What precedes the parameters' names in errors.
         left_out: Takes the parameters that no API knows; None: they are refused.
+        spared: Parameters of ``neutral`` that are left out with other values, too: an answer without them will do.
 
     Raises:
         InvalidArgumentError: As said; the parameter is named.
@@ -91,7 +93,11 @@ def convert(
         if name in known:
             taken[name] = given
         elif name in neutral:
-            if given not in neutral[name]:
+            if given in neutral[name]:
+                continue
+            if left_out is not None and name in spared:
+                left_out.parameter(prefix + name, lambda: "")
+            else:
                 raise InvalidArgumentError(f"{prefix}{name} is not supported", field=prefix + name)
         elif name not in ignored:
             shown = prefix + _printable(name)

@@ -19,7 +19,7 @@ from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
 from sapwood_router.edges.openai.logprobs import ChatWriter
-from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL
+from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, CHAT_SPARED
 from sapwood_router.edges.openai.parameters import (
     BESIDE,
     StreamWish,
@@ -74,7 +74,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     given = decode_object(body)
     del body
     await exchange.breathe()
-    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE, left_out=exchange.left_out)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE, left_out=exchange.left_out, spared=CHAT_SPARED)
     await exchange.breathe()
     wish = stream_wish(request, exchange.left_out)
     stream = wish is not StreamWish.WHOLE
@@ -190,7 +190,7 @@ def chat_prompt(request: ChatRequest, tools: Any, left_out: LeftOut) -> Steps[Ch
     """
     turns: list[Turn] = []
     for index, message in enumerate(request.messages):
-        turns.append(_turn(message, f"messages[{index}]"))
+        turns.append(_turn(message, f"messages[{index}]", left_out))
         yield
     offered = tools_of(request, tools, left_out)
     yield
@@ -228,7 +228,7 @@ def _logprobs(request: ChatRequest) -> int | None:
     return top or 0
 
 
-def _turn(message: Message, path: str) -> Turn:
+def _turn(message: Message, path: str, left_out: LeftOut) -> Turn:
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidArgumentError(f"role {message.role!r} is not supported", field=f"{path}.role")
@@ -251,17 +251,25 @@ def _turn(message: Message, path: str) -> Turn:
         role=role,
         content=content if content is None or isinstance(content, str) else BETWEEN_PARTS.join(content),
         name=message.name,
-        tool_calls=tuple(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())),
+        tool_calls=_calls(message, path, left_out),
         tool_call_id=message.tool_call_id or None,
         reasoning=_reasoning(message) if role == "assistant" else None,
         parts=tuple(content) if isinstance(content, list) and len(content) > 1 else (),
     )
 
 
-def _call(call: ToolCallObject, path: str) -> ToolCall:
-    if call.type != "function":
-        raise InvalidArgumentError(f"calls of type {call.type!r} are not supported", field=f"{path}.type")
-    return ToolCall(call.id, call.function.name, arguments_text(call.function.arguments))
+def _calls(message: Message, path: str, left_out: LeftOut) -> tuple[ToolCall, ...]:
+    """The calls of functions in a message; those of tools that nothing here runs are left out."""
+    calls: list[ToolCall] = []
+    for index, call in enumerate(message.tool_calls or ()):
+        where = f"{path}.tool_calls[{index}]"
+        if call.type != "function":
+            left_out.value(f"{where}.type", call.type, f"calls of type {call.type!r} are not supported")
+        elif call.function is None:
+            raise InvalidArgumentError(f"{where}.function is required", field=f"{where}.function")
+        else:
+            calls.append(ToolCall(call.id, call.function.name, arguments_text(call.function.arguments)))
+    return tuple(calls)
 
 
 def _reasoning(message: Message) -> str | None:

@@ -89,6 +89,9 @@ CHAT_NEUTRAL: Neutral = {
 }
 """Parameters of chats."""
 
+CHAT_SPARED = frozenset({"web_search_options", "moderation"})
+"""Those of them that an answer may be made without: tools that OpenAI would run."""
+
 EMBEDDING_NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
     "embed_dtype": ("float32",),

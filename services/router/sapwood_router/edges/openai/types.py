@@ -86,7 +86,7 @@ class ToolCallObject(msgspec.Struct):
     """A call in an assistant's message, as a client sends it and as it is answered; only functions are understood."""
 
     id: str
-    function: CalledFunction
+    function: CalledFunction | None = None
     type: str = "function"
 
 

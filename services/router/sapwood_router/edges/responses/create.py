@@ -59,6 +59,8 @@ NEUTRAL: Neutral = {
     "prompt": (),
 }
 """Parameters that are taken only with the values that ask for nothing."""
+SPARED = frozenset({"context_management", "moderation"})
+"""Those of them that an answer may be made without."""
 ALSO_IGNORED = frozenset({"max_tool_calls", "client_metadata"})
 """Of the tools that OpenAI runs itself, which are not here; and what Codex says of itself."""
 BESIDE = (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"}
@@ -103,7 +105,7 @@ class ResponsesApi:
         """
         given = decode_object(body)
         await exchange.breathe()
-        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out)
+        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         stream = _wants_stream(request, exchange.left_out)
         exchange.accept_body_id(request)
         tenant = exchange.tenant
@@ -195,7 +197,7 @@ class ResponsesApi:
         """
         given = decode_object(body)
         await exchange.breathe()
-        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out)
+        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         exchange.accept_body_id(request)
         conversation, _ = await self._conversation(exchange, request)
         context = _context(
@@ -223,7 +225,7 @@ class ResponsesApi:
         """
         given = decode_object(body)
         await exchange.breathe()
-        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out)
+        request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         exchange.accept_body_id(request)
         conversation, own = await self._conversation(exchange, request)
         if not own.turns and request.previous_response_id is None:

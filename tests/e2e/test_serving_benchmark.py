@@ -38,6 +38,28 @@ def test_every_request_is_answered_in_full_by_both_protocols(tmp_path):
         assert found[f"offline4 {kind} piece"] >= 1
 
 
+def test_engines_side_by_side_have_one_table(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    script, rows = str(SCRIPT.with_name("bench_beside.py")), tmp_path / "rows.jsonl"
+    asked = ("--divide", "64", "--batches", "1,128", "--rates", "50", "--requests", "4")
+    fake = ("--worker-module", "sapwood_testing.worker.fake_worker", "--worker-flags=--step-ms 1")
+    command = [sys.executable, script, "--config", str(tmp_path / "tiny"), *asked, *fake]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    theirs = [json.dumps({"what": "tiny prefill 1 x 8192", "value": 7.25, "unit": "ms", "engine": "vllm"})]
+    rows.write_text("\n".join([*done.stdout.splitlines(), *theirs]))
+    table = subprocess.run(
+        [sys.executable, script, "--table", str(rows)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert table[0] == "| figure | sapwood | vllm |"
+    found = {line.split(" | ")[0].removeprefix("| tiny "): line.split(" | ")[1:] for line in table[2:]}
+    assert float(found["decode 2, at temperature 2, ms a token"][0]) > 0
+    assert float(found["load of 50 a second, first token p99, ms"][0]) > 0
+    assert found["prefill 1 x 8192, ms"][1].startswith("7.25")
+    assert found["shared 64 x (8192 + 128), first waves, s"][1].strip("| ") == ""
+
+
 @pytest.mark.slow
 def test_a_random_model_on_the_cpu_runs_all_workloads(tmp_path):
     found = figures(tmp_path, "--requests", "6", "--rate", "40")

@@ -28,7 +28,7 @@ class Client(Protocol):
 
 
 class GrpcClient:
-    """``Router.Generate`` with token ids, greedy, end tokens ignored; all requests over one connection."""
+    """``Router.Generate`` with token ids, end tokens ignored; all requests over one connection."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
@@ -40,7 +40,9 @@ class GrpcClient:
     async def ask(self, request: Planned) -> Stream:
         message = router_pb2.RouterGenerateRequest(
             tokens=common_pb2.TokenIds(ids=request.prompt),
-            sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=request.outputs, ignore_eos=True),
+            sampling=common_pb2.SamplingParams(
+                temperature=request.temperature, max_tokens=request.outputs, ignore_eos=True
+            ),
         )
         stream = Stream(time.monotonic())
         try:
@@ -55,7 +57,7 @@ class GrpcClient:
 
 
 class HttpClient:
-    """``/v1/completions`` with token ids, greedy, end tokens ignored, usage included; a connection a request."""
+    """``/v1/completions`` with token ids, end tokens ignored, usage included; a connection a request."""
 
     def __init__(self, address: str, model: str) -> None:
         self._host, _, port = address.rpartition(":")
@@ -71,7 +73,7 @@ class HttpClient:
                 "model": self._model,
                 "prompt": request.prompt,
                 "max_tokens": request.outputs,
-                "temperature": 0,
+                "temperature": request.temperature,
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -109,7 +111,7 @@ class _Answer(asyncio.Protocol):
                 self.stream.arrivals.append(time.monotonic())
             elif b'"usage":{' in event:
                 self.stream.tokens = json.loads(event.removeprefix(b"data: "))["usage"]["completion_tokens"]
-            elif event != b"data: [DONE]":
+            elif event not in (b"", b"data: [DONE]"):
                 self.stream.error = event.decode(errors="replace")
 
     def on_message_complete(self) -> None:

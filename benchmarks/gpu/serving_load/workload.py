@@ -8,11 +8,12 @@ import msgspec
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request: its prompt, how many tokens it is to generate, and when it is sent, in seconds after the start."""
+    """A request: its prompt, how many tokens it is to generate, when it is sent, in seconds after the start, and how hot."""
 
     prompt: list[int]
     outputs: int
     at: float = 0.0
+    temperature: float = 0.0
 
 
 def offline(count: int, vocabulary: int, *, shortest: int = 100, longest: int = 1024, seed: int = 0) -> list[Planned]:

@@ -80,6 +80,14 @@ def test_a_hiccup_of_the_machine_is_soon_forgotten() -> None:
     assert abs(pace.tokens(4) - before) < before // 10
 
 
+def test_a_step_that_computes_nothing_tells_nothing() -> None:
+    pace = StepPace(WANTED, 512)
+    run(pace, Device(0.02, 0.0, 0.002), [4] * 50)
+    before = pace.tokens(0), pace.tokens(4)
+    pace.took(0, 0, 3.0)
+    assert (pace.tokens(0), pace.tokens(4)) == before
+
+
 def test_steps_without_decodes_are_longer_and_without_a_limit_all_tokens_go() -> None:
     device = Device(0.02, 0.0, 0.002)
     pace = StepPace(WANTED, 4096)

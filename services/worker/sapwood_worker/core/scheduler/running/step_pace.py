@@ -61,7 +61,7 @@ class StepPace:
 
     def took(self, decodes: int, prompts: int, seconds: float) -> None:
         """Notes how long a step took that computed so many decodes and tokens of prompts."""
-        if not self._seconds:
+        if not self._seconds or not (decodes or prompts):  # it may only have copied pages
             return
         self._steps += 1
         if prompts <= 1 + decodes // 16 and decodes:

@@ -70,10 +70,11 @@ class FakeSession:
         for stream_id in [stream_id for stream_id in self._ready if stream_id not in self._paused]:
             output = self._ready.pop(stream_id)
             answer = output.response
-            one = worker_pb2.WorkerGenerateResponse(token_ids=answer.token_ids[:1])
+            one = worker_pb2.WorkerGenerateResponse(token_ids=answer.token_ids[:1], position=answer.position)
             if self._packs_tokens and answer.token_ids and answer == one:
                 response.token_streams.append(stream_id)
                 response.tokens.extend(answer.token_ids)
+                response.positions.append(answer.position)
             else:
                 response.outputs.append(output)
         self._taken.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -87,6 +87,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Whether it knows of that, as its elders do not."""
         self.vitals = worker_pb2.SessionResponse()
         """What sessions say in addition, such as ``frozen_ms``."""
+        self.mangle: Callable[[worker_pb2.SessionResponse], Sequence[worker_pb2.SessionResponse]] = lambda one: (one,)
+        """What sessions say instead of each of their messages."""
         self.silent = False
         """While set, sessions read but say nothing, as if the process hung."""
 
@@ -144,8 +146,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             yield first
             while not reader.done():
                 response = await session.next_response()
-                if not self.silent:
-                    yield response
+                for message in () if self.silent else self.mangle(response):
+                    yield message
         finally:
             reader.cancel()
             session.close()
@@ -217,7 +219,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 await script.gate.wait()
             if script.delay:
                 await asyncio.sleep(script.delay)
-            response = worker_pb2.WorkerGenerateResponse(token_ids=tokens[start : start + script.chunk])
+            response = worker_pb2.WorkerGenerateResponse(token_ids=tokens[start : start + script.chunk], position=start)
             if request.sampling.HasField("logprobs"):
                 response.logprobs.extend(_logprobs(response.token_ids, request.sampling.logprobs))
                 for place, found in enumerate(response.logprobs, start):

@@ -44,8 +44,12 @@ def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput
         logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
         prompt_logprobs=message.prompt_logprobs,
     )
+    if message.HasField("position"):
+        output.position = message.position
     if message.HasField("usage"):
         usage = message.usage
+        if output.finish is not None and usage.completion_tokens:
+            output.total = usage.completion_tokens
         output.cached_tokens = usage.cached_tokens
         output.accepted_prediction_tokens = usage.accepted_prediction_tokens
         output.rejected_prediction_tokens = usage.rejected_prediction_tokens

@@ -21,6 +21,8 @@ class WorkerOutput(msgspec.Struct):
         cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output so far; the same.
         announced: Pages of the prompt that another worker may read already; the ticket names them again.
+        position: How many tokens of the worker's output came before ``token_ids``; None: it does not say.
+        total: How many tokens its output has, on the last one; None: it does not say.
         ticket: The worker is done with the prompt, and another is to go on; whoever takes this releases it.
     """
 
@@ -33,3 +35,5 @@ class WorkerOutput(msgspec.Struct):
     rejected_prediction_tokens: int = 0
     announced: HeldTicket | None = None
     ticket: HeldTicket | None = None
+    position: int | None = None
+    total: int | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
@@ -22,6 +23,8 @@ from sapwood_router.fleet.output import WorkerOutput
 from sapwood_router.transport.held_tickets import HeldTickets
 from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TOKENS_A_MESSAGE, SharedCall
 from sapwood_router.transport.stream_error import stream_error
+
+logger = logging.getLogger(__name__)
 
 _METHOD = "/sapwood.v1.Worker/Session"
 MOST_TOKENS = 4 * 1024 * 1024
@@ -116,6 +119,8 @@ class WorkerSession(SharedCall):
         self._silence = Silence(_CHECK_INTERVAL, clock)
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
+        # How many tokens each stream has got, once it has any.
+        self._taken: dict[int, int] = {}
         self._submits: dict[int, tuple[WorkerRequest, int, Sequence[bytes]]] = {}
         """Requests that are yet to be sent, each with its timeout in milliseconds and more of it; by stream id."""
         self._aborts: list[int] = []
@@ -180,7 +185,7 @@ class WorkerSession(SharedCall):
         call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True).SerializeToString())
 
     def _lost(self, end: CallEndedError) -> float:
-        problem = self._problem or str(end)
+        problem, self._problem = self._problem or str(end), None
         pause = self._on_lost(problem)
         self._fail_all(problem)
         return pause
@@ -208,11 +213,17 @@ class WorkerSession(SharedCall):
         self._on_response(response, first)
         handed_on = 0
         if response.token_streams:
-            sinks = self._sinks
-            for stream_id, token_id in zip(response.token_streams[:], response.tokens[:], strict=True):
+            sinks, taken, streams = self._sinks, self._taken, response.token_streams[:]
+            positions = response.positions[:] or [-1] * len(streams)  # older workers say none
+            for stream_id, token_id, position in zip(streams, response.tokens[:], positions, strict=True):
                 sink = sinks.get(stream_id)
                 if sink is not None:
+                    had = taken.get(stream_id, 0)
+                    if position != had and position >= 0:
+                        self._out_of_turn(stream_id, position)
+                        continue
                     handed_on += 1
+                    taken[stream_id] = had + 1
                     sink.token(token_id)
         for number, output in enumerate(response.outputs):
             if number:
@@ -229,6 +240,14 @@ class WorkerSession(SharedCall):
         """Hands an output on; returns how many tokens are in it."""
         if output.HasField("response"):
             parsed = worker_output_of(output.response)
+            received = self._taken.get(output.stream_id, 0)
+            if parsed.position is not None and parsed.position != received:
+                self._out_of_turn(output.stream_id, parsed.position)
+                return 0
+            received = self._taken[output.stream_id] = received + len(parsed.token_ids)
+            if parsed.total is not None and parsed.total != received:
+                self._out_of_turn(output.stream_id, parsed.total)
+                return 0
             if output.response.HasField("ticket"):
                 parsed.ticket = self.tickets.hold(output.response.ticket)
             elif output.response.HasField("announced"):
@@ -250,6 +269,15 @@ class WorkerSession(SharedCall):
         if sink is not None:
             sink.failed(error)
 
+    def _out_of_turn(self, stream_id: int, position: int) -> None:
+        """Something of a stream was lost or came twice: it fails as with its worker, and goes on from what is right."""
+        received = self._taken.get(stream_id, 0)
+        problem = f"worker {self._address} said what follows {position} tokens of a request after {received} had come"
+        logger.warning("%s", problem)
+        self._aborts.append(stream_id)
+        self._schedule()
+        self._fail(stream_id, WorkerLostError(problem, retry_after=1.0))
+
     def _fail_all(self, problem: str) -> None:
         """What is under way is lost with the call, and so is what was to be said on it."""
         self._submits.clear()
@@ -263,6 +291,7 @@ class WorkerSession(SharedCall):
 
     def _drop(self, stream_id: int) -> StreamSink | None:
         sink = self._sinks.pop(stream_id, None)
+        self._taken.pop(stream_id, None)
         if self._finishing:
             self._end_if_finished()
         return sink

@@ -117,7 +117,8 @@ class SharedCall(ABC):
         except Exception as error:
             return CallEndedError(grpc.StatusCode.INTERNAL, self._told(error))
         finally:
-            self.abandon("closed here")
+            if self._call is not None:
+                self._call.close()
             self._share.drop(self)
             self._unhandled.clear()
             self._call = None

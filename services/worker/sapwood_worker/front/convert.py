@@ -283,6 +283,8 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seed
 def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     """One message of the answer; the first and the last carry the usage, the last the finish reason."""
     response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)
+    if output.completion_tokens:
+        response.position = output.completion_tokens - len(output.token_ids)
     if output.logprobs:
         response.logprobs.extend(map(_to_token_logprobs, output.logprobs))
     if output.prompt_logprobs:

@@ -119,6 +119,7 @@ class GenerationStream(SessionStream):
             if packs_tokens and is_one_token(output):
                 response.token_streams.append(stream_id)
                 response.tokens.append(output.token_ids[0])
+                response.positions.append(output.completion_tokens - 1)
             else:
                 message = to_response(output)
                 size += _measured(message)

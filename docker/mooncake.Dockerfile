@@ -7,12 +7,14 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update; apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1; rm -rf /var/lib/apt/lists/*
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/mooncake/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
-COPY docker/constraints.txt /build/
+COPY docker/constraints.txt docker/sbom.py /build/
+ARG VERSION=0.1.0
 RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     python3 -m venv /opt/mooncake; \
     pip install mooncake-transfer-engine-non-cuda -c /build/constraints.txt; \
-    pip uninstall -y pip
+    pip uninstall -y pip; \
+    python3 /build/sbom.py sapwood-mooncake "$VERSION" > /opt/mooncake/sbom.cdx.json
 USER 10001:10001
 EXPOSE 50051 8080 9003
 STOPSIGNAL SIGTERM

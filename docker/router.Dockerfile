@@ -36,9 +36,12 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
 COPY --from=sapwood /wheel /wheel
+COPY docker/sbom.py /build/
+ARG VERSION=0.1.0
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
     /opt/sapwood/bin/pip uninstall -y pip setuptools; \
-    find /opt/sapwood -name tests -type d -prune -exec rm -rf {} +
+    find /opt/sapwood -name tests -type d -prune -exec rm -rf {} +; \
+    /opt/sapwood/bin/python /build/sbom.py sapwood-router "$VERSION" > /opt/sapwood/sbom.cdx.json
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/sapwood /opt/sapwood

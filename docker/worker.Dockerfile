@@ -80,8 +80,11 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     if [ -s /build/extras.txt ]; then /opt/sapwood/bin/pip install -r /build/extras.txt -c /build/constraints.txt; fi
 COPY --from=sapwood /wheel /wheel
+COPY docker/sbom.py /build/
+ARG VERSION=0.1.0
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
-    /opt/sapwood/bin/pip uninstall -y pip
+    /opt/sapwood/bin/pip uninstall -y pip; \
+    /opt/sapwood/bin/python /build/sbom.py "sapwood-worker-$VARIANT" "$VERSION" > /opt/sapwood/sbom.cdx.json
 
 # hadolint ignore=DL3006
 FROM base-${VARIANT}

@@ -107,6 +107,7 @@ class Engine:
             "SAPWOOD_GRPC_PORT": str(grpc_port),
             "SAPWOOD_PROMETHEUS_PORT": str(prometheus),
             "PYTHON_IMAGE": BASE_IMAGE,
+            "SAPWOOD_PROMETHEUS_IMAGE": "sapwood-test-prometheus",  # made here: there is no registry
             "SAPWOOD_REVISION": run("git", "rev-parse", "HEAD").strip(),
             "SAPWOOD_CREATED": run("git", "log", "-1", "--format=%cI").strip(),
             "SAPWOOD_TRACE_ENDPOINT": f"{BRIDGE}:{traces}",

@@ -130,7 +130,7 @@ def not_ok(engine) -> dict[str, float]:
 def prometheus(engine, stack, wait_until) -> str:
     """The compose file's Prometheus, as Debian builds it, at work since before anything is hurt: its address."""
     dockerfile = ROOT / "tests/containers/prometheus.Dockerfile"
-    engine.docker("build", "-t", "prom/prometheus:v3.5.0", "-f", dockerfile, "/usr/bin")
+    engine.docker("build", "-t", "sapwood-test-prometheus", "-f", dockerfile, "/usr/bin")
     stack.up("prometheus", COMPOSE_PROFILES="observability")
     url = f"http://127.0.0.1:{engine.variables['SAPWOOD_PROMETHEUS_PORT']}"
 

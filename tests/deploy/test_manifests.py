@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,57 @@ def test_dockerfiles_pin_their_bases_and_know_the_version() -> None:
         assert f"ARG VERSION={VERSION}\n" in text, path.name
         assert bases[0] in (ROOT / "compose.yaml").read_text(), path.name
         assert bases[0] in (ROOT / ".env.example").read_text(), path.name
+
+
+def test_images_of_others_are_named_by_digest_wherever_they_are_named() -> None:
+    pinned = re.compile(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
+    found = set()
+    for path in (ROOT / "compose.yaml", *(ROOT / "docker").glob("*.yaml"), *(ROOT / "deploy").rglob("*.y*ml")):
+        for image in re.findall(r"\bimage: *(\S+)", path.read_text()):
+            image = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", image)
+            if not re.match(r"sapwood-\w+", image):
+                assert pinned.fullmatch(image), f"{path.name}: {image}"
+                found.add(image.partition(":")[0])
+    assert found == {"prom/prometheus", "grafana/grafana", "otel/opentelemetry-collector", "jaegertracing/jaeger"}
+    stages = r"^FROM (?:--\S+ )?(\S+)(?: AS (\S+))?$"
+    for path in (ROOT / "docker").glob("*.Dockerfile"):
+        made = {"base-${VARIANT}"}
+        for base, stage in re.findall(stages, path.read_text(), re.MULTILINE):
+            assert base in made or re.fullmatch(r"\$\{\w+_IMAGE\}", base), f"{path.name}: {base}"
+            made.add(stage)
+
+
+def test_each_image_has_a_bill_of_materials_of_what_is_installed_in_it() -> None:
+    for path in (ROOT / "docker").glob("*.Dockerfile"):
+        text = path.read_text()
+        assert re.search(r"/build/sbom\.py \"?sapwood-[\w$-]+\"? \"\$VERSION\" > \S+/sbom\.cdx\.json", text), path.name
+        installs = [found.start() for found in re.finditer(r"pip (?:un)?install", text)]
+        assert max(installs) < text.rindex("/build/sbom.py "), f"{path.name}: of what is installed in the end"
+
+
+def test_a_bill_of_materials_names_every_package_once_with_version_licence_and_needs() -> None:
+    script = [sys.executable, "-P", str(ROOT / "docker/sbom.py"), "sapwood-test", "1.2.3"]
+    written = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert subprocess.run(script, capture_output=True, text=True, check=True).stdout == written, (
+        "it is the same each time"
+    )
+    bill = json.loads(written)
+    assert (bill["bomFormat"], bill["specVersion"], bill["version"]) == ("CycloneDX", "1.6", 1)
+    top = bill["metadata"]["component"]
+    assert (top["type"], top["name"], top["version"]) == ("container", "sapwood-test", "1.2.3")
+    parts = {part["bom-ref"]: part for part in bill["components"]}
+    assert len(parts) == len(bill["components"])
+    installed = {re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower(): each for each in distributions()}
+    names = {ref.removeprefix("pkg:pypi/").partition("@")[0] for ref in parts}
+    assert names == set(installed)
+    grpcio = parts[f"pkg:pypi/grpcio@{version('grpcio')}"]
+    assert (grpcio["type"], grpcio["name"], grpcio["version"]) == ("library", "grpcio", version("grpcio"))
+    assert grpcio["licenses"]
+    needs = {each["ref"]: each["dependsOn"] for each in bill["dependencies"]}
+    assert needs.keys() == {top["bom-ref"], *parts}
+    assert set(needs[top["bom-ref"]]) == set(parts)
+    assert {need for each in needs.values() for need in each} <= set(parts)
+    assert f"pkg:pypi/protobuf@{version('protobuf')}" in needs[f"pkg:pypi/sapwood@{version('sapwood')}"]
 
 
 def test_the_compose_file_hardens_every_service_and_reads_known_variables() -> None:

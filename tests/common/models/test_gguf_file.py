@@ -1,3 +1,7 @@
+import math
+import os
+import random
+import struct
 from pathlib import Path
 
 import gguf
@@ -62,3 +66,57 @@ def test_another_format_is_named_as_such(tmp_path: Path) -> None:
         GgufFile(other)
     with pytest.raises(GgufError, match="cannot be read"):
         GgufFile(tmp_path / "absent.gguf")
+
+
+def test_every_damaged_header_is_the_one_error(written: Path, tmp_path: Path) -> None:
+    whole = written.read_bytes()
+    rng, path, refused = random.Random(3), tmp_path / "damaged.gguf", 0
+    for _ in range(1500):
+        content = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 4))):
+            at = rng.randrange(4, len(content))
+            if rng.random() < 0.5:
+                content[at] = rng.choice((0, 1, 9, 8, 0x7F, 0x80, 0xFF))
+            else:
+                content[at : at + 8] = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1, 9, 1 << 40)).to_bytes(8, "little")
+        path.write_bytes(content)
+        try:
+            GgufFile(path).close()
+        except GgufError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 300
+
+
+def value_of(kind: int, content: bytes) -> bytes:
+    """A GGUF file of one key, ``general.alignment``, whose value is of this kind."""
+    key = b"general.alignment"
+    return b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<I", kind) + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        value_of(4, struct.pack("<I", 0)),
+        value_of(5, struct.pack("<i", -32)),
+        value_of(6, struct.pack("<f", math.nan)),
+        value_of(8, struct.pack("<Q", 2) + b"32"),
+        value_of(9, struct.pack("<IQ", 4, 1) + struct.pack("<I", 32)),
+        value_of(9, struct.pack("<IQ", 9, 1) * 20_000),
+        value_of(9, struct.pack("<IQ", 0, 2**64 - 1)),
+        value_of(77, b""),
+        b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0),
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<I", 2**32 - 1),
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0),
+    ],
+)
+def test_a_header_with_impossible_values_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(GgufError, match=r"x\.gguf"):
+        GgufFile(tmp_path / "x.gguf")
+
+
+def test_a_pipe_is_no_gguf_file_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.gguf")
+    with pytest.raises(GgufError, match="is no file"):
+        GgufFile(tmp_path / "x.gguf")

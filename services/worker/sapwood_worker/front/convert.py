@@ -148,9 +148,12 @@ def to_pooling(pooling: worker_pb2.Pooling, info: ModelInfo) -> Pooling:
     """How to pool; the model's own way if the request does not say.
 
     Raises:
-        InvalidArgumentError: Its hidden states become labels and no embedding, or the other way round.
+        InvalidArgumentError: There is no such pooling; or the model's hidden states become labels and no embedding, or the other
+            way round.
     """
-    wanted = _POOLING[pooling or from_pooling(info)]
+    wanted = _POOLING.get(pooling or from_pooling(info))
+    if wanted is None:
+        raise InvalidArgumentError(f"there is no pooling {pooling}", field="pooling")
     if (wanted == "labels") != (info.labels is not None):
         problem = "has no head that classifies" if info.labels is None else "only classifies: it makes no embeddings"
         raise InvalidArgumentError(f"this model {problem}", field="pooling")

@@ -11,6 +11,8 @@ import pytest
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufTensor
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config
+from sapwood_worker.model.checkpoint.gguf_names import canonical, stored_name
+from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 
 SIZES: dict[str, Any] = {
     "block_count": 4, "context_length": 4096, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 8,
@@ -110,3 +112,71 @@ def test_files_of_llamas_without_experts_may_say_that_there_are_none() -> None:
 def test_sizes_that_do_not_fit_together_are_named(architecture: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(architecture, changes)
+
+
+def rope_of(**changes: Any) -> Any:
+    config = read("llama", {key.replace("__", "."): value for key, value in changes.items()})
+    [rope] = set(config.ropes)
+    return rope.scaling
+
+
+def test_rope_scaling_in_its_old_forms_and_without_a_type_is_linear() -> None:
+    assert rope_of() is None
+    for form in (
+        {"rope__scale_linear": 4.0},
+        {"rope__scaling__factor": 4.0},
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+    ):
+        assert rope_of(**form) == LinearScaling(4.0)
+    assert rope_of(rope__scaling__type="none", rope__scaling__factor=4.0) is None
+    assert rope_of(rope__scaling__type="linear") is None
+
+
+def test_yarn_takes_its_betas_and_factors_of_attention_from_the_file() -> None:
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 1024}
+    usual = rope_of(**yarn)
+    assert usual == YarnScaling(4.0, 1024, 32.0, 1.0, yarn_magnitude(4.0))
+    own = rope_of(
+        **yarn,
+        rope__scaling__yarn_beta_fast=16.0,
+        rope__scaling__yarn_beta_slow=2.0,
+        rope__scaling__attn_factor=0.5,
+        rope__scaling__yarn_attn_factor=3.0,
+    )
+    assert own == YarnScaling(4.0, 1024, 16.0, 2.0, 1.5 * yarn_magnitude(4.0))
+    with pytest.raises(ConfigError, match=r"yarn_ext_factor 0.5 is not supported"):
+        rope_of(**yarn, rope__scaling__yarn_ext_factor=0.5)
+    with pytest.raises(ConfigError, match=r"llama\.rope\.scaling\.factor' is missing"):
+        rope_of(rope__scaling__type="yarn")
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_key_that_nothing_reads_is_refused_by_its_name(architecture: str) -> None:
+    with pytest.raises(ConfigError, match=rf"some\.gguf: {architecture}\.attention\.tilt \(0\.5\)"):
+        read(architecture, {"attention.tilt": 0.5})
+    read(architecture, {"attention.causal": True, "vocab_size": 512, "rope.scaling.finetuned": True})
+    with pytest.raises(ConfigError, match="clamp_kqv"):
+        read(architecture, {"attention.clamp_kqv": 8.0})
+
+
+@pytest.mark.parametrize("value", ["many", [1, 2], None, {}, 1e400])
+@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.head_count"])
+def test_a_value_of_another_kind_is_refused_by_its_key(key: str, value: Any) -> None:
+    if value is None or (value == 1e400 and key != "attention.head_count"):
+        return
+    with pytest.raises(ConfigError, match=r"some\.gguf: "):
+        read("llama", {key: value})
+
+
+def test_a_missing_tensor_is_called_as_the_file_would_call_it() -> None:
+    names = {"ffn_norm": "post_attention_layernorm"}
+    for ours, theirs in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "lm_head.weight": "output.weight",
+        "model.layers.3.self_attn.k_proj.bias": "blk.3.attn_k.bias",
+        "model.layers.3.post_attention_layernorm.weight": "blk.3.ffn_norm.weight",
+        "model.layers.3.mlp.experts.7.up_proj.weight": "blk.3.ffn_up_exps.weight",
+        "model.layers.3.mlp.gate.e_score_correction_bias": "blk.3.exp_probs_b.bias",
+    }.items():
+        assert stored_name(ours, names) == theirs
+    assert canonical("blk.2.ffn_down.5.weight", names) == "model.layers.2.mlp.experts.5.down_proj.weight"

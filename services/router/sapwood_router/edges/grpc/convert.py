@@ -91,8 +91,11 @@ def tool_choice_of(request: router_pb2.RouterGenerateRequest) -> ToolChoice:
     """Which calls a request wants.
 
     Raises:
-        InvalidArgumentError: A tool is named, but no call wanted; or calls are required and no tools given.
+        InvalidArgumentError: There is no such choice; or a tool is named, but no call wanted; or calls are required and no tools
+            given.
     """
+    if request.tool_choice not in router_pb2.ToolChoice.values():
+        raise InvalidArgumentError(f"there is no tool choice {request.tool_choice}", field="tool_choice")
     free = request.tool_choice in (router_pb2.TOOL_CHOICE_AUTO, router_pb2.TOOL_CHOICE_NONE)
     name = request.tool_choice_function
     if name and free:

@@ -6,13 +6,11 @@ The checkpoint has a vocabulary of its own, a part of the model's; ``d2t`` says 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.known_keys import CONFIG, refusal
 from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.model.families.llama import LLAMA
 from sapwood_worker.model.families.settings import Settings
@@ -41,6 +40,17 @@ from sapwood_worker.model.weight_slot import WeightSlot, whole
 from sapwood_worker.records.kv_layout import KVLayout
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
+_OWN_SETTINGS = (
+    *(
+        "eagle_config",
+        "eagle_aux_hidden_state_layer_ids",
+        "norm_before_residual",
+        "draft_vocab_size",
+        "num_hidden_layers",
+    ),
+    *("target_hidden_size", "target_model", "speculators_"),
+)
+"""How settings are called that heads have and models have not; read here, or names."""
 _SKIPPED = ("t2d", "d2t", "embed_tokens.weight")
 
 
@@ -143,8 +153,11 @@ def load_eagle(
         config = HfValues(LLAMA.name, given, given.over(LLAMA.defaults).but({"num_hidden_layers": 1})).llama()
     except KeyError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    unread = {name: value for name, value in given.unread().items() if not name.startswith(_OWN_SETTINGS)}
+    if refused := CONFIG.refused(unread, {}, given.flat()):
+        raise ConfigError(refusal(str(folder / "config.json"), refused))
     if config.vocab_size != model.config.vocab_size:
         raise ConfigError(
             f"{folder}: its model's vocabulary has {config.vocab_size} tokens, this model's {model.config.vocab_size}"
@@ -218,13 +231,18 @@ def _whole_embedding(
 
 def _read(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     """The file with the weights, and these by their names."""
-    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if path is None:
         raise ConfigError(f"{folder}: holds neither {' nor '.join(_FILES)}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: is no file")
     try:
+        # weights_only: what the pickle says is made of tensors alone, and runs nothing.
         stored = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except Exception as error:  # the libraries' own, and any that a damaged pickle leads to
+        raise ConfigError(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(stored, dict) or not all(isinstance(each, Tensor) for each in stored.values()):
+        raise ConfigError(f"{path}: holds other things than tensors by their names")
     return path, {name.removeprefix("model.").replace("layers.0.", "midlayer."): each for name, each in stored.items()}
 
 

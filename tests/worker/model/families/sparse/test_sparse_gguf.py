@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +23,10 @@ from sapwood_testing.models.gguf_sparse import LAYOUTS, write_sparse_gguf
 from sapwood_testing.models.same_logits import tokens_of
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model import loader
 from sapwood_worker.model.checkpoint.fingerprint import sampled_fingerprint
 from sapwood_worker.model.checkpoint.gguf_made import made_tensors
+from sapwood_worker.model.checkpoint.gguf_numbers import expert_of
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.gguf_values import GgufValues
@@ -67,6 +70,24 @@ def test_logits_equal_transformers(tiny_model, tmp_path, name):
         rope = tiny_model(name).oracle.config.rope_parameters
         changes["rope_parameters"] = {**rope, "mscale": rope["mscale_all_dim"]}
     path, oracle = write_sparse_gguf(tmp_path, tiny_model(name, **changes), name)
+    assert_near(logits_of(load(path), TOKENS), oracle)
+
+
+class SplitExperts(GgufFile):
+    """A file whose experts have a tensor each, as Mixtral's of before April 2024 have."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        for name in [each for each in self.tensors if "_exps." in each]:
+            whole = self.tensors.pop(name)
+            for expert in range(whole.shape[0]):
+                own = name.replace("_exps.weight", f".{expert}.weight")
+                self.tensors[own] = replace(expert_of(self, whole, expert), name=own)
+
+
+def test_a_mixtral_with_a_tensor_for_each_expert_equals_transformers(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "GgufFile", SplitExperts)
+    path, oracle = write_sparse_gguf(tmp_path, tiny_model("mixtral", **FAMILIES["mixtral"]), "mixtral")
     assert_near(logits_of(load(path), TOKENS), oracle)
 
 

@@ -149,6 +149,7 @@ class ResponsesApi:
             if not request.background:
                 await send_whole(exchange, context, pipeline, whole, read)
                 return
+            context.model = pipeline.registry.resolve(context.model)
             begun = msgspec.json.encode(answer.begun())
             keep(begun, tuple(own.turns), done=False)
 

@@ -7,7 +7,9 @@ process is killed, and the next question gets a new one. The operating system bo
 Fair places. Callers are told apart by a name, such as a tenant's cache salt. A few places are shared in slices of time: the next
 turn is for the caller who has used the least time of those that wait. A question that needs more than a slice while others wait
 is paused (SIGSTOP) and has its next slice later. So a caller with many long questions delays another caller's first question by
-about one slice. Choosing a turn is O(callers that wait).
+about one slice. A caller's own turns go in alternation to a question that is new and to the one of his that has run longest, so
+that long ones end one after the other. Where as many are paused as may be, a further long one is ended, and begins again when
+there is room. Choosing a turn is O(callers that wait and paused questions of one).
 
 Invariants: ``_free`` places + tickets with a place = ``size``; a ticket has a place, or is in a queue of its line, or has just
 been given up; a process is idle, or belongs to one ticket.
@@ -42,6 +44,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_BYTES = 256 * 1024
 _START_SECONDS = 60.0
 _LOW_PRIORITY = 10
+_MOST_SLICES = 4
+"""Slices after which a question is paused for others although it had little of the CPU."""
 
 
 class ChildDiedError(Exception):
@@ -68,7 +72,7 @@ class PoolLimits:
 
     Attributes:
         size: Processes that run at a time.
-        most_paused: Processes that are paused at a time; beyond that, the one that ran longest of the caller with most is ended.
+        most_paused: Processes that are paused at a time.
         max_queued: Questions that wait; beyond that, the newest of the caller with most is refused.
         slice_seconds: How long a question runs before others have their turn.
         memory_bytes: Memory of a process beside what it has after its start.
@@ -101,6 +105,8 @@ class _Child:
         self._received = bytearray()
         self.greeted = False
         self._answer: asyncio.Future[bytes] | None = None
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once it has started, or ended."""
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._reading = True
@@ -184,11 +190,15 @@ class _Child:
                 self.greeted = True
                 self._cpu_before = 0.0
                 self._cpu_before = self.cpu_seconds()
+                if not self.ready.done():
+                    self.ready.set_result(None)
             elif self._answer is not None and not self._answer.done():
                 self._answer.set_result(frame)
 
     def _died(self) -> None:
         self.is_dead = True
+        if not self.ready.done():
+            self.ready.set_result(None)
         if self._reading:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._reading = False
@@ -245,6 +255,8 @@ class _Line:
     tickets: int = 0
     new: deque[_Ticket] = field(default_factory=deque)
     paused: deque[_Ticket] = field(default_factory=deque)
+    again: deque[_Ticket] = field(default_factory=deque)
+    """Questions that were ended after a slice, for want of room."""
     last_was_new: bool = False
 
 
@@ -306,7 +318,7 @@ class ChildPool:
         Raises:
             TimeUpError: It took longer.
             ChildDiedError: The process died of it.
-            ResourceExhaustedError: Too many questions wait, or too many that take long are under way.
+            ResourceExhaustedError: Too many questions wait.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -323,14 +335,19 @@ class ChildPool:
             else:
                 self._make_room(ticket)
                 await self._turn(ticket, line.new, began, deadline)
-            child = self._take()
-            start = ticket.progress.running_since = loop.time()
-            answer = await child.ask(question)
             while True:
-                slice_end = start + self._limits.slice_seconds
-                until = slice_end if deadline is None else min(slice_end, deadline)
-                if not answer.done():
-                    await asyncio.wait((answer,), timeout=max(0.0, until - loop.time()))
+                start = ticket.progress.running_since = loop.time()
+                if child is None:
+                    child = self._take()
+                    answer = await child.ask(question)
+                    if not child.greeted:  # it starts, for which the question is not to blame
+                        await asyncio.wait((child.ready, answer), return_when=asyncio.FIRST_COMPLETED)
+                        starting = loop.time() - start
+                        start += starting
+                        deadline = None if deadline is None else deadline + starting
+                else:
+                    child.resume()
+                await self._slice(child, answer, ticket, start, deadline)
                 now = loop.time()
                 line.used += ticket.progress.stop(now)
                 if answer.done():
@@ -339,17 +356,14 @@ class ChildPool:
                     return content
                 if deadline is not None and now >= deadline:
                     raise TimeUpError(ticket.progress.ran, now - began - ticket.progress.ran)
-                if not child.greeted:  # it starts, for which the question is not to blame
-                    start = ticket.progress.running_since = now
-                    continue
-                if not child.slow and child.cpu_seconds() > self._limits.slice_seconds:
-                    child.lower()
-                if self._waiting:
+                if self._may_pause(line):
                     child.pause()
-                    self._release(ticket)
-                    await self._turn(ticket, line.paused, began, deadline)
-                    child.resume()
-                start = ticket.progress.running_since = loop.time()
+                    queue = line.paused
+                else:
+                    self._give_back(child, reusable=False)
+                    child, queue = None, line.again
+                self._release(ticket)
+                await self._turn(ticket, queue, began, deadline)
         finally:
             line.used += ticket.progress.stop(loop.time())
             if child is not None:
@@ -392,14 +406,34 @@ class ChildPool:
             raise ResourceExhaustedError(self._too_many, retry_after=1.0)
         self._refuse(fullest.new, fullest.new[-1])
 
-    def _make_room_for_paused(self, ticket: _Ticket) -> None:
-        """Ends the question that ran longest of the caller with most paused ones, if there are too many."""
-        if sum(len(line.paused) for line in self._lines.values()) < self._limits.most_paused:
-            return
-        fullest = max(self._lines.values(), key=lambda line: len(line.paused))
-        if len(fullest.paused) <= len(ticket.line.paused):
-            raise ResourceExhaustedError(self._too_many, retry_after=1.0)
-        self._refuse(fullest.paused, max(fullest.paused, key=lambda one: one.progress.ran))
+    async def _slice(
+        self, child: _Child, answer: asyncio.Future[bytes], ticket: _Ticket, start: float, deadline: float | None
+    ) -> None:
+        """Lets a child run until it has answered, its time is up, or its slices are over and others wait for its place."""
+        loop = asyncio.get_running_loop()
+        last, cpu_before = start + _MOST_SLICES * self._limits.slice_seconds, child.cpu_seconds()
+        while not answer.done():
+            start += self._limits.slice_seconds
+            until = start if deadline is None else min(start, deadline)
+            await asyncio.wait((answer,), timeout=max(0.0, until - loop.time()))
+            if answer.done() or (deadline is not None and loop.time() >= deadline):
+                return
+            if not child.slow and child.cpu_seconds() > self._limits.slice_seconds:
+                child.lower()
+            idle = child.cpu_seconds() - cpu_before < self._limits.slice_seconds / 2  # other programs had the CPU
+            if (not idle or loop.time() >= last) and any(map(self._waits, self._lines.values())):
+                return
+
+    def _waits(self, line: _Line) -> bool:
+        """Whether a line has a question that may have a place now."""
+        return bool(line.new or line.paused or (line.again and self._may_pause(line)))
+
+    def _may_pause(self, line: _Line) -> bool:
+        """Whether one more question of a line may be paused."""
+        share = max(1, self._limits.most_paused // len(self._lines))
+        return (
+            len(line.paused) < share and sum(len(one.paused) for one in self._lines.values()) < self._limits.most_paused
+        )
 
     def _refuse(self, queue: deque[_Ticket], ticket: _Ticket) -> None:
         queue.remove(ticket)
@@ -411,8 +445,6 @@ class ChildPool:
     async def _turn(self, ticket: _Ticket, queue: deque[_Ticket], began: float, deadline: float | None) -> None:
         """Waits in a queue for a place."""
         loop = asyncio.get_running_loop()
-        if queue is ticket.line.paused:
-            self._make_room_for_paused(ticket)
         ticket.turn = turn = loop.create_future()
         queue.append(ticket)
         self._waiting += 1
@@ -430,10 +462,19 @@ class ChildPool:
         turn.result()
 
     def _give_turns(self) -> None:
-        while self._free and self._waiting:
-            line = min((line for line in self._lines.values() if line.new or line.paused), key=lambda line: line.used)
-            line.last_was_new = bool(line.new) and not (line.last_was_new and line.paused)
-            ticket = (line.new if line.last_was_new else line.paused).popleft()
+        while self._free:
+            line = min(filter(self._waits, self._lines.values()), key=lambda line: line.used, default=None)
+            if line is None:
+                return
+            begun = line.paused or (line.again and self._may_pause(line))
+            line.last_was_new = bool(line.new) and not (line.last_was_new and begun)
+            if line.last_was_new:
+                ticket = line.new.popleft()
+            elif line.paused:
+                ticket = max(line.paused, key=lambda one: one.progress.ran)
+                line.paused.remove(ticket)
+            else:
+                ticket = line.again.popleft()
             self._waiting -= 1
             self._free -= 1
             ticket.has_place = True
@@ -448,7 +489,11 @@ class ChildPool:
     def _take(self) -> _Child:
         if self._closed:
             raise InternalError("the pool of processes is closed")
-        child = self._idle.pop() if self._idle else _Child(self._module, self._settings)
+        child = next((one for one in self._idle if one.greeted), None) or next(iter(self._idle), None)
+        if child is None:
+            child = _Child(self._module, self._settings)
+        else:
+            self._idle.remove(child)
         if child.is_dead:
             self._give_back(child, reusable=False)
             return self._take()

@@ -175,16 +175,16 @@ class Bench:
 
     def offline(self) -> None:
         """256 requests at once."""
-        longest, seed = max(2, 1024 // self._divide), self._draw.randint(0, 9999)
+        longest = max(2, 1024 // self._divide)
         count = max(2, 256 // self._divide)
-        requests = offline(count, self._vocabulary, shortest=min(100, longest), longest=longest, seed=seed)
+        requests = offline(count, self._vocabulary, shortest=min(100, longest), longest=longest)
         self.report("offline256", summarize(self.run(requests)).output_rate, "output tokens/s")
 
     def load(self, rate: float, count: int) -> None:
         """So many a second, of which each waits for nobody."""
         longest = max(4, 1024 // self._divide)
         shapes = offline(count, self._vocabulary, shortest=min(100, longest), longest=longest, seed=3)
-        planned = poisson(shapes, rate, self._vocabulary, fresh=True, seed=self._draw.randint(0, 9999))
+        planned = poisson(shapes, rate, self._vocabulary, fresh=True)  # the same arrivals for all engines
         streams = self.run([Planned(each.prompt, each.outputs, each.at, 1.0) for each in planned])
         found, name = summarize(streams), f"load of {rate:g} a second"
         each = [(s.arrivals[-1] - s.arrivals[0]) / (s.tokens - 1) for s in streams if s.tokens > 1]

@@ -39,7 +39,7 @@ def _weigh(values, inside, largest, scale):
     return tl.where(inside & (values > float("-inf")), weights, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _part_kernel(
     logits, rows, slots, temperature, maxima, places, sums, stride, step,
     V: tl.constexpr, BLOCKS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SLOTS: tl.constexpr, PLACES: tl.constexpr,
@@ -219,7 +219,7 @@ def _gather(logits, bound, values_at, tokens_at, V: tl.constexpr, BLOCK: tl.cons
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _draw_kernel(
     logits, rows, slots, positions, temperature, top_k, top_p, min_p, seed, uniform, maxima, places, sums,
     found_values, found_tokens, greedy, tokens, stride, step,

@@ -40,6 +40,15 @@ class Namespace:
         """From now on nothing passes in either direction."""
         self._ip("-n", self.name, "link", "set", "inside", "down")
 
+    def swallow(self) -> None:
+        """From now on packets of more than 200 bytes do not come in, nobody is told, and all others pass: a hole in the MTU."""
+        self._ip("link", "set", self._link, "gso_max_segs", "1")
+        self._ip("-n", self.name, "link", "set", "inside", "mtu", "200")
+
+    def spit(self) -> None:
+        """Large packets pass again."""
+        self._ip("-n", self.name, "link", "set", "inside", "mtu", "1500")
+
     def mend(self) -> None:
         """All passes again."""
         self._ip("-n", self.name, "link", "set", "inside", "up")

@@ -172,6 +172,26 @@ async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, roun
         assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
 
 
+async def test_a_path_that_swallows_large_packets_loses_its_worker_whose_heartbeats_still_come(make_namespace) -> None:
+    """Silence would be noticed after a minute: what is sent to the worker is what does not arrive."""
+    chance = random.Random(1)
+    prompts = [[chance.randrange(3, VOCAB) for _ in range(400)] for _ in range(50)]
+    async with cluster(2, [make_namespace() for _ in range(2)], most_resumptions=20) as (router, workers, stub):
+        load = Load(stub, 4, 1, prompts)
+        await progress(load, 4)
+        holed = workers[0]
+        holed.namespace.swallow()
+        await available(router, 1)
+        problem = known_as(router, holed).problem or ""
+        assert "what is sent there has not arrived" in problem
+        await progress(load, 12)
+        assert not known_as(router, holed).available, "small packets pass, and that is no reason to choose it"
+        holed.namespace.spit()
+        await available(router, 2)
+        await progress(load, 8)
+        await load.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_streams_whose_tokens_are_drafted_go_on_unchanged_when_their_worker_is_killed() -> None:

@@ -18,6 +18,7 @@ class Call:
     """Stands for a call: what is read of it, and its end."""
 
     ready = True
+    socket = None
 
     def __init__(self) -> None:
         self.reads = [True]
@@ -33,7 +34,7 @@ class Call:
     def set_reading(self, reads: bool) -> None:
         self.reads.append(reads)
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str = "closed here") -> None:
         if not self.ended.done():
             self.ended.set_result(CallEndedError(grpc.StatusCode.CANCELLED, reason))
 
@@ -50,8 +51,8 @@ class Counting(SharedCall):
     def load(self) -> int:
         return 0
 
-    def _opened(self, call: DuplexCall) -> None:
-        pass
+    def _opened(self, call: DuplexCall) -> bytes:
+        return b""
 
     def _next_message(self) -> bytes | None:
         return None

@@ -178,11 +178,11 @@ class WorkerSession(SharedCall):
         self._problem = self._problem or problem
         super().abandon(problem)
 
-    def _opened(self, call: DuplexCall) -> None:
+    def _opened(self, call: DuplexCall) -> bytes:
         self._problem, self.planned = None, False
         self._silence = Silence(_CHECK_INTERVAL, self._clock)
         self._watch(call)
-        call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True).SerializeToString())
+        return worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True).SerializeToString()
 
     def _lost(self, end: CallEndedError) -> float:
         problem, self._problem = self._problem or str(end), None

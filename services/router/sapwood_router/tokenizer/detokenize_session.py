@@ -64,7 +64,7 @@ class DetokenizeSession(SharedCall):
     @property
     def up(self) -> bool:
         """Whether the call stands and the replica is well."""
-        return self._stands and self._replica.problem is None
+        return self._stands and self._passes and self._replica.problem is None
 
     @property
     def load(self) -> int:
@@ -107,8 +107,9 @@ class DetokenizeSession(SharedCall):
         self._dirty = dict(self._streams)
         return RETRY_INTERVAL
 
-    def _opened(self, call: DuplexCall) -> None:
+    def _opened(self, call: DuplexCall) -> bytes:
         asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
+        return b""
 
     def _stopped(self) -> None:
         self._fail_all("this router stops")

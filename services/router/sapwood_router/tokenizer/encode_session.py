@@ -52,7 +52,7 @@ class EncodeSession(SharedCall):
     @property
     def up(self) -> bool:
         """Whether the call stands, and items are taken."""
-        return self._stands and not self._finishing
+        return self._stands and self._passes and not self._finishing
 
     @property
     def load(self) -> int:
@@ -87,8 +87,8 @@ class EncodeSession(SharedCall):
             raise stream_error(result.error)
         return result
 
-    def _opened(self, call: DuplexCall) -> None:
-        """The call needs no first message: items may be sent at once."""
+    def _opened(self, call: DuplexCall) -> bytes:
+        return b""  # items may be sent at once
 
     def _stopped(self) -> None:
         self._fail_all("this router stops")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_common.http2.client.sending import STUCK_AFTER, Sending
 from sapwood_common.network.channel import Dialer
 from sapwood_router.transport.duplex_dial import open_call
 
@@ -25,6 +26,9 @@ OPEN_TIMEOUT = 2.0
 TOKENS_A_MESSAGE = 256 * 1024
 """A message with so many tokens takes no further request. It stays far below the size that a service accepts, even where each
 request brings a grammar or tools."""
+_CHECK_INTERVAL = 0.1
+_LARGE = b"\xfa\xff\xff\xff\x0f\x80\x80\x01" + bytes(16 * 1024)
+"""A field that no message has, larger than any packet: whoever reads it passes over it."""
 _BYTES_A_TURN = 64 * 1024
 """Bytes of messages after which the next one is made in a later turn of the event loop."""
 BYTES_A_TOKEN = 4
@@ -54,6 +58,9 @@ class SharedCall(ABC):
         hundreds of requests go in step, all else would wait for all of them.
         """
         self._share = dialer.share
+        self._sending = Sending(None, _CHECK_INTERVAL, self._share.clock)
+        self._suspect = False
+        """Whether the last call was given up because what was sent on it did not arrive, and this one has not shown better."""
 
     @property
     @abstractmethod
@@ -61,8 +68,8 @@ class SharedCall(ABC):
         """Requests under way. Whoever makes it less calls :meth:`_end_if_finished`."""
 
     @abstractmethod
-    def _opened(self, call: DuplexCall) -> None:
-        """A call was opened. Writes what the peer needs before any request."""
+    def _opened(self, call: DuplexCall) -> bytes:
+        """A call was opened. Returns the message that the peer needs before any request; empty: none."""
 
     @abstractmethod
     def _next_message(self) -> bytes | None:
@@ -79,6 +86,23 @@ class SharedCall(ABC):
     @abstractmethod
     def _stopped(self) -> None:
         """:meth:`run` has ended: what is under way has nowhere to go."""
+
+    @property
+    def _passes(self) -> bool:
+        """Whether nothing speaks against the way to the peer."""
+        return not self._suspect
+
+    def _watch_sending(self, call: DuplexCall) -> None:
+        """Gives the call up when what is sent on it does not arrive, whatever still comes from there."""
+        if call.ended:
+            return
+        seconds = self._sending.check()
+        if seconds >= STUCK_AFTER:
+            self._suspect = True
+            self.abandon(f"what is sent there has not arrived for {seconds:.1f} s")
+            return
+        self._suspect = self._suspect and self._sending.open
+        asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._watch_sending, call)
 
     def finish(self) -> None:
         """No request will come any more: :meth:`run` returns once none is under way."""
@@ -105,7 +129,13 @@ class SharedCall(ABC):
         """Opens a call, and sends and takes messages until it ends; returns how."""
         try:
             call = self._call = await open_call(self._address, self._method, self._dialer, self._patience())
-            self._opened(call)
+            self._sending = Sending(call.socket, _CHECK_INTERVAL, self._share.clock)
+            first = self._opened(call)
+            if self._suspect:  # small packets may pass where large ones do not
+                first += _LARGE
+            if first:
+                call.write(first)
+            asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._watch_sending, call)
             call.follow(self._received, self._flush)
             self._flush()
             self._end_if_finished()

@@ -21,6 +21,7 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 from hpack import HPACKError
 
+from sapwood_common.http2.client.sending import Socket
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import ConnectionFailedError
@@ -102,6 +103,11 @@ class DuplexCall(asyncio.Protocol):
     def ended(self) -> bool:
         """Whether nothing is sent or received any more."""
         return self._end is not None
+
+    @property
+    def socket(self) -> Socket | None:
+        """The connection's socket, to ask the kernel about it; None before there is one."""
+        return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
     def ready(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -85,7 +85,7 @@ class ThreadGroup(Group):
     def exchange(self, value: ResultT, kind: Any) -> list[ResultT]:
         self._values[self.rank] = msgspec.msgpack.encode(value)  # as processes do
         self._barrier.wait(timeout=60)
-        found = [msgspec.msgpack.decode(each, type=kind) for each in self._values]
+        found = [msgspec.msgpack.decode(cast(bytes, each), type=kind) for each in self._values]
         self._barrier.wait(timeout=60)
         return found
 

@@ -91,8 +91,8 @@ class KvEventPublisher:
             if replay_port is not None:
                 router = self._context.socket(zmq.ROUTER)
                 self._subscribers.guard(router)
-                topic = () if form == "array" else (self._topic,)
-                self._replays = ReplayServer(router, lambda: tuple(self._kept), topic)
+                frames = () if form == "array" else (self._topic,)
+                self._replays = ReplayServer(router, lambda: tuple(self._kept), frames)
                 self.replay_address = _bind(router, host, replay_port, "--kv-events-replay-port")
                 self._replays.start()
         except ConfigError:

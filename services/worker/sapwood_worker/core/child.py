@@ -28,7 +28,7 @@ _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Of oneDNN and of torch's layer over it: each keeps compiled products by their shape, 1024 of them unless these say otherwise.
 They are read when the first product is computed."""
 _SHAPES = 128
-"""With 1024, steps of ever other numbers of tokens took 800 MB (benchmarks/soak.py); with 128 they take 170 MB and as long."""
+"""With 1024, steps of ever other numbers of tokens took 800 MB (benchmarks/soak.py); with 128 they take 180 MB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

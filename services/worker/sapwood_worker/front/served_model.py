@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_worker.front.convert import from_activation, from_pooling, from_role
@@ -30,6 +30,7 @@ def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> wo
         page_fingerprint: What pages hold besides tokens; empty: as the model's facts say, which may not know either.
     """
     info = model.info
+    defaults: dict[str, Any] = {**info.sampling_defaults}
     return worker_pb2.GetModelInfoResponse(
         model=model.name,
         architecture=info.architecture,
@@ -63,5 +64,5 @@ def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> wo
         labels=info.labels.names if info.labels is not None else (),
         activation=from_activation(info),
         role=from_role(role),
-        sampling_defaults=common_pb2.SamplingParams(**info.sampling_defaults),
+        sampling_defaults=common_pb2.SamplingParams(**defaults),
     )

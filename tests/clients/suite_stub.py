@@ -1,0 +1,160 @@
+"""A pytest plugin that points the HTTP tests of other servers at a running Sapwood: their server fixtures start nothing.
+
+It stands in for what those tests import of their own server. ``run_suite.py`` sets SUITE and SERVER.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+import unittest
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import MagicMock
+from urllib.parse import urlsplit
+
+import pytest
+
+SERVER = os.environ.get("SERVER", "")
+
+
+class _Absent(types.ModuleType):
+    """A module of a server that is not installed: every name in it is a mock."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "CustomTestCase":
+            return unittest.TestCase
+        if name.startswith("DEFAULT_TIMEOUT"):
+            return 600
+        return MagicMock(name=name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of absent servers, where nobody else does."""
+
+    roots = ("vllm", "sglang", "vllm_test_utils", "schemathesis", "wget")
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".", maxsplit=1)[0] not in self.roots:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class RemoteOpenAIServer:
+    """In place of vLLM's fixture: the server that runs, whatever it is asked to start."""
+
+    DUMMY_API_KEY = "none"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        parts = urlsplit(SERVER)
+        self.host, self.port, self.url_root = parts.hostname, parts.port, SERVER
+        self.uds = None
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def url_for(self, *parts: str) -> str:
+        """The URL of a path."""
+        return "/".join((SERVER, *parts))
+
+    def get_client(self, **settings: Any) -> Any:
+        """OpenAI's client."""
+        import openai
+
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, **{"max_retries": 0} | settings)
+
+    def get_async_client(self, **settings: Any) -> Any:
+        """OpenAI's asynchronous client."""
+        import openai
+
+        settings = {"max_retries": 0} | settings
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, **settings)
+
+    def get_client_anthropic(self, **settings: Any) -> Any:
+        """Anthropic's client."""
+        import anthropic
+
+        return anthropic.Anthropic(base_url=SERVER, api_key=self.DUMMY_API_KEY, **{"max_retries": 0} | settings)
+
+    def get_async_client_anthropic(self, **settings: Any) -> Any:
+        """Anthropic's asynchronous client."""
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=SERVER, api_key=self.DUMMY_API_KEY, **{"max_retries": 0} | settings)
+
+
+def _tokenizer(*_: Any, **__: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    from sapwood_common.models.model_files import demo_path
+
+    return AutoTokenizer.from_pretrained(str(demo_path().parent), gguf_file=demo_path().name)
+
+
+def _of_vllm() -> None:
+    utils = _Absent("tests.utils")
+    vars(utils).update(
+        RemoteOpenAIServer=RemoteOpenAIServer,
+        RemoteOpenAIServerCustom=RemoteOpenAIServer,
+        RemoteAnthropicServer=RemoteOpenAIServer,
+        create_new_process_for_each_test=lambda *_, **__: lambda test: test,
+        multi_gpu_test=lambda **_: lambda test: test,
+        large_gpu_test=lambda **_: lambda test: test,
+    )
+    sys.modules["tests.utils"] = utils
+    tokenizers = _Absent("vllm.tokenizers")
+    tokenizers.get_tokenizer = _tokenizer  # type: ignore[attr-defined]
+    sys.modules["vllm.tokenizers"] = tokenizers
+
+
+def _of_llama_cpp() -> None:
+    import utils
+
+    def start(self: Any, timeout_seconds: int = 0) -> None:
+        parts = urlsplit(SERVER)
+        self.server_host, self.server_port, self.ready = parts.hostname, parts.port, True
+        self.process = MagicMock(pid=0)
+
+    server = utils.ServerProcess
+    server.start, server.stop = start, lambda self: None
+    utils.ServerPreset.load_all = staticmethod(lambda: None)
+    ask, stream, any_request = server.make_request, server.make_stream_request, server.make_any_request
+
+    def named(data: Any) -> Any:
+        return data | {"model": "demo"} if isinstance(data, dict) else data  # theirs serves one, whatever it is called
+
+    server.make_request = lambda self, method, path, data=None, *args, **more: ask(
+        self, method, path, named(data), *args, **more
+    )
+    server.make_stream_request = lambda self, method, path, data=None, *args, **more: stream(
+        self, method, path, named(data), *args, **more
+    )
+    server.make_any_request = lambda self, method, path, data=None, *args, **more: any_request(
+        self, method, path, named(data), *args, **more
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lays the stand-ins."""
+    sys.meta_path.append(_Finder())
+    for mark in ("cpu_model", "core_model", "skip_global_cleanup", "serial", "slow_test"):
+        config.addinivalue_line("markers", mark)
+    with contextlib.suppress(KeyError):
+        {"vllm": _of_vllm, "llama.cpp": _of_llama_cpp}[os.environ["SUITE"]]()

@@ -379,7 +379,7 @@ class Case:
         kind: The damage.
         calls: The right calls, which must be found in this order.
         markers: What must not come out as text.
-        cuts: Where the output is cut into pieces.
+        cuts: Where the output is cut into pieces; none: behind each character.
     """
 
     options: ParserOptions
@@ -415,7 +415,8 @@ def make_case(parser: str, number: int, seed: int) -> Case:
         text, markers = _with_reasoning(chance, reasoning, text, form)
     elif form.parser != "gpt_oss":
         text = chance.choice(_PROSE if form.marked else _PROSE[:-1]) + text
-    cuts = tuple(sorted(chance.sample(range(len(text) + 1), min(len(text), chance.randint(1, 12)))))
+    count = 0 if number % 4 == 0 else min(len(text), chance.randint(1, 12))
+    cuts = tuple(sorted(chance.sample(range(len(text) + 1), count)))
     options = ParserOptions(tool, reasoning, None, _OFFERED)
     return Case(options, text, kind, tuple(kept), markers, cuts)
 
@@ -428,12 +429,9 @@ def _with_reasoning(chance: random.Random, name: str, text: str, form: Format) -
         Part(chance.choice(["\nI think.\n", "Let me see: a < b, <b>x</b>\n", "\n"])),
         Part(family.closing, is_tag=True),
     ]
-    thought = "".join(part.text for part in parts)
-    if chance.random() < 0.3:
-        tags = [index for index, part in enumerate(parts) if part.is_tag]
-        at = chance.choice(tags)
-        parts.insert(at, parts[at])
-        thought = "".join(part.text for part in parts)
+    # Calls without markers are not looked for inside reasoning: then its end is left as it is.
+    kinds = ["missing", "doubled", "misspelt", "nested"] if form.marked else ["doubled"]
+    thought, _ = _damaged(chance, parts, chance.choice(kinds) if chance.random() < 0.4 else "none")
     return thought + chance.choice(["\n\n", ""]) + text, (*form.markers, family.opening, family.closing)
 
 
@@ -450,10 +448,9 @@ def check(case: Case) -> str:
     """The rule that a case breaks, "" if none."""
     whole = parse(case.options, [case.text])
     edges = [0, *case.cuts, len(case.text)]
-    if parse(case.options, [case.text[a:b] for a, b in itertools.pairwise(edges)]) != whole:
+    pieces = [case.text[a:b] for a, b in itertools.pairwise(edges)] if case.cuts else list(case.text)
+    if parse(case.options, pieces) != whole:
         return "pieces give another result"
-    if parse(case.options, list(case.text)) != whole:
-        return "single characters give another result"
     found = []
     for call in whole.tool_calls:
         try:

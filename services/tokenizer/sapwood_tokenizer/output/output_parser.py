@@ -155,7 +155,7 @@ class _ToolDraft:
 
     def is_call(self) -> bool:
         self._count(self._parser.finish())
-        return self._emitter.calls > 0 and not self._emitter.cut and not self.is_prose()
+        return self._emitter.whole_calls > 0 and not self.is_prose()
 
     def _count(self, events: list[Event]) -> None:
         for event in events:

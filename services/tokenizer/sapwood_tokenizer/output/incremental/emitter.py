@@ -37,8 +37,7 @@ class Emitter:
         self._channel = _TEXT
         self._pieces: list[str] = []
         self._calls = 0
-        self.cut = False
-        """Whether the arguments of a call were cut off."""
+        self._cut: set[int] = set()
 
     def drain(self) -> list[Event]:
         """The events since the last call of ``drain``, neighbours of a kind joined."""
@@ -69,6 +68,16 @@ class Emitter:
         """More of the arguments of the latest call. "" is no event."""
         assert self._calls, "no call has begun"
         self._add(self._calls - 1, fragment)
+
+    def note_cut(self) -> None:
+        """The latest call was cut off."""
+        if self._calls:
+            self._cut.add(self._calls)
+
+    @property
+    def whole_calls(self) -> int:
+        """How many calls were not cut off."""
+        return self._calls - len(self._cut)
 
     @property
     def calls(self) -> int:

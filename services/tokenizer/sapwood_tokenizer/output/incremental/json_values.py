@@ -61,6 +61,7 @@ class JsonReader:
     def __init__(self, *ends: str, quote: str = "", line: str = "", python: bool = False, words: bool = True) -> None:
         self._ends = ends
         self._first = frozenset(end[0] for end in ends)
+        self._stop_chars = self._first | {"<"}
         self._quote = quote
         self._line = line
         self._python = python
@@ -114,12 +115,14 @@ class JsonReader:
         filled = [False] if opened else []  # whether they hold an element
         held = ""  # read, and written if an element follows
         while True:
-            if brackets and (yield from self.next_call(source)):
-                break
-            held += yield from source.whitespace()
-            if (yield from self._stops(source)):
+            if self._line and brackets and (yield from self.next_call(source)):
                 break
             char = yield from source.peek()
+            if char.isspace():
+                held += yield from source.whitespace()
+                char = yield from source.peek()
+            if (char in self._stop_chars or char == "") and (yield from self._stops(source)):
+                break
             if char in ")]}":
                 if not brackets:
                     return False
@@ -149,19 +152,24 @@ class JsonReader:
                 key = yield from self._key(source)
                 if key is None:
                     break
-                if (yield from self.next_call(source)):
+                if self._line and (yield from self.next_call(source)):
                     break
-                held = _separated(held, filled) + key + (yield from source.whitespace())
+                held = _separated(held, filled) + key
+                if (yield from source.peek()).isspace():
+                    held += yield from source.whitespace()
                 colon = yield from source.accept(":", "=")
                 if not colon:
                     held = ""
                     continue
-                if (yield from self.next_call(source)):
+                if self._line and (yield from self.next_call(source)):
                     break
-                held += (":" if colon == ":" else ": ") + (yield from source.whitespace())
-                if (yield from self._stops(source)):
-                    break
+                held += ":" if colon == ":" else ": "
                 char = yield from source.peek()
+                if char.isspace():
+                    held += yield from source.whitespace()
+                    char = yield from source.peek()
+                if (char in self._stop_chars or char == "") and (yield from self._stops(source)):
+                    break
                 if char in ")]},":
                     held = ""
                     continue
@@ -176,7 +184,7 @@ class JsonReader:
                 filled.append(False)
                 held = ""
                 continue
-            mark = yield from self._quote_ahead(source)
+            mark = char if char == '"' else (yield from self._quote_ahead(source))
             if mark:
                 source.take(len(mark))
                 emit(held + '"')

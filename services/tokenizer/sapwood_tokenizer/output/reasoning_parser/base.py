@@ -1,8 +1,8 @@
 """Reasoning between tags, which all families but gpt-oss use; they differ in the tags and in who opens them.
 
 The output either begins inside the reasoning, where the prompt has already opened it (an opening tag that the model repeats is
-dropped), or with the opening tag; without one there is no reasoning. Only the first block counts: a pair of tags later in the
-answer is text; a closing tag without an opening one is dropped, unless it stands behind a backtick. White space around the
+dropped), or with the opening tag; without one there is no reasoning. Only the first block counts, and those that follow it
+at once: a pair of tags later in the answer is text; a closing tag without an opening one is dropped, unless it stands behind a backtick. White space around the
 reasoning and the tags is dropped, up to ``MAX_HELD_SPACE`` characters at the end. Reasoning cut off by the end of the output
 stays reasoning.
 
@@ -69,24 +69,27 @@ class ReasoningFamily:
         def script(source: Source, out: Emitter) -> Steps[None]:
             source.start_recording()
             yield from source.whitespace()
-            tag = yield from source.accept(self.opening)
+            tag = yield from source.accept(self.opening, self.closing)
             before = source.stop_recording()
-            if tag or is_open:
-                while tag:
+            reasoning = SpaceTrimmer(out.reasoning, at_start=True)
+            inside = is_open
+            if not tag and not is_open:
+                out.text(before)
+            while tag or inside:
+                while tag:  # the last of several counts
+                    inside = tag == self.opening
                     yield from source.whitespace()
-                    tag = yield from source.accept(self.opening)
-                reasoning = SpaceTrimmer(out.reasoning, at_start=True)
+                    tag = yield from source.accept(self.opening, self.closing)
+                if not inside:
+                    break
                 end = yield from source.until(marks, reasoning)
                 while calls and end in openers:
                     end = yield from _read_draft(source, out, end, marks, calls, reasoning)
-                if end == self.closing:
-                    while end:
-                        yield from source.whitespace()
-                        end = yield from source.accept(self.closing)
-                else:
+                reasoning.cut()
+                inside = False
+                tag = end if end == self.closing else ""
+                if not tag:
                     out.text(end)
-            else:
-                out.text(before)
             yield from source.rest(out.text)
 
         return script

@@ -193,5 +193,5 @@ def copy_arguments(source: Source, out: Emitter, json: JsonReader) -> Steps[None
     """Read the arguments of the call that was started. What the source recorded is part of the call."""
     source.stop_recording()
     if not (yield from json.arguments(source, out.arguments)):
-        out.cut = True
+        out.note_cut()
     source.start_recording()

@@ -112,7 +112,8 @@ def _parse(source: Source, out: Emitter, rules: CallRules, json: JsonReader) -> 
         if not separator:
             break
     if started and (yield from source.at_end()):
-        out.cut = out.cut or not wrote
+        if not wrote:
+            out.note_cut()
         source.start_recording()
     return wrote
 

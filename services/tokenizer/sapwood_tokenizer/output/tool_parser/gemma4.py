@@ -50,7 +50,7 @@ def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
         source.stop_recording()
         out.arguments("{")
         if not (yield from _MARKERS.json.value(source, out.arguments, KEYWORDS)):
-            out.cut = True
+            out.note_cut()
         source.start_recording()
         return True
 

@@ -120,7 +120,7 @@ def _copy_arguments(source: Source, out: Emitter) -> Steps[str]:
     first = yield from source.peek()
     if first in '{"' or (yield from source.ahead("null", *_ALL.literals)):  # first is "" at the end of the text
         if not (yield from _JSON.arguments(source, out.arguments)):
-            out.cut = True
+            out.note_cut()
         return (yield from _copy_content(source, _leave_out))
     out.arguments('"')
     end = yield from _copy_content(source, lambda piece: out.arguments(json_text(piece)[1:-1]))

@@ -60,7 +60,8 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             return False
         out.start_call(name, _call_id(call_id, name, number, out.calls))
         out.arguments(arguments)
-        out.cut = out.cut or not whole
+        if not whole:
+            out.note_cut()
         source.start_recording()
         return True
 

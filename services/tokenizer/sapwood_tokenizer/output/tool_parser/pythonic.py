@@ -70,7 +70,10 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
 def _parse_list(source: Source, out: Emitter, tools: Tools | None, *, tagged: bool) -> Steps[bool]:
     """Read a list of calls; returns whether one was started. What is no part of one is left in the record."""
     called = False
-    more = bool((yield from source.accept("["))) or tagged
+    more = tagged
+    while (yield from source.accept("[")):
+        more = True
+        yield from source.whitespace()
     while more:
         yield from source.whitespace()
         name = yield from source.word(_NAME, NAME_LIMIT)
@@ -87,7 +90,7 @@ def _parse_list(source: Source, out: Emitter, tools: Tools | None, *, tagged: bo
             whole = yield from _JSON.value(source, out.arguments, KEYWORDS)
             source.start_recording()
             if not whole and not (yield from _call_ahead(source, tools)):
-                out.cut = True
+                out.note_cut()
                 yield from _read_rest(source)
         else:
             break

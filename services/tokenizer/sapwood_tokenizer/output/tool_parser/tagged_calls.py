@@ -339,7 +339,8 @@ class _Machine:
         while True:
             yield from source.whitespace()
             if (yield from source.at_end()):
-                out.cut = out.cut or bool(name)
+                if name:
+                    out.note_cut()
                 break
             parameter = yield from self._element()
             if parameter is not None:
@@ -487,7 +488,7 @@ class _Machine:
                 if len(partial) == 1 and len(partial[0]) == 1:
                     value.feed(partial[0])
                 value.end(whole=False)
-                self._out.cut = True
+                self._out.note_cut()
                 return flat
             source.give_back(mark)
             if mark == _CLOSE:

@@ -102,6 +102,19 @@ EXAMPLES = [
         [("run", {"command": "ls"}), ("weather", {"city": "Rome"})],
     ),
     ("llama3_json", '{"name": "run", "parameters": "ls"}', '{"name": "run", "parameters": "ls"}', []),
+    # OpenAI's own form of a call.
+    (
+        "hermes",
+        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}</tool_call> So',
+        "So",
+        [("f", {"a": 1})],
+    ),
+    (
+        "granite",
+        '<|tool_call|>[{"function": {"name": "f", "arguments": "{}"}}, {"function": "g", "arguments": {"a": 1}}]',
+        "",
+        [("f", {}), ("g", {"a": 1})],
+    ),
     # Nothing is an empty object.
     ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", {})]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "null"}</tool_call>', "", [("f", {})]),

@@ -1,10 +1,10 @@
 """Reasoning between tags, which all families but gpt-oss use; they differ in the tags and in who opens them.
 
 The output either begins inside the reasoning, where the prompt has already opened it (an opening tag that the model repeats is
-dropped), or with the opening tag; without one there is no reasoning. Only the first block counts, and those that follow it
-at once: a pair of tags later in the answer is text; a closing tag without an opening one is dropped, unless it stands behind a backtick. White space around the
-reasoning and the tags is dropped, up to ``MAX_HELD_SPACE`` characters at the end. Reasoning cut off by the end of the output
-stays reasoning.
+dropped), or with the opening tag; without one there is no reasoning. Only the first block counts, and those that follow
+it at once: a pair of tags later in the answer is text; a closing tag without an opening one is dropped, unless it stands behind
+a backtick. White space around the reasoning and the tags is dropped, up to ``MAX_HELD_SPACE`` characters at the end. Reasoning
+cut off by the end of the output stays reasoning.
 
 A whole tool call inside reasoning that no closing tag follows is part of the answer: the model has made it without an end of its
 reasoning. A call that a closing tag or more than ``MAX_PROSE`` characters follow was only thought of, and stays reasoning.

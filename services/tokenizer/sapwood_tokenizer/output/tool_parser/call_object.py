@@ -1,6 +1,7 @@
 """One call written as a JSON object, or a list of such: ``{"name": "f", "arguments": {...}}``.
 
-Keys may come in any order; "parameters" is another name for "arguments", and "tool_name" for "name"; other keys are left out.
+Keys may come in any order; "parameters" is another name for "arguments", "tool_name" and "function" for "name"; other keys are
+left out. A call may stand in an object under "function", as OpenAI's do.
 Arguments that come before the name are held back until it is known. Arguments written as a JSON string stand for what the
 string says; ``null``, "" and no arguments at all are ``{}``.
 """
@@ -75,7 +76,9 @@ def _parse(source: Source, out: Emitter, rules: CallRules, json: JsonReader) -> 
         if not (yield from source.accept(":")) or (yield from json.next_call(source)):
             break
         yield from source.whitespace()
-        if key in ("name", "tool_name") and name is None:
+        if key == "function" and name is None and (yield from source.accept("{")):
+            continue  # the call is in an object of its own, whose bracket is left over at the end
+        if key in ("name", "tool_name", "function") and name is None:
             name = yield from json.short_string(source, NAME_LIMIT)
             if not name or not rules.accepts(name):
                 return False

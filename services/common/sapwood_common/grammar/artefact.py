@@ -1,7 +1,8 @@
 """The compiled form of a grammar as bytes.
 
-Layout: magic ``SWG2``; 16 bytes key; 16 bytes fingerprint of the vocabulary; 8 bytes checksum of the rest; JSON with the grammar
-in llguidance's Lark syntax, which has been checked, and with the source, for workers whose backend reads that.
+Layout: magic ``SWG``, and a byte for the version, now ``2``; 16 bytes key; 16 bytes fingerprint of the vocabulary; 8 bytes
+checksum of the rest; JSON with the grammar in llguidance's Lark syntax, which has been checked, and with the source, for workers
+whose backend reads that. In every version the source stands there in this way, so that a worker of another version compiles it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 
-_MAGIC = b"SWG2"
+_MAGIC, _VERSION = b"SWG", b"2"
 _KEY, _FINGERPRINT, _CHECKSUM = 16, 16, 8
-_HEADER = len(_MAGIC) + _KEY + _FINGERPRINT + _CHECKSUM
+_START = len(_MAGIC) + len(_VERSION)
+_HEADER = _START + _KEY + _FINGERPRINT + _CHECKSUM
 
 
 class ArtefactError(ValueError):
@@ -30,12 +32,14 @@ class GrammarArtefact:
         fingerprint: The fingerprint of the vocabulary it was compiled for.
         lark: The grammar in Lark's syntax.
         source: What it was compiled from, without the salt.
+        current: Whether it is of this version; else only ``source`` and ``fingerprint`` are of use.
     """
 
     key: bytes
     fingerprint: bytes
     lark: str
     source: GrammarSource
+    current: bool = True
 
     @staticmethod
     def of(source: GrammarSource, fingerprint: bytes, lark: str) -> GrammarArtefact:
@@ -48,7 +52,7 @@ class GrammarArtefact:
         fields = (self.lark, source.kind, source.text, source.options.any_whitespace, source.options.lenient)
         body = json.dumps(fields, ensure_ascii=False).encode()
         assert len(self.key) == _KEY and len(self.fingerprint) == _FINGERPRINT
-        return b"".join((_MAGIC, self.key, self.fingerprint, _checksum(body), body))
+        return b"".join((_MAGIC, _VERSION, self.key, self.fingerprint, _checksum(body), body))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> GrammarArtefact:
@@ -59,14 +63,18 @@ class GrammarArtefact:
         """
         if len(raw) < _HEADER or not raw.startswith(_MAGIC):
             raise ArtefactError("these bytes are not a compiled grammar")
-        key_end = len(_MAGIC) + _KEY
+        key_end = _START + _KEY
         fingerprint_end = key_end + _FINGERPRINT
         body = raw[_HEADER:]
         if raw[fingerprint_end:_HEADER] != _checksum(body):
             raise ArtefactError("the compiled grammar is damaged: its checksum does not match")
-        lark, kind, text, whitespace, lenient = json.loads(body)
+        try:
+            lark, kind, text, whitespace, lenient = json.loads(body)[:5]
+        except (ValueError, TypeError) as error:
+            raise ArtefactError("the compiled grammar has no source that this version reads") from error
         source = GrammarSource(kind, text, GrammarOptions(whitespace, lenient))
-        return cls(raw[len(_MAGIC) : key_end], raw[key_end:fingerprint_end], lark, source)
+        current = raw[len(_MAGIC) : _START] == _VERSION
+        return cls(raw[_START:key_end], raw[key_end:fingerprint_end], lark, source, current)
 
 
 def _checksum(body: bytes) -> bytes:

@@ -61,6 +61,8 @@ class RequestGrammars:
             raise InvalidArgumentError(
                 "grammar.compiled is for another vocabulary than this model's", field="grammar.compiled"
             )
+        if not artefact.current:  # a tokenizer of another version has compiled it
+            return await self._compiler.compile(replace(artefact.source, salt=request.cache_salt), time_remaining)
         return grammar
 
     async def close(self) -> None:

@@ -49,7 +49,12 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             else:
                 yield from drop_left_over(source, _STARTS)
         else:
-            out.text(source.stop_recording())
+            left = source.stop_recording()
+            if left.strip() and left.endswith("\n") and (yield from source.peek()) == "[":
+                out.text(left[:-1])
+                marker = "\n"
+                continue
+            out.text(left)
         last = ""
 
         def emit(piece: str) -> None:

@@ -253,7 +253,8 @@ class _Machine:
         named = _NAMED.fullmatch(content)
         name = named["name"].strip() if named else ""
         if (yield from source.accept(">")):
-            return name or None
+            # A tag with letters but without a name is a broken one.
+            return name or ("" if any(map(str.isalnum, content)) else None)
         if (yield from source.at_end()):
             return ""
         # The bracket is missing: the name ends at white space or at the next tag.

@@ -56,7 +56,7 @@ def prompts() -> list[list[int]]:
     [
         *(
             (*sizes, *model)
-            for sizes in ((1, 512, 2048), (4, 16, 160), (16, 32, 160), (16, 5, 2048), (64, 512, 512))
+            for sizes in ((1, 512, 2048), (4, 16, 160), (16, 32, 144), (16, 5, 2048), (64, 512, 512))
             for model in (("llama", True), ("gemma3", False), ("mistral-window", True))
         ),
         (4, 16, 160, "llama4", True),  # chunks of 16 tokens
@@ -75,7 +75,7 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
     received: dict[int, list[int]] = {}
     for output in drive(scheduler, runner, overlap):
         received.setdefault(output.serial, []).extend(output.token_ids)
-    if pool_tokens == 160:
+    if pool_tokens <= 160:
         assert scheduler.num_retractions > 0, "the pool is too large for the test to mean much"
     assert (scheduler.load().cached_tokens > 0) == (page_size <= 16), "prompts are shorter than a large page"
     for serial, prompt in enumerate(prompts()):
@@ -111,7 +111,7 @@ def many() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("batch", "page_size", "chunk", "pages", "retracts"),
     [
-        (1, 1, 16, 512, False), (2, 64, 64, 8, False), (4, 16, 16, 12, True), (32, 1, 64, 600, True), (32, 16, 512, 50, True),
+        (1, 1, 16, 512, False), (2, 64, 64, 8, False), (4, 16, 16, 9, True), (32, 1, 64, 600, True), (32, 16, 512, 50, True),
         pytest.param(8, 16, 128, 20, True, marks=pytest.mark.slow), pytest.param(16, 64, 512, 32, False, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -183,8 +183,8 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
     for max_running, max_step_tokens, pages, overlap in (
         (1, 512, 64, False),
         (6, 9, 64, True),
-        (6, 32, 10, False),
-        (6, 32, 10, True),
+        (6, 32, 8, False),
+        (6, 32, 8, True),
     ):
         runner = make_runner(path, page_size=16, num_pages=pages, max_running=max_running)
         scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)
@@ -225,12 +225,12 @@ def _setting(serial: int, done: int = 0) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize(("max_step_tokens", "pages"), [(512, 64), (7, 64), (32, 7)])
+@pytest.mark.parametrize(("max_step_tokens", "page_size", "pages"), [(512, 16, 64), (7, 16, 64), (32, 4, 28)])
 def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
-    tiny_model: Any, make_runner: Any, max_step_tokens: int, pages: int
+    tiny_model: Any, make_runner: Any, max_step_tokens: int, page_size: int, pages: int
 ) -> None:
     tiny = tiny_model("gemma3")
-    runner = make_runner(tiny.path, page_size=16, num_pages=pages, max_running=6)
+    runner = make_runner(tiny.path, page_size=page_size, num_pages=pages, max_running=6)
     scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=3)
     for serial, prompt in enumerate(prompts()):
@@ -238,12 +238,12 @@ def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
     of_prompt: dict[int, list[TokenLogprobs]] = {}
     of_output: dict[int, list[TokenLogprobs]] = {}
     tokens: dict[int, list[int]] = {}
-    for output in drive(scheduler, runner, overlap=max_step_tokens == 7 or pages == 7):
+    for output in drive(scheduler, runner, overlap=max_step_tokens <= 32):
         assert bool(output.prompt_logprobs) == (output.serial not in tokens and output.prompt_tokens > 1)
         of_prompt.setdefault(output.serial, []).extend(output.prompt_logprobs)
         of_output.setdefault(output.serial, []).extend(output.logprobs)
         tokens.setdefault(output.serial, []).extend(output.token_ids)
-    assert (scheduler.num_retractions > 0) == (pages == 7)
+    assert (scheduler.num_retractions > 0) == (pages == 28)
     for serial, prompt in enumerate(prompts()):
         whole = prompt + tokens[serial]
         expected = tiny.logits(whole).double().log_softmax(-1)

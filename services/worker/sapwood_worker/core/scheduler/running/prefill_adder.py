@@ -1,6 +1,6 @@
 """Fills the token budget that a step's decodes leave with chunks of prompts.
 
-It starts requests and gives them tokens; whose turn it is says ``prompt_shares.py``.
+It starts requests and gives them tokens; ``scheduler/admission.py`` says whose turn it is.
 """
 
 from __future__ import annotations

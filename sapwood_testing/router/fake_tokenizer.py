@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, PromptTooLongError
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
@@ -283,9 +283,7 @@ def _check_size(
     request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest, tokens: int, field: str
 ) -> None:
     if request.HasField("max_tokens") and tokens > request.max_tokens:
-        raise InvalidArgumentError(
-            f"a text of {tokens} tokens is longer than the limit of {request.max_tokens}", field=field
-        )
+        raise PromptTooLongError.of(tokens, request.max_tokens, field=field)
 
 
 def _from_json(text: str) -> Any:

@@ -45,7 +45,13 @@ def test_generate_as_json_is_an_object_a_line(router: Any, capsys: pytest.Captur
     assert "".join(line["text"] for line in lines) == "Hello, world"
     assert lines[-1]["finish_reason"] == "stop"
     drafts = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-    assert lines[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 4, **drafts}
+    assert lines[-1]["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "cached_tokens": 4,
+        "reasoning_tokens": 0,
+        **drafts,
+    }
 
 
 @pytest.mark.parametrize(

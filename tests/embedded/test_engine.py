@@ -89,7 +89,7 @@ def test_embeddings_of_more_than_one_call_come_in_order(engine: Any) -> None:
 
 
 def test_an_error_names_its_prompt_and_costs_nobody_else(engine: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"prompt 1: the prompt has 20000 tokens") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"prompt 1: prompt is too long: 20000 tokens > 16384") as caught:
         engine.generate(["fine", "x" * 20_000, "fine"], **GREEDY)
     assert caught.value.field == "text"
     with pytest.raises(NotFoundError, match="no model 'nope'"):

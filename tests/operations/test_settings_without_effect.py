@@ -129,7 +129,7 @@ OF_BERT = [
     *(TIER, "--host-cache-ratio 1 --host-write-policy write_back --storage file:///x --storage-prefetch best_effort"),
     *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
-    "--grammar-backend xgrammar",
+    *("--grammar-backend xgrammar", "--sampling-defaults none"),
     *(
         "--no-cuda-graphs",
         "--cuda-graph-max-batch 8",

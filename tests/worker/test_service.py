@@ -183,7 +183,6 @@ async def test_a_slow_reader_gets_its_tokens_merged_and_none_is_lost(lend) -> No
         ([1], {"temperature": float("nan")}, "sampling.temperature"),
         ([1], {"top_p": 0}, "sampling.top_p"),
         ([1], {"top_p": 1.5}, "sampling.top_p"),
-        ([1], {"top_k": 0}, "sampling.top_k"),
         ([1], {"min_p": -0.1}, "sampling.min_p"),
         ([1], {"max_tokens": 0}, "sampling.max_tokens"),
         ([1], {"stop_token_ids": [VOCAB]}, "sampling.stop_token_ids"),

@@ -119,7 +119,8 @@ async def test_settings_reach_the_worker_and_grammars_the_tokenizer(cluster) -> 
     (call,) = cluster.calls()
     sampling = call.request.sampling
     assert (sampling.temperature, sampling.min_tokens, sampling.max_tokens, sampling.seed) == (0.5, 2, 9, 5)
-    assert (sampling.ignore_eos, sampling.frequency_penalty, sampling.HasField("top_k")) == (True, 1.5, False)
+    assert (sampling.ignore_eos, sampling.frequency_penalty) == (True, 1.5)
+    assert sampling.HasField("top_k") and sampling.top_k == 0, "all tokens are kept, whatever the model's default"
     assert cluster.tokenizer.grammars[-1].grammar.regex == "[a-z]+"
     assert cluster.tokenizer.options[-1].skip_special_tokens is False
 

@@ -54,8 +54,8 @@ async def test_tools_ids_and_unknown_parameters_reach_the_backend(make_own: Any,
             assert answer.headers["x-request-id"] == "mine"
         assert [call.request_id for call in own.calls()] == ["mine", "mine"]
         with pytest.raises(openai.BadRequestError) as caught:
-            await front.openai.chat.completions.create(**CHAT, extra_body={"temprature": 1})
-        assert caught.value.param == "temprature"
+            await front.openai.chat.completions.create(**CHAT, extra_body={"temperature": "warm"})
+        assert caught.value.param == "temperature"
         assert ended(front) == {"OK": 2, "INVALID_ARGUMENT": 1}
 
 

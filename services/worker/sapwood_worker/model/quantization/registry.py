@@ -226,11 +226,12 @@ class LinearMethods:
 
     def _quantised_head(self, shape: LinearShape, rows: int) -> bool:
         """Whether a head is stored in words of codes, which no table is; its rows are those of every rank's part."""
-        stored = self._stored or Stored()
-        weight = stored.tensors.get(f"{shape.parts[0].name}.weight")
-        return rows == shape.rows and (
-            weight is None or bool(why_no_numbers(f"{shape.parts[0].name}.weight", stored.tensors))
-        )
+        name, tensors = shape.parts[0].name, (self._stored or Stored()).tensors
+        if rows != shape.rows:
+            return False
+        if f"{name}.weight" in tensors:
+            return bool(why_no_numbers(f"{name}.weight", tensors))
+        return any(tensor.startswith(f"{name}.") for tensor in tensors)
 
     def _kept_table(self, shape: LinearShape, rows: int) -> TableMethod | None:
         if self._stored is not None and rows == shape.rows:

@@ -195,7 +195,9 @@ class OnlyTheBaseInstall:
         top = name.partition(".")[0]
         allowed = top in sys.stdlib_module_names or top in ("sapwood", "grpc", "google", "cygrpc", "typing_extensions")
         # In the wheel, and they need nothing themselves.
-        needs_nothing = ("", ".settings", ".settings.flags", ".contract", ".contract.limits", ".models", ".models.progress", ".python_process")
+        needs_nothing = (
+            "", ".settings", ".settings.flags", ".contract", ".contract.limits", ".models", ".models.progress", ".python_process"
+        )
         if not allowed and name.removeprefix("sapwood_common") not in needs_nothing:
             raise ModuleNotFoundError(f"not in the base install: {name}")
 sys.meta_path.insert(0, OnlyTheBaseInstall())

@@ -321,6 +321,7 @@ class Simulation:
     def parts(self) -> dict[str, int]:
         """Prompt tokens that each tenant's running requests have to compute; none where these rules do not hold alone."""
         running = self.scheduler._running.requests
+        self.one_left = {each.serial for each in running if each.remaining == 1}
         starved = any(each.waited >= self.config.starved_after for each in running)
         if self.config.policy == "priority" or self.config.windows or starved:
             return {}
@@ -333,7 +334,7 @@ class Simulation:
     def check_parts(self, wanted: dict[str, int]) -> None:
         """Each tenant whose prompts run has got its part of the step's prompt tokens, or all that it wants."""
         step = self.scheduler._in_flight[-1]
-        last = [request for request, count in step.chunks if count == 1 and request.computed + 1 == request.planned]
+        last = [request for request, _ in step.chunks if request.serial in self.one_left]
         given: dict[str, int] = {}
         for request, count in step.chunks:
             given[request.tenant] = given.get(request.tenant, 0) + count

@@ -225,7 +225,8 @@ class Simulation:
         pooled = pooled_prompt(prompt, pooling) / (len(prompt) if pooling == "mean" else 1) if pooling else None
         self.clients[serial] = Client(request, continuation(prompt, sampling, VOCAB), longest, ends, expires, pooled)
         if self.config.policy == "fcfs" and self.tenants == [""]:
-            self.clients[serial].must_end_by = self.bound(request)
+            # Half of each step's prompt tokens go to the shortest prompts until it has starved.
+            self.clients[serial].must_end_by = 2 * self.bound(request) - self.step_number
 
     def tenant(self) -> str:
         if self.tenants is not None:

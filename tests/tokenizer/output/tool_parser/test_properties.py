@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -167,8 +168,14 @@ TAGGED = {
 @RELAXED
 def test_any_string_arguments_of_tagged_families_come_back(family, values, cuts):
     opening, argument, closing, end = TAGGED[family]
-    # An opening tag before a value is one that was doubled.
-    values = {key: value.replace(end[:3], "").removeprefix("<arg_value>") for key, value in values.items()}
+    begins = re.compile("|".join(map(re.escape, re.findall(r"<[^<>\s=]+", opening))))
+
+    def harmless(value: str) -> str:
+        """An opening tag before a value is one that was doubled, and a call that begins in a value may end it."""
+        value = value.replace(end[:3], "").removeprefix("<arg_value>")
+        return value.replace("<", "(") if begins.search(value) else value
+
+    values = {key: harmless(value) for key, value in values.items()}
     tools = Tools.from_objects(
         [{"function": {"name": "f", "parameters": {"properties": {key: {"type": "string"} for key in values}}}}]
     )

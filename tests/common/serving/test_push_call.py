@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError
 from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.server import ServiceServer
+from sapwood_common.tenants.api_keys import ApiKeys, hash_key, make_key
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
 
 SERVICE = "test.Push"
@@ -41,6 +43,7 @@ class Service:
             "Fail": grpc.unary_stream_rpc_method_handler(self.fail, bytes, bytes),
             "Flood": grpc.unary_stream_rpc_method_handler(self.flood, bytes, bytes),
             "GiveUp": grpc.unary_stream_rpc_method_handler(self.give_up, bytes, bytes),
+            "Wait": grpc.unary_unary_rpc_method_handler(self.wait, bytes, bytes),
             "Whose": grpc.unary_unary_rpc_method_handler(self.whose, bytes, bytes),
         }
 
@@ -82,6 +85,11 @@ class Service:
 
     async def whose(self, request: bytes, call: Any) -> bytes:
         self.tenants.append(call.tenant)
+        return request
+
+    async def wait(self, request: bytes, call: Any) -> bytes:
+        self.tenants.append(call.tenant)
+        await asyncio.Event().wait()
         return request
 
     def _leave(self, _: Any) -> None:
@@ -230,3 +238,22 @@ async def test_certificates_are_followed_and_clients_are_asked_for_theirs(serve,
         assert await ask(address, other, other.issue_cert("client")) == b"a"
         with pytest.raises(grpc.aio.AioRpcError):
             await ask(address, other, authority.issue_cert("client"))
+
+
+async def test_a_unary_call_ends_when_its_key_is_revoked(serve, tmp_path: Path) -> None:
+    key, path = make_key(), tmp_path / "keys"
+    path.write_text(f"alice {hash_key(key)}\n")
+    gate = Gate()
+    keys = ApiKeys(path)
+    gate.let_in = lambda method, headers: keys.check(f"Bearer {key}")  # type: ignore[method-assign]
+    async with serve(gate=gate) as (address, service), grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/Wait")(b"")
+        await until(lambda: service.tenants)
+        path.unlink()
+        keys.refresh()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert (caught.value.code(), caught.value.details()) == (
+            grpc.StatusCode.UNAUTHENTICATED,
+            "the API key was revoked",
+        )

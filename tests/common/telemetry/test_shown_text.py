@@ -100,6 +100,8 @@ def test_credentials_of_urls_are_in_no_line(logged: Callable[..., str], log_form
     ("text", "wanted"),
     [
         ("s3://key:secret@bucket/a@b", "s3://***@bucket/a@b"),
+        ("http://alice:p'w@host/", "http://***@host/"),
+        ("a\u061cb\U000e0041", "a\\u061cb\\ue0041"),
         ("http://host/a@b?mail=c@d", "http://host/a@b?mail=c@d"),
         ("http://[::1]:80/", "http://[::1]:80/"),
         ("über 模型 😀", "über 模型 😀"),

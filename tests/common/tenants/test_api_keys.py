@@ -1,4 +1,5 @@
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,35 @@ async def test_what_runs_until_a_key_is_revoked_ends_with_that_reason(tmp_path: 
         await running
     with until_revoked(None):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "digits", "loop"])
+def test_a_key_file_that_becomes_something_else_leaves_the_keys(tmp_path: Path, kind: str) -> None:
+    key, path, clock = make_key(), tmp_path / "keys", Clock(100.0)
+    path.write_text(f"alice {hash_key(key)}\n")
+    keys = ApiKeys(path, clock)
+    path.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "loop":
+            path.symlink_to(path)
+        case _:
+            path.write_text(f"alice {hash_key(key)} tokens={'9' * 5000}\n")
+    clock.now += 1.5
+    assert keys.check(f"Bearer {key}").name == "alice"
+
+
+def test_a_key_that_is_revoked_before_its_request_has_its_turn_lets_nothing_run(tmp_path: Path) -> None:
+    key, path = make_key(), tmp_path / "keys"
+    path.write_text(f"alice {hash_key(key)}\n")
+    keys = ApiKeys(path)
+    tenant = keys.check(f"Bearer {key}")
+    path.unlink()
+    keys.refresh()
+    with pytest.raises(UnauthenticatedError, match="revoked"), until_revoked(tenant):
+        pytest.fail("it ran")

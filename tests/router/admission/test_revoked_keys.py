@@ -62,3 +62,20 @@ async def test_running_streams_end_over_http_and_grpc(
         gate.set()
         if how == "line":
             assert (await asyncio.wait_for(staying, 60))[-1] == "data: [DONE]"
+
+
+async def test_a_response_that_nobody_waits_for_ends(make_cluster: Any, wait_until: Any, tmp_path: Path) -> None:
+    revoked, kept = make_key(), make_key()
+    path = tmp_path / "keys"
+    path.write_text(f"alice {hash_key(revoked)}\nalice {hash_key(kept)}\n")
+    async with make_cluster(1, api_keys=path) as cluster:
+        [worker] = cluster.workers
+        worker.script.gate = asyncio.Event()
+        worker.script.gate_after = 1
+        url, body = "/v1/responses", {"input": "hello", "background": True}
+        begun = await cluster.http.post(url, json=body, headers={"authorization": f"Bearer {revoked}"})
+        await wait_until(lambda: len(worker.calls) == 1)
+        path.write_text(f"alice {hash_key(kept)}\n")
+        await wait_until(lambda: worker.calls[0].outcome != "running")
+        found = await cluster.http.get(f"{url}/{begun.json()['id']}", headers={"authorization": f"Bearer {kept}"})
+        assert (found.json()["status"], found.json()["error"]["message"]) == ("failed", "the API key was revoked")

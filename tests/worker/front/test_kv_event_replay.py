@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from array import array
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import zmq.auth
 from sapwood_common.errors import ConfigError
 from sapwood_worker.app import is_loopback
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.front import kv_event_door
 from sapwood_worker.front.kv_event_publisher import KvEventPublisher
 from sapwood_worker.front.kv_event_replay import END_OF_REPLAY
 from sapwood_worker.front.kv_event_stream import KvEventBatch
@@ -52,14 +54,17 @@ def published(count: int, keys: Path | None = None) -> Iterator[KvEventPublisher
 @contextlib.contextmanager
 def connected(kind: int, address: str | None, curve: tuple[Path, str] | None = None) -> Iterator[Any]:
     """A socket of a subscriber, with keys of a folder."""
-    with zmq.Context() as context, context.socket(kind) as socket:
-        socket.linger = 0
+    with zmq.Context() as context, context.socket(kind) as subscriber:
+        subscriber.linger = 0
         if curve is not None:
             folder, name = curve
-            socket.curve_publickey, socket.curve_secretkey = zmq.auth.load_certificate(folder / f"{name}.key_secret")
-            socket.curve_serverkey, _ = zmq.auth.load_certificate(folder / "server.key")
-        socket.connect(f"tcp://{address}")
-        yield socket
+            subscriber.curve_publickey, subscriber.curve_secretkey = zmq.auth.load_certificate(
+                folder / f"{name}.key_secret"
+            )
+            subscriber.curve_serverkey, _ = zmq.auth.load_certificate(folder / "server.key")
+        if address is not None:
+            subscriber.connect(f"tcp://{address}")
+        yield subscriber
 
 
 def ask(socket: Any, first: bytes = FIRST) -> None:
@@ -168,3 +173,51 @@ def test_a_folder_that_lacks_keys_is_named(tmp_path: Path, keys: Path) -> None:
 def test_only_loopback_needs_no_warning(host: str, own: bool) -> None:
     assert is_loopback(host) is own
     assert WorkerConfig(kv_events_port=0).kv_events_host is None
+
+
+def test_subscribers_that_do_not_read_keep_nobody_from_an_answer() -> None:
+    with contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(published(0))
+        event = BlockStored(bytes(16), b"", bytes(4 * 5000))
+        for seq in range(1, 3001):
+            publisher.publish(KvEventBatch(1, seq, 0, [event]))
+        for _ in range(20):
+            slow = stack.enter_context(connected(zmq.DEALER, None))
+            slow.setsockopt(zmq.RCVHWM, 1)
+            slow.connect(f"tcp://{publisher.replay_address}")
+            ask(slow)
+        reading = stack.enter_context(connected(zmq.DEALER, publisher.replay_address))
+        ask(reading, (2990).to_bytes(8, "big"))
+        assert answer(reading) == list(range(2990, 3001))
+
+
+def test_a_subscriber_that_asks_for_too_much_is_closed_and_delays_no_event() -> None:
+    with (
+        published(0) as publisher,
+        connected(zmq.SUB, publisher.address) as flooding,
+        connected(zmq.SUB, publisher.address) as other,
+    ):
+        closed = flooding.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        other.subscribe(b"")
+        flooding.setsockopt(zmq.RECONNECT_IVL, -1)
+        for number in range(2000):
+            flooding.subscribe(b"%1000d" % number)
+        assert closed.poll(PATIENCE), "its connection stays"
+        seq = 0
+        while not other.poll(50):  # until the subscription has arrived
+            seq += 1
+            publisher.publish(KvEventBatch(1, seq, 0, [BlockStored(bytes(16), b"", bytes(8))]))
+        assert other.recv_multipart()[0] == b"t"
+        flooding.disable_monitor()
+        closed.close()
+
+
+def test_of_many_subscribers_of_one_address_the_oldest_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_event_door, "MOST_SUBSCRIBERS", 2)
+    with published(0) as publisher, contextlib.ExitStack() as stack:
+        host, _, port = publisher.address.rpartition(":")
+        first, *_ = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(3))
+        first.settimeout(PATIENCE / 1000)
+        with contextlib.suppress(ConnectionResetError):
+            while first.recv(4096):
+                pass

@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from sapwood_common import errors, status
 from sapwood_common.serving.gate import FOR_EVERYBODY
+from sapwood_common.serving.push_call import PushCall
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry, RunningCall
 from sapwood_common.serving.wire import count_fields, find_invalid_utf8
 from sapwood_common.telemetry import logs as telemetry
+from sapwood_common.tenants.api_keys import until_revoked
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class ServiceInterceptor:
     - A request that does not parse is INVALID_ARGUMENT and names the field, where grpcio would say INTERNAL.
     - The request id in the metadata becomes the current task's, for its log lines.
     - While draining, new calls are refused UNAVAILABLE; ``idle`` is set when no counted call is left.
+    - A call ends when the API key that it came with is revoked.
     - Each call is measured, and works in the trace context that its metadata names.
 
     Args:
@@ -94,7 +97,8 @@ class ServiceInterceptor:
             ended: BaseException | None = None
             try:
                 self._check(request)
-                return await behavior(request, context)
+                with until_revoked(cast(PushCall, context).tenant):
+                    return await behavior(request, context)
             except BaseException as error:
                 ended = error
                 if not isinstance(error, Exception):
@@ -116,7 +120,8 @@ class ServiceInterceptor:
                 self._check(request)
                 answering = behavior(request, context)
                 if isinstance(answering, Awaitable):  # the handler writes by itself
-                    await answering
+                    with until_revoked(cast(PushCall, context).tenant):
+                        await answering
                     return
                 async with aclosing(answering) as responses:
                     async for response in responses:

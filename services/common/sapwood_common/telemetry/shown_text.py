@@ -7,10 +7,11 @@ import re
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # controls: line feeds, ESC, NUL
-    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"  # other ends of lines, and what changes the order of writing or is not seen
+    # other ends of lines, and what changes the order of writing or is not seen
+    "\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
     "\ud800-\udfff]"  # halves of characters, which no encoder takes
 )
-_CREDENTIALS = re.compile(r"(?<=://)[^\s/?#'\"@]*(?:@[^\s/?#'\"@]*)*@")
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/?#\"@]*(?:@[^\s/?#\"@]*)*@")
 _HIDDEN = "***@"
 _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _GAP = " ... "

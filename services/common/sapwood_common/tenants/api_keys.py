@@ -17,7 +17,9 @@ import hashlib
 import hmac
 import logging
 import math
+import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +37,9 @@ AUTHORIZATION_KEY = "authorization"
 
 _LOOK_INTERVAL = 1.0
 _FOLLOW_SECONDS = 0.4
+_REVOKED = "the API key was revoked"
+_MOST_BYTES = 64 << 20
+_MOST_DIGITS = 15
 _Version = tuple[int, int, int] | None
 
 
@@ -61,10 +66,14 @@ class Key(Tenant):
 
     Args:
         tenant: The tenant.
+
+    Attributes:
+        is_revoked: Whether it was revoked.
     """
 
     def __init__(self, tenant: Tenant) -> None:
         self._watchers: list[Callable[[], None]] = []
+        self.is_revoked = False
         self.belong_to(tenant)
 
     def belong_to(self, tenant: Tenant) -> None:
@@ -82,6 +91,7 @@ class Key(Tenant):
 
     def revoke(self) -> int:
         """Ends what runs with the key; returns how much that is."""
+        self.is_revoked = True
         watchers, self._watchers = self._watchers, []
         for revoked in watchers:
             revoked()
@@ -101,6 +111,8 @@ def until_revoked(tenant: Tenant | None) -> Iterator[None]:
     if not isinstance(tenant, Key):
         yield
         return
+    if tenant.is_revoked:  # while the request waited for its turn
+        raise UnauthenticatedError(_REVOKED)
     task, over = asyncio.current_task(), False
     assert task is not None
 
@@ -116,7 +128,7 @@ def until_revoked(tenant: Tenant | None) -> Iterator[None]:
         if not over:
             raise
         task.uncancel()
-        raise UnauthenticatedError("the API key was revoked") from None
+        raise UnauthenticatedError(_REVOKED) from None
     finally:
         tenant.unwatch(end)
 
@@ -230,12 +242,12 @@ class ApiKeys:
     def _stat(self) -> _Version:
         """What changes when the file does; None: there is none."""
         try:
-            stat = self._path.stat()
+            found = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise ConfigError(f"--api-keys: cannot read {self._path}: {error.strerror}") from None
-        return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        return (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 def parse_keys(path: Path) -> list[KeyEntry]:
@@ -245,7 +257,7 @@ def parse_keys(path: Path) -> list[KeyEntry]:
         ConfigError: The file cannot be read, or a line is wrong; the message has the line's number and nothing of its content.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = _read(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--api-keys: cannot read {path}: {why}") from None
@@ -254,6 +266,17 @@ def parse_keys(path: Path) -> list[KeyEntry]:
         for number, line in enumerate(lines, start=1)
         if (words := line.partition("#")[0].split())
     ]
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file, at most so much; of a pipe or a device, which might never end, nothing is read."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"--api-keys: {path} is no file")
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"--api-keys: {path} has more than {_MOST_BYTES} bytes")
+    return content
 
 
 def _parse(words: list[str], where: str) -> KeyEntry:
@@ -283,7 +306,7 @@ def _parse(words: list[str], where: str) -> KeyEntry:
 
 
 def _whole(text: str, problem: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
+    if not (text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= 1):
         raise ConfigError(problem)
     return int(text)
 

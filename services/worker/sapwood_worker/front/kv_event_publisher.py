@@ -18,6 +18,7 @@ PUB drops what a slow subscriber does not read: it sees a gap in the numbers and
 
 from __future__ import annotations
 
+import socket
 import time
 from array import array
 from collections import deque
@@ -29,6 +30,9 @@ import msgspec
 import zmq
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.listen import listen
+from sapwood_common.network.socket_folder import SocketFolder
+from sapwood_worker.front.kv_event_door import Door
 from sapwood_worker.front.kv_event_replay import ReplayServer, Subscribers
 from sapwood_worker.front.kv_event_stream import KvEventBatch
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
@@ -39,7 +43,7 @@ _MEDIUM: dict[Medium, str] = {"GPU": "GPU", "CPU_TIER1": "CPU_PINNED", "CPU_TIER
 
 
 class KvEventPublisher:
-    """The two sockets. Life cycle: construct, :meth:`close`. Replays are answered by a thread.
+    """The two sockets, each with a thread. Life cycle: construct, :meth:`close`.
 
     Args:
         host: Address to listen on.
@@ -79,14 +83,20 @@ class KvEventPublisher:
         self._form = form
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._folder = SocketFolder("sapwood-kv-events-")
+        self._door: Door | None = None
         self._replays: ReplayServer | None = None
         self._subscribers: Subscribers | None = None
         try:
             self._subscribers = Subscribers(self._context, keys)
-            self._subscribers.guard(self._pub)
-            self._pub.set_hwm(_SEND_HIGH_WATER)
-            self.address = _bind(self._pub, host, port, "--kv-events-port")
+            listener = _listen(host, port)
+            self.address = _shown(listener)
+            pub, inside = self._context.socket(zmq.PUB), self._folder.path / "pub"
+            self._door = Door(listener, inside, pub)
+            self._subscribers.guard(pub)
+            pub.set_hwm(_SEND_HIGH_WATER)
+            pub.bind(f"ipc://{inside}")
+            self._door.start()
             self.replay_address: str | None = None
             if replay_port is not None:
                 router = self._context.socket(zmq.ROUTER)
@@ -103,16 +113,19 @@ class KvEventPublisher:
         """Sends a batch; never blocks."""
         payload = encode_batch(time.time(), batch.events, self._block_size, self._rank, self._form)
         self._kept.append((batch.seq, payload))
-        self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        assert self._door is not None, "it was made at the start"
+        self._door.send((self._topic, batch.seq.to_bytes(8, "big"), payload))
 
     def close(self) -> None:
         """Closes the sockets; what is not sent yet is dropped."""
-        self._pub.close(0)
+        if self._door is not None:
+            self._door.close()
         if self._replays is not None:
             self._replays.close()
         if self._subscribers is not None:
             self._subscribers.close()
         self._context.term()
+        self._folder.remove()
 
 
 def encode_batch(
@@ -162,13 +175,25 @@ def _number(block: bytes) -> int:
     return int.from_bytes(block[-8:], "big")
 
 
-def _bind(socket: Any, host: str, port: int, flag: str) -> str:
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen("0.0.0.0" if host == "*" else host, port)
+    except ConfigError as error:
+        raise ConfigError(f"--kv-events-port: {error}") from error
+
+
+def _shown(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bind(router: Any, host: str, port: int, flag: str) -> str:
     if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
+        router.setsockopt(zmq.IPV6, 1)
         host = f"[{host.strip('[]')}]"
     try:
-        socket.bind(f"tcp://{host}:{port or '*'}")
+        router.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
         raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error}") from error
-    address: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)
+    address: bytes = router.getsockopt(zmq.LAST_ENDPOINT)
     return address.decode().rstrip("\0").removeprefix("tcp://")

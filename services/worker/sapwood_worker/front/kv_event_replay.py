@@ -30,6 +30,8 @@ _SLICE = 64
 _REST = 4.0
 """How long the thread rests after a piece of work, in times that it took: it has a fifth of a core at most."""
 _BLOCKED_SECONDS = 0.005
+_MOST_BLOCKED_SECONDS = 1.0
+"""After which a subscriber that reads nothing of its answer gives its place to one that waits."""
 
 
 class Subscribers:
@@ -95,6 +97,8 @@ class ReplayServer:
         self._waiting: dict[bytes, int] = {}
         self._running: dict[bytes, Iterator[tuple[bytes, ...]]] = {}
         self._unsent: dict[bytes, tuple[bytes, ...]] = {}
+        self._blocked: dict[bytes, float] = {}
+        """Subscribers that are being answered and read nothing -> since when."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-event-replay", daemon=True)
 
@@ -130,11 +134,21 @@ class ReplayServer:
 
     def _answer(self) -> bool:
         """Sends a slice to each subscriber that is being answered; says whether anything was sent."""
+        if self._waiting and len(self._running) >= _MOST_AT_ONCE:
+            self._make_room(time.monotonic() - _MOST_BLOCKED_SECONDS)
         for client in list(self._waiting):
             if len(self._running) < _MOST_AT_ONCE and client not in self._running:
                 self._running[client] = self._messages(client, self._waiting.pop(client))
         sent = [self._go_on(client) for client in list(self._running)]
         return any(sent)
+
+    def _make_room(self, before: float) -> None:
+        """Has those that read nothing since ``before`` wait again, for the rest of their answers; where many wait, for none."""
+        for client in [each for each, since in self._blocked.items() if since <= before]:
+            del self._running[client], self._blocked[client]
+            *_, number, _ = self._unsent.pop(client)
+            if len(self._waiting) < _MOST_WAITING // 2:
+                self._waiting.setdefault(client, int.from_bytes(number, "big"))
 
     def _go_on(self, client: bytes) -> bool:
         """Sends the next messages to one subscriber; says whether it took any."""
@@ -147,11 +161,14 @@ class ReplayServer:
             try:
                 self._router.send_multipart(message, zmq.NOBLOCK)
                 sent = True
+                self._blocked.pop(client, None)
             except zmq.Again:
                 self._unsent[client] = message
+                self._blocked.setdefault(client, time.monotonic())
                 break
             except zmq.ZMQError:  # it has left
                 del self._running[client]
+                self._blocked.pop(client, None)
                 break
         return sent
 

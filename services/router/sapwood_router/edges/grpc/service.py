@@ -17,7 +17,6 @@ from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_common.pacing.steps import all_at_once, in_turns
 from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
-from sapwood_common.tenants.api_keys import until_revoked
 from sapwood_router.edges.grpc.convert import (
     classify_request_of,
     embed_request_of,
@@ -145,7 +144,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._request_timeout = request_timeout
 
     async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
-        with self._workers.told(), until_revoked(_as_push_call(context).tenant):
+        with self._workers.told():
             await self._generate(request, context)
 
     async def _generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 
 from sapwood_common.errors import InternalError, SapwoodError
+from sapwood_common.tenants.api_keys import until_revoked
+from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.single_run import Reader
 from sapwood_router.edges.whole import collect
 from sapwood_router.flow.pipeline import Pipeline, Run
@@ -45,15 +47,17 @@ class Background:
             read: Sees the output first.
         """
         runs: list[Run] = []
+        key = tenant_var.get()
 
         async def make() -> None:
             try:
-                runs.extend(await pipeline.open_all([context]))
-                (whole,) = await collect(runs)
-                assert whole.finish is not None, "a run ends with a finish or an error"
-                if read is not None:
-                    await read(whole)
-                ended(whole.output, whole.finish)
+                with until_revoked(key):
+                    runs.extend(await pipeline.open_all([context]))
+                    (whole,) = await collect(runs)
+                    assert whole.finish is not None, "a run ends with a finish or an error"
+                    if read is not None:
+                        await read(whole)
+                    ended(whole.output, whole.finish)
             except SapwoodError as error:
                 failed(error)
             except Exception:

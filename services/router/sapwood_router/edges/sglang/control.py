@@ -10,6 +10,7 @@ import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnavailableError
+from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http1.errors import HttpError
@@ -18,6 +19,7 @@ from sapwood_router.edges.runs import Running
 from sapwood_router.edges.whole import collect
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.observe.status import RouterState, WorkerState
+from sapwood_router.request.caller import caller_of
 from sapwood_router.request.context import FieldNames, RequestContext, TokenPrompt
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.request.request_ids import unique_id
@@ -125,6 +127,7 @@ class Control:
                 sampling=SamplingParams(max_tokens=1, temperature=0.0),
                 output=OutputOptions(),
                 fields=_FIELDS,
+                caller=caller_of(lambda key: "", tenant_var.get()),
                 deadline=deadline,
                 model=model,
                 whole=True,

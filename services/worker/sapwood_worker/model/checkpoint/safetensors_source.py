@@ -33,7 +33,9 @@ _BARE = {"layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "no
 """Names of files that hold a model without a head, as embedding models are published."""
 _DRAFTS = ("mtp.", "model.mtp.", "model.mtp_", "mtp_")
 """How names of tensors begin that serve for drafts alone."""
-_KV_SCALE = re.compile(r".*layers\.(\d+)\.self_attn\.(?:attn\.)?([kv])(?:_scale|_proj\.(?:[kv]_scale|output_scale))")
+_KV_SCALE = re.compile(
+    r".*layers\.([0-9]{1,6})\.self_attn\.(?:attn\.)?([kv])(?:_scale|_proj\.(?:[kv]_scale|output_scale))"
+)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 

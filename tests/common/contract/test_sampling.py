@@ -162,3 +162,10 @@ def test_without_defaults_a_message_has_what_differs_from_the_usual_or_was_set_t
     assert {field.name for field, _ in to_message(read_sampling({"seed": 1})).ListFields()} == {"seed"}
     set_to_usual = to_message(read_sampling({"seed": 1, "temperature": 1.0, "max_tokens": 4}))
     assert {field.name for field, _ in set_to_usual.ListFields()} == {"seed", "temperature", "max_tokens"}
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_tokens", "min_tokens", "presence_penalty"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_integer_that_no_float_is_near_to_is_refused_by_name(field: str, sign: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=field):
+        read_sampling({field: sign * 10**400})

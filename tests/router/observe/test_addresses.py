@@ -146,3 +146,16 @@ async def test_the_status_page_is_shown_under_names_that_nobody_can_point_here(
         if status == 200:
             foreign = {"host": host, "origin": "http://evil.example"}
             assert (await cluster.http.get("/status", headers=foreign)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "place", ["node-7.internal:9000", "gpu-4:8000", "fe80::1:9000", "HTTP://gpu-4/v1", "node_1:443", "10.0.0.7:9000"]
+)
+def test_no_address_is_told_though_no_worker_is_there(place: str) -> None:
+    for text in (f"cannot connect to {place}", f"backend={place}: gone", f"({place}, {place})"):
+        assert place not in WorkerNames(b"key").hide(text)
+
+
+def test_what_is_no_address_is_told() -> None:
+    text = "model qwen2.5:7b, error 404: nothing for 1.5 s at 12:30"
+    assert WorkerNames(b"key").hide(text) == text

@@ -174,11 +174,18 @@ def _refused(name: str, expected: str, got: object) -> InvalidArgumentError:
     return InvalidArgumentError(f"{name} {expected}, got {got}", field=f"sampling.{name}")
 
 
+def _short(number: Any) -> str:
+    try:
+        return f"{number:g}"
+    except OverflowError:  # an integer that no float is near to
+        return "a larger number than there can be"
+
+
 def _explained(problem: str, given: Mapping[str, Any]) -> InvalidArgumentError:
     found = _PLACE.search(problem)
     if found is None:
         return InvalidArgumentError(problem, field="sampling")
     name, value = found["name"], given.get(found["name"])
     what = problem.partition(" - at ")[0]
-    got = f", got {value:g}" if type(value) in (int, float) and "got" not in what else ""
+    got = f", got {_short(value)}" if type(value) in (int, float) and "got" not in what else ""
     return InvalidArgumentError(f"{name}{found['inner']}: {what[:1].lower()}{what[1:]}{got}", field=f"sampling.{name}")

@@ -11,10 +11,12 @@ from sapwood_common import errors
 
 _TOKEN = re.compile(r"[^\s,;'\"()]+")
 _PLACE = re.compile(
-    r"[a-z][a-z0-9+.-]*://\S+"  # a URL
+    r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://\S+"  # a URL
     r"|(?:ipv[46]|unix|dns):\S+"  # as gRPC writes addresses
     r"|\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?"
     r"|\[[0-9a-fA-F:.]*:[0-9a-fA-F:.%]*\](?::\d+)?"
+    r"|(?<![\w:])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){3,}"  # IPv6 without brackets
+    r"|(?<![\w.-])(?=[\w.-]*[A-Za-z])\w(?:[\w.-]*\w)?:\d{3,5}(?![\w.])"  # a name and a port
 )
 _PREFIX, _PORT = re.compile("ipv[46]:"), re.compile(r"^[^/]+:\d+$")
 _UNKNOWN = "(address)"

@@ -57,9 +57,11 @@ def test_turns_are_cached_and_exact_also_after_their_worker_was_killed(tiny: Pat
         client.close_session(fork)
         with grpc.insecure_channel(server.grpc_address) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            worker = stub.GetSession(router_pb2.GetSessionRequest(id=session)).session.worker
+            name = stub.GetSession(router_pb2.GetSessionRequest(id=session)).session.worker
+            workers = stub.ListWorkers(router_pb2.ListWorkersRequest()).workers
+            address = next(worker.address for worker in workers if worker.id == name)
             killed = next(
-                pid for pid, module in children().items() if module == "sapwood_worker" and listens(pid, worker)
+                pid for pid, module in children().items() if module == "sapwood_worker" and listens(pid, address)
             )
             os.kill(killed, signal.SIGKILL)
             mine = goes_on(session, mine, [12])

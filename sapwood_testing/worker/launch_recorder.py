@@ -32,11 +32,11 @@ def _is_view(function: Any) -> bool:
     return bool(returned) and all(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
-class LaunchRecorder(TorchDispatchMode):  # type: ignore[misc]
+class LaunchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records while it is entered with ``with``. Make the model below :func:`recorded_library`, else C functions are missing."""
 
     def __init__(self, native: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lines = native
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

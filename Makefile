@@ -23,7 +23,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := PYTEST_XDIST_AUTO_NUM_WORKERS=$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu trace node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs site bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu trace node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and 
 	$(BIN)/python docs/write_metrics.py
 	$(BIN)/python docs/write_checkpoint_keys.py
 	$(BIN)/python deploy/observability/write_dashboards.py
+
+site: $(BIN)/.installed-dev ## Build the documentation as a site in site/; ARGS=serve shows it at http://127.0.0.1:8001
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter serve,$(ARGS)),serve -a 127.0.0.1:8001,build --quiet --clean)
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)

@@ -6,10 +6,12 @@ each parser. Case ``n`` of a seed is always the same; ``--only PARSER:n`` runs o
 A case is an output with a right call, a damaged one and another right call, perhaps behind reasoning. The rules:
 
 * Nothing raises.
-* The result is the same for the whole output and for any pieces of it.
-* All arguments are JSON.
-* No marker comes out as text.
-* The right calls are found as they are.
+* The result is the same for the whole output, for single characters, and for any other pieces of it.
+* All arguments are JSON objects.
+* No marker comes out as text. XML's ``</parameter>`` may where two damages left no other tag of the call before it.
+* The right calls are found as they are, and the damaged one is at most one more.
+* Text before and behind the calls stays as it is; no more than that is text if nothing is damaged.
+* Reasoning that is not damaged stays as it is; a call drafted in it is none.
 """
 
 from __future__ import annotations
@@ -79,6 +81,11 @@ class Format:
     in_value: tuple[str, ...] = ()
     around: tuple[str, str] = ("", "")
     marked: bool = True
+
+    @property
+    def typed(self) -> bool:
+        """Whether the types of arguments are those of the tool's schema."""
+        return self.parser in ("qwen3_coder", "minimax_m2", "deepseek_v32", "glm45")
 
 
 def _text(value: Any) -> str:
@@ -301,7 +308,22 @@ _WORDS = (
     "",
     "10001",
     "C:\\dir",
+    "a\nb",
+    "\n",
+    "it's",
+    "x\\",
+    "\\n \\u00e9",
+    "\t|",
+    '{"a": "b", "c": [1, {}]}',
+    '{"name": "run", "arguments": {}}',
+    "f(a='b', c=\"d\")",
+    "], }, ), :",
+    "\U0001f600\u2028",
+    '""',
+    "null",
+    "'''",
 )
+_AFTER = ("", "", "", "\nThat is all.", "\n\nDone; see above.\n")
 _PROSE = ("", "", "I will look that up.\n", "So: ")
 
 
@@ -336,7 +358,7 @@ def _misspelt(chance: random.Random, tag: str) -> str:
     return tag[:at] + tag[at : at + 2][::-1] + tag[at + 2 :]
 
 
-_KINDS = ("missing", "doubled", "misspelt", "nested", "cut", "none")
+_KINDS = ("missing", "doubled", "misspelt", "nested", "cut", "character", "twice", "none")
 
 
 def _damaged(chance: random.Random, parts: list[Part], kind: str) -> tuple[str, str]:
@@ -345,6 +367,13 @@ def _damaged(chance: random.Random, parts: list[Part], kind: str) -> tuple[str, 
     if kind == "cut":
         text = "".join(part.text for part in parts)
         return text[: chance.randint(1, len(text))], kind
+    if kind == "character":
+        text = "".join(part.text for part in parts)
+        at = chance.randrange(len(text))
+        return text[:at] + chance.choice(["", text[at] * 2, "q", "\n"]) + text[at + 1 :], kind
+    if kind == "twice":
+        once, _ = _damaged(chance, parts, chance.choice(["missing", "doubled", "misspelt", "nested"]))
+        return _damaged(chance, [Part(once)], chance.choice(["cut", "character"]))[0], kind
     tags = [index for index, part in enumerate(parts) if part.is_tag]
     if not tags or kind == "none":
         return "".join(part.text for part in parts), "none"
@@ -379,7 +408,11 @@ class Case:
         kind: The damage.
         calls: The right calls, which must be found in this order.
         markers: What must not come out as text.
-        cuts: Where the output is cut into pieces; none: behind each character.
+        cuts: Where the output is cut into pieces, once more than behind each character.
+        before: Text before the calls.
+        after: Text behind them.
+        thought: The reasoning; None if it is damaged.
+        is_whole: Whether nothing behind the reasoning is damaged.
     """
 
     options: ParserOptions
@@ -388,6 +421,10 @@ class Case:
     calls: tuple[tuple[str, Arguments], ...]
     markers: tuple[str, ...]
     cuts: tuple[int, ...]
+    before: str = ""
+    after: str = ""
+    thought: str | None = ""
+    is_whole: bool = False
 
 
 def make_case(parser: str, number: int, seed: int) -> Case:
@@ -397,7 +434,9 @@ def make_case(parser: str, number: int, seed: int) -> Case:
     form = chance.choice([form for form in FORMATS if form.parser == tool])
     names = [chance.choice(list(TOOLS)) for _ in range(3)]
     kind = chance.choice(_KINDS)
-    held = [form.in_value, form.in_value if kind == "none" else (), form.in_value]
+    example = "".join(part.text for part in form.call("run", {"command": "ls"}, 0))
+    inside = (*form.in_value, *((example,) if form.in_value and tool != "gemma4" else ()))
+    held = [inside, inside if kind == "none" else (), inside]
     calls = [(name, _arguments(chance, name, inside)) for name, inside in zip(names, held, strict=True)]
     rendered = [form.call(name, arguments, index) for index, (name, arguments) in enumerate(calls)]
     right = ["".join(part.text for part in parts) for parts in rendered]
@@ -406,33 +445,46 @@ def make_case(parser: str, number: int, seed: int) -> Case:
     if kind == "none":
         kept = calls
     opening, closing = (_tag_or_damage(chance, tag) if kind == "none" else tag for tag in form.around)
+    is_whole = kind == "none" and (opening, closing) == form.around
     text = opening + form.between.join([right[0], damaged, right[2]]) + closing
-    if kind == "cut" and chance.random() < 0.3:
+    after = chance.choice(_AFTER) if form.parser != "gpt_oss" else ""
+    if kind in ("cut", "twice") and chance.random() < 0.3:
         text = opening + form.between.join([right[0], damaged])
         kept = calls[:1]
+        after = ""
     markers = form.markers
+    before, thought = "", None
     if reasoning:
-        text, markers = _with_reasoning(chance, reasoning, text, form)
+        text, thought = _with_reasoning(chance, reasoning, text, form)
+        family = reasoning_parsers.FAMILIES[reasoning]
+        markers = (*form.markers, family.opening, family.closing)
     elif form.parser != "gpt_oss":
-        text = chance.choice(_PROSE if form.marked else _PROSE[:-1]) + text
-    count = 0 if number % 4 == 0 else min(len(text), chance.randint(1, 12))
-    cuts = tuple(sorted(chance.sample(range(len(text) + 1), count)))
-    options = ParserOptions(tool, reasoning, None, _OFFERED)
-    return Case(options, text, kind, tuple(kept), markers, cuts)
+        before = chance.choice(_PROSE if form.marked else _PROSE[:-1])
+        text = before + text
+    text += after
+    cuts = tuple(sorted(chance.sample(range(len(text) + 1), min(len(text), chance.randint(1, 12)))))
+    options = ParserOptions(tool, reasoning, None, _OFFERED if form.typed or chance.random() < 0.8 else Tools())
+    return Case(options, text, kind, tuple(kept), markers, cuts, before.strip(), after.strip(), thought, is_whole)
 
 
-def _with_reasoning(chance: random.Random, name: str, text: str, form: Format) -> tuple[str, tuple[str, ...]]:
-    """An output with reasoning, whose tags are right or damaged, before the calls."""
+def _with_reasoning(chance: random.Random, name: str, text: str, form: Format) -> tuple[str, str | None]:
+    """An output with reasoning before the calls, and that reasoning; None if its tags are damaged."""
     family = reasoning_parsers.FAMILIES[name]
+    is_right = chance.random() < 0.6
+    inner = chance.choice(["\nI think.\n", "Let me see: a < b, <b>x</b>\n", "\n"])
+    if is_right and chance.random() < 0.3:
+        draft = "".join(part.text for part in form.call("run", {"command": "ls"}, 0))
+        if not any(tag in draft for tag in family.implied_by):
+            inner = f"{inner}Perhaps\n{draft}{chance.choice(['', ' or not.'])}\n"
     parts = [
         *([] if family.starts_open and chance.random() < 0.5 else [Part(family.opening, is_tag=True)]),
-        Part(chance.choice(["\nI think.\n", "Let me see: a < b, <b>x</b>\n", "\n"])),
+        Part(inner),
         Part(family.closing, is_tag=True),
     ]
     # Calls without markers are not looked for inside reasoning: then its end is left as it is.
     kinds = ["missing", "doubled", "misspelt", "nested"] if form.marked else ["doubled"]
-    thought, _ = _damaged(chance, parts, chance.choice(kinds) if chance.random() < 0.4 else "none")
-    return thought + chance.choice(["\n\n", ""]) + text, (*form.markers, family.opening, family.closing)
+    written, _ = _damaged(chance, parts, "none" if is_right else chance.choice(kinds))
+    return written + chance.choice(["\n\n", ""]) + text, inner.strip() if is_right else None
 
 
 def parse(options: ParserOptions, pieces: Sequence[str]) -> ParsedOutput:
@@ -448,24 +500,32 @@ def check(case: Case) -> str:
     """The rule that a case breaks, "" if none."""
     whole = parse(case.options, [case.text])
     edges = [0, *case.cuts, len(case.text)]
-    pieces = [case.text[a:b] for a, b in itertools.pairwise(edges)] if case.cuts else list(case.text)
-    if parse(case.options, pieces) != whole:
-        return "pieces give another result"
+    for pieces in (list(case.text), [case.text[a:b] for a, b in itertools.pairwise(edges)]):
+        if parse(case.options, pieces) != whole:
+            return f"{len(pieces)} pieces give another result"
     found = []
     for call in whole.tool_calls:
         try:
             found.append((call.name, json.loads(call.arguments)))
         except ValueError:
             return f"arguments are no JSON: {call.arguments}"
+        if not isinstance(found[-1][1], dict) and case.kind not in ("character", "twice"):
+            return f"arguments are no object: {call.arguments}"
     for marker in case.markers:
-        if marker in whole.text:
+        if marker in whole.text and (case.kind, marker) != ("twice", "</parameter>"):
             return f"{marker} is text: {whole.text}"
     left: Iterator[tuple[str, Arguments]] = iter(found)
     for wanted in case.calls:
         if not any(call == wanted for call in left):
             return f"{wanted} is missing in {found}"
-    if case.kind == "none" and len(found) != len(case.calls):
+    if len(found) > len(case.calls) + {"none": 0, "nested": 2, "twice": 2}.get(case.kind, 1):
         return f"too many calls: {found}"
+    if not whole.text.startswith(case.before) or not whole.text.rstrip().endswith(case.after):
+        return f"text is lost: {whole.text}"
+    if case.is_whole and case.thought is not None and whole.text.split() != f"{case.before} {case.after}".split():
+        return f"more is text: {whole.text}"
+    if case.options.reasoning_parser and case.thought not in (None, whole.reasoning):
+        return f"other reasoning: {whole.reasoning}"
     return ""
 
 

@@ -13,12 +13,14 @@ LONG = "x" * (NAME_LIMIT + 1)
 # (family, output, text, [(tool, arguments)])
 EXAMPLES = [
     # Text about markers stays as it is.
-    ("hermes", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+    ("hermes", "the <tool_call> and </tool_call> tags", "the <tool_call> and </tool_call> tags", []),
     ("hermes", "between `<tool_call>` and `</tool_call>`.", "between `<tool_call>` and `</tool_call>`.", []),
-    ("glm45", "<tool_call>two words</tool_call>", "<tool_call>two words</tool_call>", []),
-    ("qwen3_coder", "<tool_call>\nf()</tool_call>", "<tool_call>\nf()</tool_call>", []),
+    ("minimax_m2", '<parameter name="a">1</parameter>\n</bean>', '<parameter name="a">1</parameter>\n</bean>', []),
     ("gemma4", "a `<|tool_call>` opens one", "a `<|tool_call>` opens one", []),
     # What opens like a call and is none loses its markers.
+    ("hermes", "<tool_call>no json</tool_call>", "no json", []),
+    ("glm45", "<tool_call>two words</tool_call>", "two words", []),
+    ("qwen3_coder", "<tool_call>\nf()</tool_call>", "\nf()", []),
     ("hermes", "<tool_call>{} is empty</tool_call>", "{} is empty", []),
     ("hermes", '<tool_call>{"name": 5}</tool_call>', '{"name": 5}', []),
     ("hermes", '<tool_call>{"name": ""}', '{"name": ""}', []),
@@ -88,6 +90,40 @@ EXAMPLES = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {a: 1}}', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "C:\\dir"}}', "", [("f", '{"a": "C:\\\\dir"}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}', "", [("f", '{"a": "NaN"}')]),
+    # A broken call costs no more than itself.
+    (
+        "pythonic",
+        "[weather(city='it\\\n[weather(city='a \"b\" c', days=1)]",
+        "",
+        [("weather", '{"city": "it"}'), ("weather", '{"city": "a \\"b\\" c", "days": 1}')],
+    ),
+    ("pythonic", "[weather(city='a\\\n[b]')]", "", [("weather", '{"city": "a[b]"}')]),
+    (
+        "pythonic",
+        "<|python_start|>[weather(city='a<|python_start|>[weather(city='], x')]",
+        "",
+        [("weather", '{"city": "a"}'), ("weather", '{"city": "], x"}')],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>b<|tool_call>call:f{a:<|"|>}, c<|"|>}<tool_call|>',
+        "",
+        [("f", '{"a":"b"}'), ("f", '{"a":"}, c"}')],
+    ),
+    (
+        "llama3_json",
+        '{"name": "now"}; {"name" "now"}; {"name": "now", "parameters": {}}',
+        '; {"name" "now"}',
+        [("now", "{}"), ("now", "{}")],
+    ),
+    (
+        "minimax_m2",
+        '<invoke name="now">\n<invoke name="now">\n</invoke>',
+        "",
+        [("now", "{}")],
+    ),
+    ("minimax_m2", '<parameter name="a">1</parameter>\n</invoke>\n<invoke name="now"></invoke>', "", [("now", "{}")]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke na\nme="f"></invoke>', 'me="f">', []),
     # A tool that nobody offered: a call where calls are marked.
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', "", [("nobody", "{}")]),
     ("llama3_json", '{"name": "nobody", "parameters": {}}', '{"name": "nobody", "parameters": {}}', []),

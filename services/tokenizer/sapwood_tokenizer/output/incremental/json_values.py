@@ -25,6 +25,7 @@ from sapwood_tokenizer.output.incremental.source import Emit, Source, Steps
 
 _SCALAR = re.compile(r"[^\s,:;=<\"'\[\](){}]+")
 _SCALAR_LIMIT = 1024
+_HEAD_LIMIT = 640
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _BARE_KEY = re.compile(r"[\w.$\-]+")
@@ -56,9 +57,19 @@ class JsonReader:
         line: What the next call begins with, on a line of its own, in a format without markers: an object with a name
             (``{``) or a list of Python calls (``[``). It ends a value that is not closed.
         words: Whether a word that is neither Python's nor JSON's is a string; else it can be no element.
+        head: What a call begins with up to its first string, in a format that has no quotes before. A quote behind it opens a
+            string of the next call, and closes none.
     """
 
-    def __init__(self, *ends: str, quote: str = "", line: str = "", python: bool = False, words: bool = True) -> None:
+    def __init__(
+        self,
+        *ends: str,
+        quote: str = "",
+        line: str = "",
+        python: bool = False,
+        words: bool = True,
+        head: re.Pattern[str] | None = None,
+    ) -> None:
         self._ends = ends
         self._first = frozenset(end[0] for end in ends)
         self._stop_chars = self._first | {"<"}
@@ -66,6 +77,7 @@ class JsonReader:
         self._line = line
         self._python = python
         self._words = words
+        self._head = head
         self._closing: dict[str, Markers] = {}
         self._stopping: dict[str, Markers] = {}
         for mark in ('"', "'", quote):
@@ -327,18 +339,21 @@ class JsonReader:
     def _content(self, source: Source, emit: Emit, mark: str) -> Steps[bool]:
         """Stream a string's content as JSON, from after its opening mark to its closing one. False if it is not closed."""
         triple = self._python and (yield from source.accept(mark * 2))
-        stops = self._stopping[mark]
+        stops, closing = self._stopping[mark], self._closing[mark]
         while True:
             stop = yield from source.until(stops, lambda piece: emit(_escaped(piece, mark)))
             if stop == "":
                 return False
-            if stop == "\\":
+            if stop == "\\" and not (self._python and stops is not closing and (yield from self._at_end_mark(source))):
                 emit((yield from self._escape(source)))
             elif stop != mark:
-                source.give_back(stop)
+                if stop != "\\":  # a backslash before an end continues the line, if the string goes on
+                    source.give_back(stop)
                 if not (yield from self._is_closed(source, mark)):
                     return False
-                stops = self._closing[mark]
+                if stop == "\\":
+                    emit((yield from self._escape(source)))
+                stops = closing
             elif mark == self._quote and not (yield from self._closes(source)):
                 emit('\\"')
             elif not triple or (yield from source.accept(mark * 2)):
@@ -378,10 +393,18 @@ class JsonReader:
         """Whether the string that the source stands in has a closing quote."""
         source.open_probe()
         stop = "\\"
+        before = ""
+
+        def keep(piece: str) -> None:
+            nonlocal before
+            before = (before + piece)[-_HEAD_LIMIT:]
+
         while stop == "\\":
-            stop = yield from source.until(self._closing[mark], _drop)
+            stop = yield from source.until(self._closing[mark], keep)
             if stop == "\\":
-                source.take(len((yield from source.peek())))
+                before = source.take(len((yield from source.peek())))
+        if self._head and self._head.search(before):
+            stop = ""
         yield from source.whitespace()
         after = yield from source.peek()
         source.rewind()

@@ -6,8 +6,8 @@ All families keep these rules.
 * Arguments that were begun are JSON in the end, whatever the model wrote and wherever it was cut (``incremental.json_values``).
 * A damaged call costs at most itself: the calls before it and behind it are found.
 * No marker comes out as text. What opens a call but is none loses its markers; if it is cut off by the end of the output, it is
-  dropped. The exception is text about markers: one behind a backtick, and an opener that something follows that no call begins
-  with (``the <tool_call> tag``), with the closer after it.
+  dropped. The exception is text about markers: one behind a backtick, and an opener that a word or a full stop follows as in a
+  sentence (``the <tool_call> tag``), with the closer after it.
 * Inside a call that has started, anything that is not part of the format comes out as text, but for brackets and quotes that
   are left over at its end.
 * A call of a tool that nobody offered is reported like any other where the format marks calls; the client can tell the
@@ -87,7 +87,12 @@ class CallMarkers:
 
     @classmethod
     def of(
-        cls, openers: tuple[str, ...], closers: tuple[str, ...], parts: tuple[str, ...] = (), quote: str = ""
+        cls,
+        openers: tuple[str, ...],
+        closers: tuple[str, ...],
+        parts: tuple[str, ...] = (),
+        quote: str = "",
+        head: re.Pattern[str] | None = None,
     ) -> CallMarkers:
         """Makes markers of their literals.
 
@@ -96,6 +101,7 @@ class CallMarkers:
             closers: The closers.
             parts: Markers inside a call, between an opener and a closer.
             quote: The marker that quotes strings, if the format has its own.
+            head: What a call begins with up to its first string, if no quote stands before.
         """
         literals = (*openers, *closers, *parts)
         quotes = (quote,) if quote else ()
@@ -103,7 +109,7 @@ class CallMarkers:
             Markers(*openers),
             Markers(*closers, *parts, *quotes),
             Markers(*literals, *quotes),
-            JsonReader(*literals, quote=quote),
+            JsonReader(*literals, quote=quote, head=head),
         )
 
 
@@ -153,11 +159,27 @@ def marked_calls(
             if started:
                 yield from drop_left_over(source, markers.all)
         else:
-            mentioned = True
-            out.text(opener + space + left)
+            mentioned = is_mention(opener, space + left + (yield from source.peek(3)))
+            out.text(opener + space + left if mentioned else markers.all.remove(left))
 
 
 _JSON_BEGINS = re.compile(r"[{\[]")
+_IN_SENTENCE = re.compile(r"[ \t]+[^\s{\[\"]|[.,:;!?)'\"`*]+(?![\w{])")
+_SPACED = re.compile(r"[ \t]+[^\s\"'=>]")
+_TAG_REST = re.compile(r"[\"']*\s*/?>")
+
+
+def is_mention(marker: str, left: str) -> bool:
+    """Whether what follows an opener says that the text is about it.
+
+    Args:
+        marker: The opener; if it is the beginning of a tag, the tag ends behind it.
+        left: What follows, which no call begins with.
+    """
+    if marker.endswith((">", "]")):
+        return bool(_IN_SENTENCE.match(left))
+    rest = _TAG_REST.match(left)
+    return bool(_IN_SENTENCE.match(left, rest.end()) if rest else _SPACED.match(left))
 
 
 def next_marker(source: Source, out: Emitter, markers: Markers) -> Steps[tuple[str, bool]]:

@@ -24,6 +24,7 @@ from sapwood_tokenizer.output.tool_parser.tools import Tools
 _TAG = "<|python_tag|>"
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 _STARTS = Markers(_TAG, "\n", *_ENDS)
+_SEARCHED = Markers(*_STARTS.literals, "; {", ";{")  # a broken call may stand before the separator
 _JSON = JsonReader(_TAG, *_ENDS, "\n{", "; {", ";{", line="{")
 
 
@@ -63,14 +64,17 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             last = piece[-1:]
             out.text(piece)
 
-        marker = yield from source.until(_STARTS, emit)
+        marker = yield from source.until(_SEARCHED, emit)
         while marker in _ENDS or (marker == _TAG and last == "`"):
             if last == "`":
                 out.text(marker)
             last = ""
-            marker = yield from source.until(_STARTS, emit)
+            marker = yield from source.until(_SEARCHED, emit)
         if not marker:
             return
+        if marker.startswith(";"):
+            source.give_back(marker)
+            marker = source.take(len(marker) - 1)
 
 
 def _space_or_text(left: str, out: Emitter) -> str:

@@ -26,7 +26,8 @@ _NAME = re.compile(r"[\w.\-]+")
 _KEYWORD = re.compile(r"\w+")
 _REST = re.compile(r"[^\n()<]+")
 _REST_LIMIT = 1024
-_JSON = JsonReader(_START, _END, "\n[", line="[", python=True)
+_HEAD = re.compile(r"\[\s*[\w.\-]+\(\s*\w+\s*=\s*[\[{(]*\Z")
+_JSON = JsonReader(_START, _END, "\n[", line="[", python=True, head=_HEAD)
 
 
 def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:

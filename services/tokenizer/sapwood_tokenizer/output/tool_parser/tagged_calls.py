@@ -11,7 +11,8 @@ One machine reads all families of this kind. What it does with a call that is no
 * **A call without a name** is left out.
 * Arguments that were begun are closed as JSON. No tag comes out as text, but for text about tags (``base``).
 
-An example inside a value may hold ``_DEPTH`` tags that are open at once; each value is read at most twice.
+An example inside a value may hold ``_DEPTH`` tags that are open at once; each value is read at most twice, but for ``_LOOKS`` of
+an output that are read to its end.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ from sapwood_tokenizer.output.incremental.emitter import Emitter
 from sapwood_tokenizer.output.incremental.json_values import JsonReader
 from sapwood_tokenizer.output.incremental.markers import Markers
 from sapwood_tokenizer.output.incremental.source import Source, Steps
-from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, ToolFamily, copy_arguments, next_marker
+from sapwood_tokenizer.output.tool_parser.base import (
+    NAME_LIMIT,
+    ToolFamily,
+    copy_arguments,
+    is_mention,
+    next_marker,
+)
 from sapwood_tokenizer.output.tool_parser.call_object import parse_calls
 from sapwood_tokenizer.output.tool_parser.tagged_value import Arguments, TaggedValue
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
 _DEPTH = 8
+_LOOKS = 8
 _CLOSE = "</"
 _WORD = re.compile(r"[\w｜|:.\-]+")
 _WORD_LIMIT = 40
@@ -47,6 +55,7 @@ _KEY_TEXT = re.compile(r"[^<]+")
 _TAG_END = re.compile(r"[\s/]+")
 _NAME = re.compile(r"[^\s\"'<>=/{}\[\],]+")
 _END, _CALL_END, _SECTION_END = "value end", "call end", "section end"
+_UNENDED = "no end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class TaggedForm:
         keyed: Whether names and values each stand in a pair of tags: ``<arg_key>k</arg_key><arg_value>v</arg_value>``.
         trims_line: Whether one line break at each end of a value is dropped.
         strays: Literals that are dropped outside of a call, too.
+        is_xml: Whether its parameters' tags are XML: outside of a section they may be text.
     """
 
     sections: tuple[str, ...]
@@ -93,6 +103,7 @@ class TaggedForm:
     keyed: bool = False
     trims_line: bool = False
     strays: tuple[str, ...] = ()
+    is_xml: bool = False
 
     def kind(self, word: str) -> str:
         """What a closing tag of this word ends; "" if it is no tag of the family."""
@@ -158,15 +169,21 @@ class _Machine:
         self._text_marks = (
             Markers(*form.strays) if form.prefix else Markers(*self._openers, *form.closers, *form.strays)
         )
+        ends = [f"</{word}>" for word in (*form.value_ends, form.call_end)]
+        self._section_marks = (
+            self._text_marks if form.prefix or form.keyed else Markers(*self._text_marks.literals, *ends)
+        )
         self._marks = Markers(_CLOSE, form.parameter, *self._openers)
-        self._flat = False  # nothing that is open at the end of the output is closed again
+        self._unclosed = 0  # how many looks for the end of an example came to the end of the output
 
     def run(self) -> Steps[None]:
         """Read the whole output."""
         source, out, form = self._source, self._out, self._form
         in_section = mentioned = False
         while True:
-            marker, quoted = yield from next_marker(source, out, self._text_marks)
+            marker, quoted = yield from next_marker(
+                source, out, self._section_marks if in_section else self._text_marks
+            )
             if not marker:
                 return
             if form.prefix and not quoted:
@@ -185,25 +202,46 @@ class _Machine:
                 continue
             mentioned = False
             if closes:
-                in_section = False
+                in_section = in_section and marker not in form.closers
                 continue
             if marker in self._openers:
                 source.start_recording()
                 found = yield from self._opener(marker)
                 left = source.stop_recording()
                 if found is None:
-                    mentioned = True
-                    out.text(marker + left)
+                    mentioned = not in_section and is_mention(marker, left + (yield from source.peek(3)))
+                    in_section = in_section or (not mentioned and marker != form.call)
+                    out.text(marker + left if mentioned else self._text_marks.remove(left))
                     continue
                 in_section = marker != self._form.call or in_section
             else:
                 source.give_back(marker)
-                if not (yield from self._call_body("")):
+                if form.is_xml and not in_section:
+                    if not (yield from self._headless_call()):
+                        out.text(source.take(len(marker)))
+                        continue
+                elif not (yield from self._call_body("")):
                     source.take(len(marker))
-            yield from self._after_call(in_section)
+            in_section = yield from self._after_call(in_section)
 
-    def _after_call(self, in_section: bool) -> Steps[None]:
-        """Read the closing tags behind a call, and the calls in its section whose opening tag is misspelt."""
+    def _headless_call(self) -> Steps[bool]:
+        """Read a call without an opening tag, if its closing one or another call follows. Else False, and nothing is read."""
+        source = self._source
+        if self._unclosed >= _LOOKS:
+            return False
+        source.open_probe()
+        if (yield from self._call_body("")) == _CALL_END or (yield from source.ahead(*self._openers)):
+            source.close_probe()
+            return True
+        self._unclosed += yield from source.at_end()
+        source.rewind()
+        return False
+
+    def _after_call(self, in_section: bool) -> Steps[bool]:
+        """Read the closing tags behind a call, and the calls in its section whose opening tag is misspelt.
+
+        Returns whether the section goes on.
+        """
         source = self._source
         while True:
             source.open_probe()
@@ -211,6 +249,7 @@ class _Machine:
             kind, _ = yield from self._closing_tag()
             if kind:
                 source.close_probe()
+                in_section = in_section and kind != _SECTION_END
                 continue
             if in_section and (yield from source.peek()) == "<" and not (yield from source.ahead(*self._openers)):
                 name = yield from self._loose_head()
@@ -218,7 +257,7 @@ class _Machine:
                     source.close_probe()
                     continue
             source.rewind()
-            return
+            return in_section
 
     def _opener(self, marker: str) -> Steps[str | None]:
         """Read on after an opener. Returns None if no call begins here."""
@@ -323,19 +362,24 @@ class _Machine:
         source.rewind()
         return name if found else None
 
-    def _call_body(self, name: str) -> Steps[bool]:
-        """Read a call from after its name to its end. A call without a name is left out. Returns whether anything was read."""
+    def _call_body(self, name: str) -> Steps[str]:
+        """Read a call from after its name to its end. A call without a name is left out.
+
+        Returns the kind of the closing tag that ended it; another word if it has none, "" if nothing was read.
+        """
         source, out, form = self._source, self._out, self._form
         if name:
+            while (yield from self._is_doubled(name)):
+                pass
             out.start_call(name)
         if name and (yield from source.peek()) == "{":
             yield from copy_arguments(source, out, self._json)
             source.stop_recording()
-            return True
+            return _UNENDED
         arguments = Arguments(out.arguments if name else _drop)
         seen: set[str] = set()
-        flat = self._flat
-        read = False
+        flat = self._unclosed >= _LOOKS
+        read = ""
         key = text = ""
         while True:
             yield from source.whitespace()
@@ -345,7 +389,7 @@ class _Machine:
                 break
             parameter = yield from self._element()
             if parameter is not None:
-                read = True
+                read = _UNENDED
                 key = ""
                 if parameter.key:
                     flat = yield from self._value(arguments, name, parameter, seen, flat)
@@ -359,7 +403,7 @@ class _Machine:
                 break
             if kind:
                 source.close_probe()
-                read = True
+                read = kind
                 if kind == _CALL_END:
                     break
                 if word == "arg_key" and key:
@@ -384,6 +428,19 @@ class _Machine:
         if "<" not in text:
             out.text(text)
         return read
+
+    def _is_doubled(self, name: str) -> Steps[bool]:
+        """Read a call's opening tag that stands behind itself. False and nothing read if none comes."""
+        source, form = self._source, self._form
+        source.open_probe()
+        yield from source.whitespace()
+        while (marker := (yield from source.accept(*self._openers))) and marker != form.call:
+            yield from source.whitespace()
+        if marker == form.call and not form.keyed and (yield from self._head()) == name:
+            source.close_probe()
+            return True
+        source.rewind()
+        return False
 
     def _is_ours(self) -> Steps[bool]:
         source = self._source
@@ -621,7 +678,7 @@ class _Machine:
         while len(opened) <= _DEPTH:
             mark = yield from source.until(self._marks, _drop)
             if not mark:
-                self._flat = True
+                self._unclosed += 1
                 return False
             source.give_back(mark)
             if mark == form.parameter:

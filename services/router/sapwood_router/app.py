@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.v1 import router_pb2_grpc
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
+from sapwood_common.host_names import listens_on_loopback
 from sapwood_common.network.channel import Dialer
 from sapwood_common.network.tls import server_tls
 from sapwood_common.pacing.body_memory import BodyMemory
@@ -203,7 +204,12 @@ class RouterApplication:
                 implementation=config.grpc_server,
             )
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
-        origins = Origins(config.cors_origins, own_page=config.ui, any_name=config.api_keys is not None)
+        origins = Origins(
+            config.cors_origins,
+            own_page=config.ui,
+            any_name=config.api_keys is not None,
+            local=listens_on_loopback(config.http_host or config.host),
+        )
         shown = self.status if config.shows_status else None
         responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
         flush = None if config.separates_operators else CacheFlusher(self.registry, self._worker_dialer).flush

@@ -1,4 +1,5 @@
 import contextlib
+import http.client
 import json
 import logging
 import re
@@ -142,6 +143,14 @@ def metrics_server() -> Iterator[MetricsServer]:
     server = MetricsServer(metrics.registry, "127.0.0.1", 0)
     yield server
     server.close()
+
+
+def test_metrics_of_this_machine_alone_are_read_under_no_other_name(metrics_server: MetricsServer) -> None:
+    for name, status in (("evil.example", 403), (f"127.0.0.1:{metrics_server.port}", 200), ("localhost", 200)):
+        connection = http.client.HTTPConnection("127.0.0.1", metrics_server.port, timeout=30)
+        connection.request("GET", "/metrics", headers={"Host": name})
+        assert connection.getresponse().status == status
+        connection.close()
 
 
 def test_beyond_a_few_clients_of_the_metrics_nobody_is_let_in(metrics_server: MetricsServer) -> None:

@@ -9,14 +9,19 @@ import logging
 import socket
 import threading
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from sapwood_common.host_names import is_own_machine, listens_on_loopback
 from sapwood_common.pacing.rate import Rate
 from sapwood_common.unix_socket import listen_unix, port_of
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +111,9 @@ def serve_on_port(registry: CollectorRegistry, host: str, port: int) -> tuple[WS
     except OSError:
         server.server_close()
         raise
-    return server, _start(server, registry)
+    return server, _start(
+        server, _named_here(make_wsgi_app(registry)) if listens_on_loopback(host) else make_wsgi_app(registry)
+    )
 
 
 def serve_on_socket(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
@@ -125,11 +132,23 @@ def serve_on_socket(registry: CollectorRegistry, host: str, port: int) -> tuple[
     server.socket = listen_unix(host, port, _BACKLOG)
     server.server_name, server.server_port = host, port_of(server.socket)
     server.setup_environ()
-    return server, _start(server, registry)
+    return server, _start(server, make_wsgi_app(registry))
 
 
-def _start(server: WSGIServer, registry: CollectorRegistry) -> threading.Thread:
-    server.set_app(make_wsgi_app(registry))
+def _named_here(app: WSGIApplication) -> WSGIApplication:
+    """An app that refuses web pages whose own name points to this machine: nobody else asks under such a name."""
+
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if is_own_machine(environ.get("HTTP_HOST") or "localhost"):
+            return app(environ, start)
+        start("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"use an IP address or localhost\n"]
+
+    return answer
+
+
+def _start(server: WSGIServer, app: WSGIApplication) -> threading.Thread:
+    server.set_app(app)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     return thread

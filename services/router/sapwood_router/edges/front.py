@@ -71,6 +71,7 @@ class Endpoint:
         try:
             exchange.accept_request_id()
             request_id_var.set(exchange.request_id)
+            self._front.origins.check_name(exchange.headers)
             if self._origins is not None:
                 exchange.extra_headers = self._origins.check(exchange.headers)
             if self._guard is not None:
@@ -114,7 +115,7 @@ class HttpFront:
     Attributes:
         workers: The argument.
         left_out: What was left out of any request.
-        dialects: As given.
+        dialects, origins: As given.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class HttpFront:
         self.workers = workers
         self.left_out = LeftOutLog(strict=strict)
         self._guard = guard
-        self._origins = origins
+        self.origins = origins
         self._pipeline = pipeline
         self._draining = draining
         self._request_timeout = request_timeout
@@ -179,9 +180,9 @@ class HttpFront:
     def _endpoint(self, route: Route) -> tuple[tuple[str, str], Endpoint]:
         if isinstance(route, Post):
             return ("POST", route.path), Endpoint(
-                self, self._takes_json(route), self._guard, self._origins, route.dialect
+                self, self._takes_json(route), self._guard, self.origins, route.dialect
             )
-        guard, origins = (None, None) if route.public else (self._guard, self._origins)
+        guard, origins = (None, None) if route.public else (self._guard, self.origins)
         return (route.method, route.path), Endpoint(self, route.handler, guard, origins, route.dialect)
 
     def _takes_json(self, route: Post) -> Handler:
@@ -214,7 +215,7 @@ class HttpFront:
 
     async def _permit(self, exchange: Exchange) -> None:
         """A browser's question whether it may ask."""
-        permission = self._origins.permission(exchange.headers)
+        permission = self.origins.permission(exchange.headers)
         if permission is None:
             await self._refuse(exchange)
         else:

@@ -99,3 +99,33 @@ async def test_what_is_no_question_of_a_browser_or_for_no_path_is_refused(make_c
 def test_what_no_browser_sends_as_an_origin_is_refused_at_the_start(given) -> None:
     with pytest.raises(ConfigError, match="cors-origins"):
         load_config(RouterConfig, {"cors_origins": [given]})
+
+
+EVIL_HOST = {"host": "evil.example:8000"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/api/tags", "/load", "/server_info", "/version", "/ui/", "/openapi.json", "/no"]
+)
+async def test_a_local_router_without_keys_answers_nobody_under_names_of_other_machines(cluster, path) -> None:
+    """A page at evil.example whose name points to 127.0.0.1 for a moment reads what it gets, and browsers then say no origin."""
+    answer = await cluster.http.get(path, headers=EVIL_HOST)
+    assert answer.status_code == 403 and "evil.example" in answer.text
+    for host in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "a.localhost:1", "[::1]:8000", "192.168.1.5"):
+        assert (await cluster.http.get(path, headers={"host": host})).status_code != 403
+
+
+async def test_a_page_whose_name_points_here_may_not_send_requests(cluster) -> None:
+    for headers in (EVIL_HOST, EVIL_HOST | {"origin": "http://evil.example:8000"}):
+        answer = await cluster.http.post(COMPLETIONS, content=BODY, headers=headers)
+        assert answer.status_code == 403
+    assert not cluster.calls()
+
+
+async def test_other_names_may_be_used_where_they_are_listed_or_keys_are_asked_for(make_cluster, tmp_path) -> None:
+    async with make_cluster(1, cors_origins=("http://evil.example:8000",)) as cluster:
+        assert (await cluster.http.get("/v1/models", headers=EVIL_HOST)).status_code == 200
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice {hash_key(make_key())}\n")
+    async with make_cluster(1, api_keys=keys) as cluster:
+        assert (await cluster.http.get("/v1/models", headers=EVIL_HOST)).status_code == 401

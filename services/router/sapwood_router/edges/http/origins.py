@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
 
+from sapwood_common.host_names import is_own_machine
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.head import Headers
 
@@ -33,12 +33,16 @@ class Origins:
         any_name: Whether it may do so under any host name. Else it may only at an IP address, ``localhost`` or an origin that
             is ``allowed``: whoever owns a name can have his page's name point to this machine, and the browser takes the two
             for one. Where keys are asked for his page has none.
+        local: Whether the router is reached from its own machine alone. Nothing is then answered under other names.
     """
 
-    def __init__(self, allowed: Sequence[str], *, own_page: bool = False, any_name: bool = False) -> None:
+    def __init__(
+        self, allowed: Sequence[str], *, own_page: bool = False, any_name: bool = False, local: bool = False
+    ) -> None:
         self._allowed = frozenset(origin.encode("latin-1") for origin in allowed)
         self._own_page = own_page
         self._any_name = any_name
+        self._local = local
 
     def check(self, headers: Mapping[bytes, bytes]) -> Headers:
         """What an answer says to the browser that asks; nothing for others than browsers.
@@ -63,6 +67,16 @@ class Origins:
             (b"vary", b"origin"),
         )
 
+    def check_name(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuses what is asked of a local router under the name of another machine, as pages of that name's owner ask. Browsers
+        always say the name, and no origin where a page only gets something.
+
+        Raises:
+            HttpError: 403.
+        """
+        if self._local and headers.get(b"host"):
+            self.check_host(headers)
+
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """Lets the router's own page ask, under the name that the request was sent to. Browsers name no origin where a page
         only gets something from where it is from.
@@ -72,11 +86,11 @@ class Origins:
         """
         host = headers.get(b"host", b"").lower()
         origins = frozenset((b"*", b"http://" + host, b"https://" + host))
-        if not (self._any_name or _is_own_machine(host) or origins & self._allowed):
+        if not (self._any_name or is_own_machine(host.decode("latin-1")) or origins & self._allowed):
             shown = host[:100].decode("latin-1")
             raise HttpError(
                 403,
-                f"the page may not ask as {shown}: open it at an IP address or localhost, "
+                f"nobody may ask as {shown} here: use an IP address or localhost, "
                 f"or let the router know the name (--cors-origins http://{shown})",
                 field="host",
             )
@@ -92,18 +106,6 @@ class Origins:
             (b"access-control-max-age", _REMEMBERED),
             *allowed,
         )
-
-
-def _is_own_machine(host: bytes) -> bool:
-    """Whether a host, with or without port, is one that nobody can have point elsewhere."""
-    name = re.sub(r":\d*$", "", host.decode("latin-1")).strip("[]")
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def check_content_type(headers: Mapping[bytes, bytes]) -> None:

@@ -11,5 +11,6 @@ from pathlib import Path
 def group_key() -> str:
     """A file that holds it, for ``--rendezvous-key``."""
     path = Path(tempfile.mkdtemp(prefix="sapwood-test-key-")) / "group.key"
+    path.touch(0o600)
     path.write_text("a secret of tests, the same on all hosts\n")
     return str(path)

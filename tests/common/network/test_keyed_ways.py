@@ -152,6 +152,8 @@ def test_of_too_many_strangers_the_oldest_is_closed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_key_is_made_of_a_files_content_and_a_short_one_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "other", "short"):
+        (tmp_path / name).touch(0o600)
     (tmp_path / "one").write_text("0123456789abcdef\n")
     (tmp_path / "other").write_text("0123456789abcdef")
     assert read_key(tmp_path / "one", "--flag") == read_key(tmp_path / "other", "--flag")
@@ -161,3 +163,26 @@ def test_a_key_is_made_of_a_files_content_and_a_short_one_is_refused(tmp_path: P
         read_key(tmp_path / "short", "--flag")
     with pytest.raises(ConfigError, match=r"^--flag: cannot read"):
         read_key(tmp_path / "none", "--flag")
+
+
+@pytest.mark.parametrize(
+    ("mode", "fine"), [(0o600, True), (0o400, True), (0o640, False), (0o604, False), (0o666, False)]
+)
+def test_a_key_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int, fine: bool) -> None:
+    path = tmp_path / "key"
+    path.write_text("0123456789abcdef")
+    path.chmod(mode)
+    if fine:
+        read_key(path, "--flag")
+    else:
+        with pytest.raises(ConfigError, match=r"^--flag: other users may read or change .*chmod 600"):
+            read_key(path, "--flag")
+
+
+def test_a_group_may_read_a_key_that_belongs_to_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So Kubernetes gives secrets to processes that are not root."""
+    path = tmp_path / "key"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o440)
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    read_key(path, "--flag")

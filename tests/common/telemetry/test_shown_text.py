@@ -131,3 +131,26 @@ def test_labels_are_cut_escaped_and_have_no_credentials() -> None:
     assert all(line.isprintable() for line in page.splitlines())
     assert "\u2028" not in page
     counter.remove(worker=URL, kind=URL)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("worker alice:secret@10.0.0.7:50051 is down", "worker ***@10.0.0.7:50051 is down"),
+        ("alice:sec@ret@host:1", "***@host:1"),
+        ("--workers='alice:secret@host:1'", "--workers='***@host:1'"),
+        ("(alice:secret@host)", "(***@host)"),
+        ("url=http://alice:s@h:1,bob:secret@h2", "url=http://***@h2"),
+        ("a@b.example wrote: hello", "a@b.example wrote: hello"),
+        ('{"to":"a@b.example"}', '{"to":"a@b.example"}'),
+        ("12:30 @ home", "12:30 @ home"),
+    ],
+)
+def test_passwords_before_hosts_without_a_scheme_are_hidden(said: str, expected: str) -> None:
+    assert shown(said, 1000) == expected
+    assert "secret" not in shown(said, 1000)
+
+
+@pytest.mark.parametrize("piece", ["a:", "@", "a@", "a:b@", "a:,", "://", "=:@,"])
+def test_hiding_passwords_takes_time_in_proportion_to_the_text(piece: str) -> None:
+    shown(piece * 300_000, 2_000_000)  # quadratic time would take hours

@@ -222,3 +222,40 @@ def test_of_many_subscribers_of_one_address_the_oldest_leaves(monkeypatch: pytes
         with contextlib.suppress(ConnectionResetError):
             while first.recv(4096):
                 pass
+
+
+def test_an_address_has_a_few_connections_for_replays_and_the_oldest_leaves() -> None:
+    with published(3) as publisher, contextlib.ExitStack() as stack:
+        assert publisher.replay_address is not None
+        host, _, port = publisher.replay_address.rpartition(":")
+        number = kv_event_door.MOST_REPLAYS + 1
+        first, second, *_ = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number))
+        first.settimeout(PATIENCE / 1000)
+        with contextlib.suppress(ConnectionResetError):
+            while first.recv(4096):
+                pass
+        second.sendall(b"\xff" + bytes(8) + b"\x7f")  # it is still there
+        with connected(zmq.DEALER, publisher.replay_address) as asking:
+            ask(asking)
+            assert answer(asking) == [1, 2, 3]
+
+
+def test_a_subscriber_that_asks_without_end_is_closed() -> None:
+    with published(3) as publisher, connected(zmq.DEALER, publisher.replay_address) as asking:
+        closed = asking.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        asking.setsockopt(zmq.RECONNECT_IVL, -1)
+        for _ in range(kv_event_door.MOST_SAID // 8):
+            with contextlib.suppress(zmq.Again):
+                asking.send_multipart((b"", FIRST), zmq.NOBLOCK)
+        assert closed.poll(PATIENCE), "its connection stays"
+        asking.disable_monitor()
+        closed.close()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o600])
+def test_a_servers_secret_that_others_may_read_is_warned_of(
+    keys: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    (keys / "server.key_secret").chmod(mode)
+    with published(0, keys):
+        assert ("chmod 600" in caplog.text) == (mode != 0o600)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.secret_file import others_may_read
 
 KEY_BYTES = 32
 HELLO_SECONDS = 5.0
@@ -53,14 +54,19 @@ def read_key(path: Path, flag: str) -> bytes:
     """The key of a group of hosts, made of the content of a file that all of them have alike.
 
     Raises:
-        ConfigError: There is no such file, or it holds too little to be a secret; names the flag.
+        ConfigError: There is no such file, or others may read it, or it holds too little to be a secret; names the flag.
     """
     try:
-        secret = path.read_bytes().strip()
+        with path.open("rb") as file:
+            if others_may_read(file.fileno()):
+                raise ConfigError(f"{flag}: other users may read or change {path}: chmod 600 {path}")
+            secret = file.read().strip()
     except OSError as error:
         raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
     if len(secret) < _LEAST_SECRET:
-        raise ConfigError(f"{flag}: {path} holds fewer than {_LEAST_SECRET} bytes: openssl rand -hex 32 > {path}")
+        raise ConfigError(
+            f"{flag}: {path} holds fewer than {_LEAST_SECRET} bytes: (umask 077; openssl rand -hex 32 > {path})"
+        )
     return derive(secret, "group")
 
 

@@ -12,6 +12,8 @@ _UNSAFE = re.compile(
     "\ud800-\udfff]"  # halves of characters, which no encoder takes
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/?#\"@]*(?:@[^\s/?#\"@]*)*@")
+_WORD = re.compile(r"[^\s/\"@]*(?:@[^\s/\"@]*)+")
+_BEFORE_NAME = re.compile(r"[,;=('\[{<`|]")
 _HIDDEN = "***@"
 _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _GAP = " ... "
@@ -47,8 +49,22 @@ def shown(text: str, most: int) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """A text with ``***`` in place of what stands before the host of its URLs."""
-    return _CREDENTIALS.sub(_HIDDEN, text) if "://" in text else text
+    """A text with ``***`` in place of what stands before the host of its URLs, and of ``name:password@host`` without a scheme."""
+    if "@" not in text:
+        return text
+    if "://" in text:
+        text = _CREDENTIALS.sub(_HIDDEN, text)
+    return _WORD.sub(_without_password, text) if ":" in text else text
+
+
+def _without_password(found: re.Match[str]) -> str:
+    """A word with an @ without what stands before its last one, if that is a name and a password."""
+    before, _, host = found[0].rpartition("@")
+    name, colon, _ = before.partition(":")
+    if not colon:
+        return found[0]
+    start = max((each.end() for each in _BEFORE_NAME.finditer(name)), default=0)
+    return f"{name[:start]}{_HIDDEN}{host}"
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -1,9 +1,10 @@
-"""The port of KV events' PUB socket: lets subscribers in, and bounds what each says and how many there are.
+"""The ports of KV events: they let subscribers in, and bound what each says and how many there are.
 
 A PUB socket keeps every subscription and adds each in the thread that publishes: one subscriber with 150 000 of them costs 7 GB
 and stops the publisher for seconds. So subscribers connect to this port, which hands their bytes on to the socket, at most
 ``MOST_SAID`` from each connection. A subscriber that says more is closed, and with it goes what it asked for. The socket is a
-thread's, together with the port: whatever is asked of it, the front goes on.
+thread's, together with the ports: whatever is asked of it, the front goes on. Replays' port is one of these, too: their socket
+knows no addresses and answers its connections in turn, so that an address may have a few of them at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import logging
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ logger = logging.getLogger(__name__)
 MOST_SAID = 16 * 1024
 """Bytes that a subscriber may say on one connection: greeting, keys, subscriptions and signs of life."""
 MOST_SUBSCRIBERS = 128
-"""Connections at a time. Beyond that the oldest of the address with the most leaves."""
+"""Connections to a port at a time. Beyond that the oldest of the address with the most leaves."""
+MOST_REPLAYS = 32
+"""Connections of an address to replays' port at a time. Beyond that its oldest leaves."""
 _MOST_UNSENT = 100_000
 _PIECE = 256 * 1024
 _SLICE = 256
@@ -36,23 +41,50 @@ _SLICE = 256
 Message = tuple[bytes, ...]
 
 
+@dataclass(slots=True, eq=False)
+class Way:
+    """A port and where it leads.
+
+    Attributes:
+        listener: The port, listening.
+        inside: The Unix socket that ZeroMQ's is bound to.
+        most_of_address: Connections of an address at a time.
+        guests: What closes a connection -> its address, the oldest first.
+    """
+
+    listener: socket.socket
+    inside: Path
+    most_of_address: int = MOST_SUBSCRIBERS
+    guests: dict[Callable[[], None], str | bytes] = field(default_factory=dict)
+
+    def enter(self, leave: Callable[[], None], address: str | bytes) -> None:
+        """Counts a connection; closes one that has no place by it."""
+        self.guests[leave] = address
+        counts = Counter(self.guests.values())
+        crowded = address
+        if counts[address] <= self.most_of_address:
+            if len(self.guests) <= MOST_SUBSCRIBERS:
+                return
+            ((crowded, _),) = counts.most_common(1)
+        oldest = next(each for each, known in self.guests.items() if known == crowded)
+        del self.guests[oldest]
+        oldest()
+
+
 class Door:
-    """A thread with a PUB socket and its port. Life cycle: construct, :meth:`start`, :meth:`close`.
+    """A thread with a PUB socket and the ports. Life cycle: construct, :meth:`start`, :meth:`close`.
 
     Args:
-        listener: The port, listening.
-        inside: The Unix socket that ``pub`` is bound to.
+        ways: The ports.
         pub: The socket; the thread's alone from now on.
     """
 
-    def __init__(self, listener: socket.socket, inside: Path, pub: Any) -> None:
-        self._listener, self._inside, self._pub = listener, inside, pub
+    def __init__(self, ways: Sequence[Way], pub: Any) -> None:
+        self._ways, self._pub = ways, pub
         self._unsent: deque[Message] = deque(maxlen=_MOST_UNSENT)
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
         self._stopping = False
-        self._guests: dict[Callable[[], None], str | bytes] = {}
-        """What closes a connection -> its address, the oldest first."""
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
     def start(self) -> None:
@@ -71,14 +103,15 @@ class Door:
             self._loop.call_soon_threadsafe(self._news.set)
             self._thread.join()
         self._loop.close()
-        self._listener.close()
+        for way in self._ways:
+            way.listener.close()
         self._pub.close(0)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._let_in, sock=self._listener)
+        servers = [await asyncio.start_server(partial(self._let_in, way), sock=way.listener) for way in self._ways]
         while not self._stopping:
             await self._news.wait()
             self._news.clear()
@@ -87,36 +120,32 @@ class Door:
                     with contextlib.suppress(zmq.Again):
                         self._pub.send_multipart(self._unsent.popleft(), zmq.NOBLOCK)
                 await asyncio.sleep(0)
-        server.close()
+        for server in servers:
+            server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _let_in(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         leave = writer.transport.abort
-        self._guests[leave] = source(writer.get_extra_info("peername"))
-        if len(self._guests) > MOST_SUBSCRIBERS:
-            ((most, _),) = Counter(self._guests.values()).most_common(1)
-            oldest = next(each for each, address in self._guests.items() if address == most)
-            del self._guests[oldest]
-            oldest()
+        way.enter(leave, source(writer.get_extra_info("peername")))
         inner: asyncio.StreamWriter | None = None
         try:
-            answers, inner = await asyncio.open_unix_connection(self._inside)
-            ways = [
+            answers, inner = await asyncio.open_unix_connection(way.inside)
+            passing = [
                 asyncio.ensure_future(self._pass_on(reader, inner, MOST_SAID)),
                 asyncio.ensure_future(self._pass_on(answers, writer, None)),
             ]
             try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for way in ways:
-                    way.cancel()
+                for one in passing:
+                    one.cancel()
         except OSError as error:
             logger.debug("a subscriber of KV events is lost: %s", error)
         finally:
-            self._guests.pop(leave, None)
+            way.guests.pop(leave, None)
             leave()
             if inner is not None:
                 inner.transport.abort()

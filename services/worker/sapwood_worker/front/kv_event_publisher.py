@@ -32,7 +32,7 @@ import zmq
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.listen import listen
 from sapwood_common.network.socket_folder import SocketFolder
-from sapwood_worker.front.kv_event_door import Door
+from sapwood_worker.front.kv_event_door import MOST_REPLAYS, Door, Way
 from sapwood_worker.front.kv_event_replay import ReplayServer, Subscribers
 from sapwood_worker.front.kv_event_stream import KvEventBatch
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
@@ -89,22 +89,25 @@ class KvEventPublisher:
         self._subscribers: Subscribers | None = None
         try:
             self._subscribers = Subscribers(self._context, keys)
-            listener = _listen(host, port)
-            self.address = _shown(listener)
-            pub, inside = self._context.socket(zmq.PUB), self._folder.path / "pub"
-            self._door = Door(listener, inside, pub)
+            ways = [Way(_listen(host, port, "--kv-events-port"), self._folder.path / "pub")]
+            self.address = _shown(ways[0].listener)
+            pub = self._context.socket(zmq.PUB)
+            self._door = Door(ways, pub)
             self._subscribers.guard(pub)
             pub.set_hwm(_SEND_HIGH_WATER)
-            pub.bind(f"ipc://{inside}")
-            self._door.start()
+            pub.bind(f"ipc://{ways[0].inside}")
             self.replay_address: str | None = None
             if replay_port is not None:
+                listener = _listen(host, replay_port, "--kv-events-replay-port")
+                ways.append(Way(listener, self._folder.path / "replay", MOST_REPLAYS))
+                self.replay_address = _shown(listener)
                 router = self._context.socket(zmq.ROUTER)
                 self._subscribers.guard(router)
                 frames = () if form == "array" else (self._topic,)
                 self._replays = ReplayServer(router, lambda: tuple(self._kept), frames)
-                self.replay_address = _bind(router, host, replay_port, "--kv-events-replay-port")
+                router.bind(f"ipc://{ways[1].inside}")
                 self._replays.start()
+            self._door.start()
         except ConfigError:
             self.close()
             raise
@@ -175,25 +178,13 @@ def _number(block: bytes) -> int:
     return int.from_bytes(block[-8:], "big")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         return listen("0.0.0.0" if host == "*" else host, port)
     except ConfigError as error:
-        raise ConfigError(f"--kv-events-port: {error}") from error
+        raise ConfigError(f"{flag}: {error}") from error
 
 
 def _shown(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _bind(router: Any, host: str, port: int, flag: str) -> str:
-    if ":" in host:
-        router.setsockopt(zmq.IPV6, 1)
-        host = f"[{host.strip('[]')}]"
-    try:
-        router.bind(f"tcp://{host}:{port or '*'}")
-    except zmq.ZMQError as error:
-        raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error}") from error
-    address: bytes = router.getsockopt(zmq.LAST_ENDPOINT)
-    return address.decode().rstrip("\0").removeprefix("tcp://")

@@ -14,6 +14,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.secret_file import warn_of_readers
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 Batches = Sequence[tuple[int, bytes]]
@@ -56,6 +57,7 @@ class Subscribers:
         try:
             public, secret = zmq.auth.load_certificate(keys / _SERVER)
             clients = zmq.auth.load_certificates(keys / _CLIENTS)
+            warn_of_readers(keys / _SERVER, "--kv-events-keys")
         except (OSError, ValueError) as error:
             raise ConfigError(f"--kv-events-keys: {keys}: {error}") from error
         if secret is None or not clients:

@@ -124,7 +124,7 @@ def test_a_flood_of_questions_keeps_nobody_from_an_answer_and_is_answered_at_mos
         answers = 0
         while flooding.poll(1000):
             answers += flooding.recv_multipart()[-2] == END_OF_REPLAY
-        assert 0 < answers < 500
+        assert answers < 500, "its connection is closed, or it is answered once more"
 
 
 def test_a_subscriber_that_reads_late_gets_all_of_a_long_answer() -> None:

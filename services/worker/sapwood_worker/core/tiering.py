@@ -32,7 +32,7 @@ from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
-from sapwood_worker.core.cache.storage.record import namespace_of
+from sapwood_worker.core.cache.storage.record import handoff_namespace
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -329,7 +329,7 @@ def _page_tls(config: WorkerConfig) -> PageTls | None:
 
 def page_fingerprint(runner: TieredRunner, pool: HostPool) -> bytes:
     """What a page holds besides its tokens: equal only for workers that can use each other's."""
-    return bytes.fromhex(namespace_of("handoff 1", runner.cache_identity(), runner.info.page_size, pool.object_bytes))
+    return bytes.fromhex(handoff_namespace(runner.cache_identity(), runner.info.page_size, pool.object_bytes))
 
 
 def device_report(load: Load) -> list[TierReport]:

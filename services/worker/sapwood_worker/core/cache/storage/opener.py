@@ -21,7 +21,7 @@ from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageErr
 from sapwood_worker.core.cache.storage.connection import NEVER, Connection
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
-from sapwood_worker.core.cache.storage.record import namespace_of
+from sapwood_worker.core.cache.storage.record import page_namespace
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, SCRATCH_PAGES, HostPool
 from sapwood_worker.records.step import Entry, Runner, Step
@@ -170,7 +170,7 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
     Raises:
         StorageError: The store does not answer.
     """
-    namespace = namespace_of("1", facts.identity(), facts.page_size, facts.pool.object_bytes)
+    namespace = page_namespace(facts.identity(), facts.page_size, facts.pool.object_bytes)
     try:
         backend.register(facts.pool.buffers)
         fixed, each = _measure_store(backend, facts.pool, namespace)

@@ -17,9 +17,29 @@ from sapwood_worker.core.cache.host.host_pages import HostPage
 from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 
-_MAGIC = b"SAPWKV01"
+PAGE_FORMAT = 1
+"""What bytes a page of the same model, dtype and layout holds. A version of Sapwood in which they mean something else (another
+order of them, other rotary positions, scaled keys) counts this up: it then finds no pages of earlier ones, in no store and at no
+worker. ``tests/worker/tiers/test_page_format.py`` notices where that was forgotten."""
+_MAGIC = b"SAPWKV%02d"
 _FIELDS = struct.Struct("<8s16s32s16sQ")
 _CHECKSUM_BYTES = 16
+
+
+def page_namespace(identity: str, page_size: int, object_bytes: int) -> str:
+    """The namespace of pages in stores.
+
+    Args:
+        identity: What pages hold besides tokens, as their runner says it.
+        page_size: Tokens in a page.
+        object_bytes: Bytes of a page's content.
+    """
+    return namespace_of(PAGE_FORMAT, identity, page_size, object_bytes)
+
+
+def handoff_namespace(identity: str, page_size: int, object_bytes: int) -> str:
+    """The same of pages that workers hand to each other."""
+    return namespace_of(f"handoff {PAGE_FORMAT}", identity, page_size, object_bytes)
 
 
 def namespace_of(*parts: str | int) -> str:
@@ -106,7 +126,7 @@ def take_good(
 
 
 def _fields(record: memoryview, key: PageKey, namespace: str) -> bytes:
-    return _FIELDS.pack(_MAGIC, key.hash, key.proof, bytes.fromhex(namespace), len(record))
+    return _FIELDS.pack(_MAGIC % PAGE_FORMAT, key.hash, key.proof, bytes.fromhex(namespace), len(record))
 
 
 def _checksum(record: memoryview, fields: bytes) -> bytes:

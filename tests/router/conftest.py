@@ -22,6 +22,7 @@ from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.network.channel import open_channel
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
+from sapwood_testing.namespace import Namespace
 from sapwood_testing.router.fake_tokenizer import FakeTokenizer, encode
 from sapwood_testing.router.fake_worker import FakeWorker
 from sapwood_testing.router.hostile_backend import HostileBackend
@@ -190,9 +191,14 @@ def byte_tokenizer() -> Tokenizer:
 class TokenizerProcess:
     """A running ``python -m sapwood_tokenizer``."""
 
-    def __init__(self, folder: Path, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, folder: Path, port: int = 0, host: str = "127.0.0.1", namespace: Namespace | None = None
+    ) -> None:
+        if namespace is not None:
+            host = namespace.host
         self.process = subprocess.Popen(
             [
+                *(() if namespace is None else ("ip", "netns", "exec", namespace.name)),
                 *(sys.executable, "-m", "sapwood_tokenizer", "--host", host, "--port", str(port)),
                 *("--metrics-port", "0", "--model", str(folder)),
             ],
@@ -219,14 +225,17 @@ def start_tokenizer(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPath
 
     @contextlib.contextmanager
     def start(
-        template: str = "{{ messages[0].content }}", port: int = 0, host: str = "127.0.0.1"
+        template: str = "{{ messages[0].content }}",
+        port: int = 0,
+        host: str = "127.0.0.1",
+        namespace: Namespace | None = None,
     ) -> Iterator[TokenizerProcess]:
         folder: Path = tmp_path_factory.mktemp("model")
         byte_tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "config.json").write_text("{}")
         settings = {"eos_token": SPECIAL[1], "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        process = TokenizerProcess(folder, port, host)
+        process = TokenizerProcess(folder, port, host, namespace)
         try:
             yield process
         finally:

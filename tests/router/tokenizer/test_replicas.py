@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import time
 
 import grpc
 import openai
@@ -236,3 +237,56 @@ async def test_of_both_families_one_is_taken() -> None:
 async def _first(stream, count: int):
     for _ in range(count):
         yield await anext(aiter(stream))
+
+
+@pytest.mark.parametrize("kind", ["texts", "grammars"])
+async def test_a_path_that_swallows_large_packets_costs_a_tokenizer_and_no_request(
+    wait_until, start_tokenizer, make_namespace, kind: str
+) -> None:
+    """Health checks still pass: what the router sends there is what does not arrive."""
+    worker = FakeWorker()
+    worker.script.delay = 0.002
+    worker.script.tokens = list
+    namespaces = [make_namespace(), make_namespace()]
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(start_tokenizer(namespace=each)) for each in namespaces]
+        addresses = ",".join(process.address for process in processes)
+        async with running_router(wait_until, addresses, worker) as (router, client):
+            left, longest, stopped = 400, 0.0, False
+
+            async def ask(number: int) -> None:
+                if kind == "texts":
+                    assert await complete(client) == TEXT
+                    return
+                names = [f"a{number}_{place}" for place in range(40)]
+                schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+                wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+                messages = [{"role": "user", "content": "a"}]
+                await client.chat.completions.create(
+                    model="fake", messages=messages, response_format=wanted, max_tokens=1
+                )
+
+            async def user() -> None:
+                nonlocal left, longest
+                while left > 0 and not stopped:
+                    left -= 1
+                    began = time.monotonic()
+                    await ask(left)
+                    longest = max(longest, time.monotonic() - began)
+
+            users = [asyncio.ensure_future(user()) for _ in range(6)]
+            await wait_until(lambda: left < 380)
+            namespaces[0].swallow()
+            holed = next(
+                each for each in router._tokenizers.of(None).client._replicas() if each.address == processes[0].address
+            )
+            await wait_until(lambda: holed.problem is not None or all(each.done() for each in users))
+            assert holed.problem in ("what is sent there does not arrive", "health checks time out")
+            goal = left - 40
+            await wait_until(lambda: left < goal)
+            assert holed.problem is not None, "small packets pass, and that is no reason to choose it"
+            namespaces[0].spit()
+            await wait_until(lambda: holed.problem is None)
+            stopped = True
+            await asyncio.gather(*users)
+            print(f"{kind}: the longest request took {longest:.1f} s")

@@ -64,7 +64,7 @@ class DetokenizeSession(SharedCall):
     @property
     def up(self) -> bool:
         """Whether the call stands and the replica is well."""
-        return self._stands and self._passes and self._replica.problem is None
+        return self._stands and self.passes and self._replica.problem is None
 
     @property
     def load(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -38,13 +38,15 @@ class EncodeSession(SharedCall):
     Args:
         address: Where the replica is.
         dialer: Connects to it.
+        on_stuck: Called when what is sent there does not arrive.
     """
 
     MOST_BYTES = 256 * 1024
     """The most an item may have; what is larger would hold up the others and goes in a call of its own."""
 
-    def __init__(self, address: str, dialer: Dialer) -> None:
+    def __init__(self, address: str, dialer: Dialer, on_stuck: Callable[[], None] = lambda: None) -> None:
         super().__init__(address, _METHOD, dialer)
+        self._on_stuck = on_stuck
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._unsent: dict[int, tokenizer_pb2.EncodeItem] = {}
@@ -52,7 +54,7 @@ class EncodeSession(SharedCall):
     @property
     def up(self) -> bool:
         """Whether the call stands, and items are taken."""
-        return self._stands and self._passes and not self._finishing
+        return self._stands and self.passes and not self._finishing
 
     @property
     def load(self) -> int:
@@ -86,6 +88,9 @@ class EncodeSession(SharedCall):
         if result.WhichOneof("outcome") == "error":
             raise stream_error(result.error)
         return result
+
+    def _stuck(self) -> None:
+        self._on_stuck()
 
     def _opened(self, call: DuplexCall) -> bytes:
         return b""  # items may be sent at once

@@ -28,6 +28,7 @@ SERVICE = "sapwood.v1.Tokenizer"
 ABSENT = "this router has no tokenizer (--tokenizer none): send token ids, with detokenize false"
 """The refusal of a request that needs a tokenizer."""
 _DOWN_INTERVAL = 0.25
+_HOLE = "what is sent there does not arrive"
 
 
 class TokenizerReplica:
@@ -51,9 +52,9 @@ class TokenizerReplica:
         self.dialer = dialer
         self.channel = channel = dialer.open(address)
         self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        self.encodings = EncodeSession(address, dialer)
-        self.problem = problem
-        """Why it cannot be used; None while it is well. Written by :meth:`monitor` only."""
+        self.encodings = EncodeSession(address, dialer, self._drop_calls)
+        self._problem = problem
+        """What its health checks say: why it cannot be used."""
         self.heard = -math.inf
         """When it last answered a health check, on the event loop's clock: it may have said that it starts or drains."""
         self._health = health_pb2_grpc.HealthStub(channel)
@@ -61,6 +62,11 @@ class TokenizerReplica:
         self._dropped: set[grpc.aio.Call] = set()
         self._free = asyncio.Event()
         self._free.set()
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be used; None while it is well."""
+        return self._problem or (None if self.encodings.passes else _HOLE)
 
     @property
     def load(self) -> int:
@@ -148,25 +154,33 @@ class TokenizerReplica:
 
         ``on_change`` is called when the replica comes or goes, and when one that drained does not answer any more.
 
-        A replica that does not answer its checks loses its calls: they can be made elsewhere.
+        A replica that does not answer its checks, or that large packets do not reach, loses its calls; others can take them.
         """
+        known = self.problem
         while True:
             hangs = False
             try:
                 problem = await check(self._health, SERVICE)
             except TimeoutError:
                 problem, hangs = "health checks time out", True
-            changed = (problem is None) != (self.problem is None)
-            answered, self.problem = self.answers, problem
+            answered, self._problem = known in (None, NOT_SERVING), problem
+            problem = self.problem
+            changed = (problem is None) != (known is None)
+            known = problem
             if self.answers:
                 self.heard = asyncio.get_running_loop().time()
             if hangs:
                 self.encodings.abandon("health checks time out")
-                self._dropped |= self._running
-                for running in tuple(self._running):
-                    running.cancel()
+                self._drop_calls()
+            elif self._running:
+                self.encodings.probe()  # a call says nothing of how its bytes get there
             if changed:
                 logger.info("tokenizer %s is %s", self.address, "up" if problem is None else f"down: {problem}")
             if changed or (answered and not self.answers):
                 on_change(self)
             await asyncio.sleep(interval if problem is None else min(interval, _DOWN_INTERVAL))
+
+    def _drop_calls(self) -> None:
+        self._dropped |= self._running
+        for running in tuple(self._running):
+            running.cancel()

@@ -88,9 +88,17 @@ class SharedCall(ABC):
         """:meth:`run` has ended: what is under way has nowhere to go."""
 
     @property
-    def _passes(self) -> bool:
+    def passes(self) -> bool:
         """Whether nothing speaks against the way to the peer."""
         return not self._suspect
+
+    def probe(self) -> None:
+        """Sends what a path with a hole swallows, so that a hole is noticed though this call has nothing to send."""
+        if self._stands and self._call is not None and self._call.ready and not self._sending.open:
+            self._call.write(_LARGE)
+
+    def _stuck(self) -> None:  # noqa: B027 - most need not know
+        """What is sent does not arrive; the call is about to be given up."""
 
     def _watch_sending(self, call: DuplexCall) -> None:
         """Gives the call up when what is sent on it does not arrive, whatever still comes from there."""
@@ -99,6 +107,7 @@ class SharedCall(ABC):
         seconds = self._sending.check()
         if seconds >= STUCK_AFTER:
             self._suspect = True
+            self._stuck()
             self.abandon(f"what is sent there has not arrived for {seconds:.1f} s")
             return
         self._suspect = self._suspect and self._sending.open

@@ -20,6 +20,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.probes = self.retransmits = self.unacknowledged = self.acknowledged = 0
+        self.unsent, self.room = 0, 60_000
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
@@ -27,6 +28,9 @@ class Kernel:
         info[3] = self.probes
         info[100:104] = self.retransmits.to_bytes(4, sys.byteorder)
         info[24:28] = self.unacknowledged.to_bytes(4, sys.byteorder)
+        info[16:20] = (1448).to_bytes(4, sys.byteorder)
+        info[144:148] = self.unsent.to_bytes(4, sys.byteorder)
+        info[228:232] = self.room.to_bytes(4, sys.byteorder)
         info[120:128] = self.acknowledged.to_bytes(8, sys.byteorder)
         return bytes(info)
 
@@ -70,6 +74,21 @@ def test_a_peer_that_reads_nothing_is_not_stuck_as_its_kernel_answers() -> None:
     watched.kernel.unacknowledged = 1
     assert watched.pass_by(60.0) == 0.0
     watched.kernel.retransmits, watched.kernel.probes = 1, 3
+    assert watched.pass_by(60.0) == 0.0
+
+
+def test_bytes_that_this_machine_itself_fails_to_send_are_stuck() -> None:
+    watched = Watched()
+    watched.kernel.unsent, watched.kernel.probes = 500, 3
+    assert watched.pass_by(0.5) < STUCK_AFTER
+    assert watched.sending.open
+    assert watched.pass_by(1.5) >= STUCK_AFTER
+
+
+@pytest.mark.parametrize(("room", "probes"), [(0, 200), (1000, 200), (60_000, 1)])
+def test_bytes_that_wait_for_room_or_for_answered_probes_are_not_stuck(room: int, probes: int) -> None:
+    watched = Watched()
+    watched.kernel.unsent, watched.kernel.probes, watched.kernel.room = 500, probes, room
     assert watched.pass_by(60.0) == 0.0
 
 

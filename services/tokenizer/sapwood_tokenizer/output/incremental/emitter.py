@@ -41,7 +41,8 @@ class Emitter:
 
     def drain(self) -> list[Event]:
         """The events since the last call of ``drain``, neighbours of a kind joined."""
-        self._join()
+        if self._pieces:
+            self._join()
         events, self._events = self._events, []
         return events
 
@@ -66,8 +67,12 @@ class Emitter:
 
     def arguments(self, fragment: str) -> None:
         """More of the arguments of the latest call. "" is no event."""
-        assert self._calls, "no call has begun"
-        self._add(self._calls - 1, fragment)
+        channel = self._calls - 1
+        assert channel >= 0, "no call has begun"
+        if channel != self._channel:
+            self._add(channel, fragment)
+        elif fragment:
+            self._pieces.append(fragment)
 
     def note_cut(self) -> None:
         """The latest call was cut off."""
@@ -102,7 +107,7 @@ class Emitter:
     def _join(self) -> None:
         if not self._pieces:
             return
-        joined = "".join(self._pieces)
+        joined = "".join(self._pieces) if len(self._pieces) > 1 else self._pieces[0]
         self._pieces.clear()
         if self._channel == _TEXT:
             self._events.append(TextDelta(joined))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 from sapwood_tokenizer.output.incremental.markers import Markers
 from sapwood_tokenizer.output.incremental.source import Emit, Source, Steps
@@ -42,9 +43,8 @@ KEYWORDS = ")}"
 _ENCODED_DEPTH = 3
 
 
-def json_text(value: str) -> str:
-    """``value`` as a JSON string."""
-    return json.dumps(value, ensure_ascii=False)
+json_text: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
+"""A value as a JSON string."""
 
 
 class JsonReader:
@@ -126,14 +126,16 @@ class JsonReader:
         brackets = [opened] if opened else []  # the open ones, innermost last
         filled = [False] if opened else []  # whether they hold an element
         held = ""  # read, and written if an element follows
+        stop_chars, line = self._stop_chars, self._line
         while True:
-            if self._line and brackets and (yield from self.next_call(source)):
+            if line and brackets and (yield from self.next_call(source)):
                 break
-            char = yield from source.peek()
+            char = source.come() or (yield from source.peek())
             if char.isspace():
-                held += yield from source.whitespace()
-                char = yield from source.peek()
-            if (char in self._stop_chars or char == "") and (yield from self._stops(source)):
+                space = source.come_space()
+                held += (yield from source.whitespace()) if space is None else space
+                char = source.come() or (yield from source.peek())
+            if (char in stop_chars or char == "") and (yield from self._stops(source)):
                 break
             if char in ")]}":
                 if not brackets:
@@ -167,20 +169,23 @@ class JsonReader:
                 if self._line and (yield from self.next_call(source)):
                     break
                 held = _separated(held, filled) + key
-                if (yield from source.peek()).isspace():
-                    held += yield from source.whitespace()
-                colon = yield from source.accept(":", "=")
-                if not colon:
-                    held = ""
-                    continue
-                if self._line and (yield from self.next_call(source)):
-                    break
-                held += ":" if colon == ":" else ": "
-                char = yield from source.peek()
+                char = source.come() or (yield from source.peek())
                 if char.isspace():
                     held += yield from source.whitespace()
                     char = yield from source.peek()
-                if (char in self._stop_chars or char == "") and (yield from self._stops(source)):
+                if char != ":" and char != "=":
+                    held = ""
+                    continue
+                colon = source.take(1)
+                if self._line and (yield from self.next_call(source)):
+                    break
+                held += ":" if colon == ":" else ": "
+                char = source.come() or (yield from source.peek())
+                if char.isspace():
+                    space = source.come_space()
+                    held += (yield from source.whitespace()) if space is None else space
+                    char = source.come() or (yield from source.peek())
+                if (char in stop_chars or char == "") and (yield from self._stops(source)):
                     break
                 if char in ")]},":
                     held = ""
@@ -254,7 +259,10 @@ class JsonReader:
 
     def next_call(self, source: Source) -> Steps[bool]:
         """Whether the next line begins a call, in a format without markers."""
-        if not self._line or not (yield from source.peek()).isspace():
+        if not self._line or not (source.come() or (yield from source.peek())).isspace():
+            return False
+        space = source.space_ahead()
+        if space is not None and not space.endswith("\n"):
             return False
         source.open_probe()
         space = yield from source.whitespace()
@@ -271,7 +279,7 @@ class JsonReader:
     def _quote_ahead(self, source: Source) -> Steps[str]:
         if self._quote and (yield from source.ahead(self._quote)):
             return self._quote
-        char = yield from source.peek()
+        char = source.come() or (yield from source.peek())
         return char if char in ('"', "'") else ""
 
     def _key(self, source: Source) -> Steps[str | None]:
@@ -340,8 +348,12 @@ class JsonReader:
         """Stream a string's content as JSON, from after its opening mark to its closing one. False if it is not closed."""
         triple = self._python and (yield from source.accept(mark * 2))
         stops, closing = self._stopping[mark], self._closing[mark]
+
+        def write(piece: str) -> None:
+            emit(_CONTROL.sub(_json_control, piece) if mark == '"' else _escaped(piece, mark))
+
         while True:
-            stop = yield from source.until(stops, lambda piece: emit(_escaped(piece, mark)))
+            stop = yield from source.until(stops, write)
             if stop == "":
                 return False
             if stop == "\\" and not (self._python and stops is not closing and (yield from self._at_end_mark(source))):
@@ -521,8 +533,12 @@ def _json_scalar(word: str) -> str:
 def _escaped(piece: str, mark: str) -> str:
     """Text between a string's escapes, as JSON writes it."""
     if mark == '"':
-        return _CONTROL.sub(lambda match: json_text(match.group())[1:-1], piece)
+        return _CONTROL.sub(_json_control, piece)
     return json_text(piece)[1:-1]
+
+
+def _json_control(match: re.Match[str]) -> str:
+    return json_text(match.group())[1:-1]
 
 
 def _drop(_piece: str) -> None:

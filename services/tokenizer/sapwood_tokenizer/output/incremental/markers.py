@@ -22,13 +22,11 @@ class Markers:
         assert not any(a in b for a in literals for b in literals if a is not b), "no marker contains another"
         self.literals = literals
         self._pattern = re.compile("|".join(map(re.escape, literals)))
+        self.find = self._pattern.search
+        """Finds the first marker in a text, from a place on."""
         self._longest_prefix = max(map(len, literals)) - 1
         # The leftmost place from which the text up to its end is the beginning of a marker.
         self._beginning = re.compile("|".join(_beginning_of(literal) for literal in literals))
-
-    def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker in ``text[start:]``."""
-        return self._pattern.search(text, start)
 
     def remove(self, text: str) -> str:
         """``text`` without the markers in it."""
@@ -36,7 +34,8 @@ class Markers:
 
     def held(self, text: str, start: int) -> int:
         """How many characters at the end of ``text[start:]`` may be the beginning of a marker."""
-        match = self._beginning.search(text, max(start, len(text) - self._longest_prefix))
+        tail = len(text) - self._longest_prefix
+        match = self._beginning.search(text, tail if tail > start else start)
         return len(text) - match.start() if match else 0
 
 

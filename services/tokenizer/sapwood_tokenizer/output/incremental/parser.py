@@ -45,7 +45,10 @@ class ScriptParser:
         if not text:
             return []
         self._source.feed(text)
-        self._advance()
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._ended = True
         assert not self._ended, "a script ends with its text"
         return self._emitter.drain()
 

@@ -28,6 +28,7 @@ Emit = Callable[[str], None]
 """Takes the next piece of something that is streamed."""
 
 _SPACE = re.compile(r"\s+")
+_SPACES = re.compile(r"\s*")
 
 
 class Source:
@@ -43,7 +44,10 @@ class Source:
     def feed(self, text: str) -> None:
         """Append the next piece."""
         assert not self._closed, "the text has ended"
-        self._text = self._text[self._position :] + text
+        if self._position == len(self._text):
+            self._text = text
+        else:
+            self._text = self._text[self._position :] + text
         self._position = 0
 
     def close(self) -> None:
@@ -91,8 +95,9 @@ class Source:
         self._position += len(piece)
         if self._record is not None:
             self._record.append(piece)
-        for probe in self._probes:
-            probe.append(piece)
+        if self._probes:
+            for probe in self._probes:
+                probe.append(piece)
         return piece
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
@@ -102,6 +107,20 @@ class Source:
         """
         match = pattern.match(self._text, self._position)
         return self.take(match.end() - self._position) if match else ""
+
+    def come(self) -> str:
+        """The next character if it has come; "" if not. ``peek`` waits for it."""
+        return self._text[self._position : self._position + 1]
+
+    def space_ahead(self) -> str | None:
+        """The white space that comes next, without reading it. None if what follows it has not come."""
+        match = _SPACES.match(self._text, self._position)
+        return match.group() if match and match.end() < len(self._text) else None
+
+    def come_space(self) -> str | None:
+        """Read white space if what follows it has come. None and nothing read if not; ``whitespace`` waits for it."""
+        space = self.space_ahead()
+        return self.take(len(space)) if space else space
 
     def more(self) -> Steps[bool]:
         """Wait for at least one character. False at the end of the text."""
@@ -165,14 +184,17 @@ class Source:
         Returns "" at the end of the text. Text that may be the beginning of a marker is held back; at the end of the text it goes
         to ``partial``, or to ``emit`` if that is None.
         """
+        find, held_at = markers.find, markers.held
         while True:
-            match = markers.find(self._text, self._position)
+            text, position = self._text, self._position
+            match = find(text, position)
             if match:
-                if match.start() > self._position:
-                    emit(self.take(match.start() - self._position))
-                return self.take(len(match.group()))
-            held = 0 if self._closed and partial is None else markers.held(self._text, self._position)
-            ready = len(self._text) - self._position - held
+                start, end = match.span()
+                if start > position:
+                    emit(self.take(start - position))
+                return self.take(end - start)
+            held = 0 if self._closed and partial is None else held_at(text, position)
+            ready = len(text) - position - held
             if ready:
                 emit(self.take(ready))
             if self._closed:

@@ -8,18 +8,25 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import json
 import os
+import re
 import sys
+import time
+import tomllib
 import types
 import unittest
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import pytest
 
 SERVER = os.environ.get("SERVER", "")
+os.environ.setdefault("TEST_API_BASE_URL", f"{SERVER}/v1")  # openai-python's tests ask there
 
 
 class _Absent(types.ModuleType):
@@ -151,10 +158,76 @@ def _of_llama_cpp() -> None:
     )
 
 
+class _Kept:
+    """Answers that openai-python's tests ask for by made-up ids: each time one is made that is there."""
+
+    ids = re.compile(r"resp_677efb5139a88190b512bc3fef8e535d|(?<=/)response_id\b|\bresp_123\b|\bprevious_response_id\b")
+
+    def make(self) -> str:
+        """The id of a response."""
+        asked = {"model": "demo", "input": "Hi", "max_output_tokens": 1, "background": True}
+        response_id = str(self._ask("POST", "/v1/responses", asked)["id"])
+        while self._ask("GET", f"/v1/responses/{response_id}")["status"] in ("queued", "in_progress"):
+            time.sleep(0.02)
+        return response_id
+
+    def _ask(self, method: str, path: str, body: object = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        with urlopen(Request(SERVER + path, data, headers, method=method)) as answer:
+            return json.load(answer)
+
+
+def _of_openai() -> None:
+    import openai._base_client
+
+    kept, build = _Kept(), openai._base_client.BaseClient._build_request
+
+    def build_request(self: Any, options: Any, **more: Any) -> Any:
+        if kept.ids.search(options.url):
+            options.url = kept.ids.sub(kept.make(), options.url)
+        if isinstance(options.json_data, dict) and kept.ids.fullmatch(options.json_data.get("previous_response_id", "")):
+            options.json_data = options.json_data | {"previous_response_id": kept.make()}
+        return build(self, options, **more)
+
+    openai._base_client.BaseClient._build_request = build_request  # type: ignore[method-assign]
+
+
+class _Reasons:
+    """Why tests fail: whose fault that is, and what it comes from."""
+
+    def __init__(self, suite: str) -> None:
+        known = tomllib.loads((Path(__file__).parent / "suite_reasons.toml").read_text())
+        self._known = [(re.compile(each["of"], re.DOTALL), each["whose"], each["why"]) for each in known[suite]]
+
+    def of(self, report: Any) -> tuple[str, str]:
+        """Whose a failure is, and why."""
+        told = f"{report.nodeid}\n{report.longrepr}"
+        return next(((whose, why) for pattern, whose, why in self._known if pattern.search(told)), ("unsorted", ""))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Counts what passed, and the failures by their reasons."""
+    reasons, stats = _Reasons(os.environ["SUITE"]), terminalreporter.stats
+    sorted_by: dict[tuple[str, str], list[str]] = {}
+    for report in (*stats.get("failed", ()), *stats.get("error", ())):
+        sorted_by.setdefault(reasons.of(report), []).append(report.nodeid)
+    write = terminalreporter.write_line
+    terminalreporter.section("whose")
+    for (whose, why), tests in sorted(sorted_by.items()):
+        write(f"{len(tests):5} {whose}: {why}")
+        for test in tests if whose == "unsorted" else ():
+            write(f"        {test}")
+    counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "skipped", "xfailed", "xpassed")}
+    for (whose, _), tests in sorted(sorted_by.items()):
+        counts[whose] = counts.get(whose, 0) + len(tests)
+    write(f"{os.environ['SUITE']}: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lays the stand-ins."""
     sys.meta_path.append(_Finder())
     for mark in ("cpu_model", "core_model", "skip_global_cleanup", "serial", "slow_test"):
         config.addinivalue_line("markers", mark)
     with contextlib.suppress(KeyError):
-        {"vllm": _of_vllm, "llama.cpp": _of_llama_cpp}[os.environ["SUITE"]]()
+        {"vllm": _of_vllm, "llama.cpp": _of_llama_cpp, "openai": _of_openai}[os.environ["SUITE"]]()

@@ -109,6 +109,19 @@ def test_what_is_out_of_range_is_refused_by_name(field: str, value: object) -> N
     assert caught.value.field == f"sampling.{field}"
 
 
+def test_keys_of_a_logit_bias_that_are_wrong_are_all_named() -> None:
+    for bias, named in (
+        ({"not_a_token": 5, "1": 1, "another": 5}, "'not_a_token', 'another'"),
+        ({"1": "x", "2": 101}, "'1', '2'"),
+        ({5: 1, 7: 101}, "at 7"),
+        ({f"k{number}": 1 for number in range(10)}, "'k7' and 2 more"),
+        ({"x" * 1000: 1}, f"'{'x' * 40}'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"^logit_bias: expected ") as caught:
+            read_sampling({"logit_bias": bias})
+        assert caught.value.message.endswith(named)
+
+
 @pytest.mark.parametrize("parameters", ["{", "[" * 60_000, "[" + "1," * 40_000])
 def test_what_a_processor_is_told_is_json_of_no_great_length_or_depth(parameters: str) -> None:
     call = common_pb2.LogitProcessor(name="f", parameters=parameters)

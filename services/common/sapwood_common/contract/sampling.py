@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -113,6 +114,10 @@ FIELDS = frozenset(SamplingParams.__struct_fields__) - {"usual"}
 OF_MODELS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings whose usual value, which is here, a model's files may replace."""
 
+_KINDS = {each.name: each.type for each in msgspec.structs.fields(SamplingParams)}
+_MOST_SEARCHED, _MOST_KEYS, _LONGEST_KEY = 4096, 8, 40
+"""Keys that are looked at for an error, keys that it names, and characters of one."""
+
 _PLACE = re.compile(r"`\$\.(?P<name>\w+)(?P<inner>[^`]*)`$")
 """Finds in msgspec's message the field that is wrong."""
 
@@ -188,4 +193,25 @@ def _explained(problem: str, given: Mapping[str, Any]) -> InvalidArgumentError:
     name, value = found["name"], given.get(found["name"])
     what = problem.partition(" - at ")[0]
     got = f", got {_short(value)}" if type(value) in (int, float) and "got" not in what else ""
-    return InvalidArgumentError(f"{name}{found['inner']}: {what[:1].lower()}{what[1:]}{got}", field=f"sampling.{name}")
+    got += at_keys(value, _KINDS[name])
+    inner = found["inner"].replace("[...]", "")  # the keys are named
+    return InvalidArgumentError(f"{name}{inner}: {what[:1].lower()}{what[1:]}{got}", field=f"sampling.{name}")
+
+
+def at_keys(value: object, kind: Any) -> str:
+    """Names the keys of an object that are wrong, or whose values are, to stand behind an error; empty: it is no object.
+
+    Args:
+        value: What was given.
+        kind: The type that it should have.
+    """
+    if not isinstance(value, dict):
+        return ""
+    wrong: list[str] = []
+    for key, each in islice(value.items(), _MOST_SEARCHED):
+        try:
+            msgspec.convert({key: each}, kind, str_keys=True)
+        except msgspec.ValidationError:
+            wrong.append(repr(key[:_LONGEST_KEY]) if isinstance(key, str) else str(key))
+    more = f" and {len(wrong) - _MOST_KEYS} more" if len(wrong) > _MOST_KEYS else ""
+    return f", at {', '.join(wrong[:_MOST_KEYS])}{more}" if wrong else ""

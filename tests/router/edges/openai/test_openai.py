@@ -213,9 +213,29 @@ async def test_usage_so_far_is_told_in_every_chunk_where_asked(cluster) -> None:
         options["include_usage"] = False
         answer = await cluster.http.post(path, json=body)
         assert "usage" not in answer.text
-    for options in ({"include_obfuscation": True}, {"include_usage": "yes"}):
-        answer = await cluster.http.post(CHAT, json={"messages": HI, "stream": True, "stream_options": options})
-        assert answer.json()["error"]["param"] == f"stream_options.{next(iter(options))}"
+    wrong = {"messages": HI, "stream": True, "stream_options": {"include_usage": "yes"}}
+    assert (await cluster.http.post(CHAT, json=wrong)).json()["error"]["param"] == "stream_options.include_usage"
+
+
+async def test_what_openai_would_add_to_an_answer_is_left_out_and_named(cluster) -> None:
+    padded = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    asked = [
+        (COMPLETIONS, {"prompt": "a", **padded}, "stream_options.include_obfuscation"),
+        (CHAT, {"messages": HI, **padded}, "stream_options.include_obfuscation"),
+        ("/v1/responses", {"input": "a", **padded}, "stream_options.include_obfuscation"),
+        (CHAT, {"messages": HI, "modalities": ["text"], "audio": {"format": "wav", "voice": "alloy"}}, "audio"),
+    ]
+    for path, body, name in asked:
+        answer = await cluster.http.post(path, json=body)
+        assert (answer.status_code, answer.headers.get("x-sapwood-ignored")) == (200, name), answer.text
+    spoken = {"messages": HI, "modalities": ["text", "audio"], "audio": {"format": "wav", "voice": "alloy"}}
+    assert (await cluster.http.post(CHAT, json=spoken)).json()["error"]["param"] == "modalities"
+
+
+async def test_listing_kept_chat_completions_is_refused_with_the_reason(cluster) -> None:
+    answer = await cluster.http.get(CHAT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "chat completions are not kept" in answer.json()["error"]["message"]
 
 
 BROKEN = [

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from sapwood_common.contract.json_text import decode
+from sapwood_common.contract.sampling import at_keys
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.left_out import LeftOut
 
@@ -37,6 +38,8 @@ _OF_OTHERS = {
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_ANY_KEY = "[...]"
+"""Stands in msgspec's paths for a key of an object."""
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -111,7 +114,7 @@ def convert(
     try:
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
-        raise _explain_type(str(error), prefix, unknown) from error
+        raise _explain_type(str(error), prefix, unknown, taken, cls) from error
 
 
 def make_whole(taken: dict[str, Any], cls: type[msgspec.Struct]) -> None:
@@ -148,8 +151,16 @@ def _names_of(cls: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(cls.__struct_fields__)
 
 
-def _explain_type(text: str, prefix: str, unknown: Sequence[str]) -> InvalidArgumentError:
+def _explain_type(
+    text: str, prefix: str, unknown: Sequence[str], taken: Mapping[str, Any], cls: type[msgspec.Struct]
+) -> InvalidArgumentError:
     found = _AT.match(text)
+    if found and found["path"].endswith(_ANY_KEY):
+        name = found["path"].removesuffix(_ANY_KEY)
+        kinds = {each.encode_name: each.type for each in msgspec.structs.fields(cls)}
+        keys = at_keys(taken.get(name), kinds.get(name, Any))
+        what = found["what"]
+        return InvalidArgumentError(f"{prefix}{name}: {what[:1].lower()}{what[1:]}{keys}", field=prefix + name)
     what, path = (found["what"], prefix + found["path"]) if found else (text, "")
     missing = _MISSING.match(what)
     if missing:

@@ -89,8 +89,9 @@ CHAT_NEUTRAL: Neutral = {
 }
 """Parameters of chats."""
 
-CHAT_SPARED = frozenset({"web_search_options", "moderation"})
-"""Those of them that an answer may be made without: tools that OpenAI would run."""
+CHAT_SPARED = frozenset({"web_search_options", "moderation", "audio"})
+"""Those of them that an answer may be made without: tools that OpenAI would run, and how an answer would sound that
+``modalities`` asks for."""
 
 EMBEDDING_NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
@@ -101,3 +102,5 @@ EMBEDDING_NEUTRAL: Neutral = {
 
 STREAM_NEUTRAL: Neutral = {"include_obfuscation": (False,)}
 """Parameters inside ``stream_options``."""
+STREAM_SPARED = frozenset(STREAM_NEUTRAL)
+"""Those of them that an answer may be made without: events of the lengths that they have by themselves."""

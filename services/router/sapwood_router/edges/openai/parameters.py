@@ -14,7 +14,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.json_body import convert, make_whole
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
-from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
+from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL, STREAM_SPARED
 from sapwood_router.edges.openai.types import AnyRequest, GenerationRequest, StreamOptions
 from sapwood_router.request.context import FieldNames, Truncation
 from sapwood_router.request.field_names import to_client_field
@@ -151,7 +151,9 @@ def stream_wish(request: GenerationRequest, left_out: LeftOut) -> StreamWish:
         return StreamWish.STREAM if request.stream else StreamWish.WHOLE
     if not request.stream:
         raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
-    options = convert(given, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.", left_out=left_out)
+    options = convert(
+        given, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.", left_out=left_out, spared=STREAM_SPARED
+    )
     if not options.include_usage:
         return StreamWish.STREAM
     return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE

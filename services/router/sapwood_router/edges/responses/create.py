@@ -17,7 +17,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.http1.errors import HttpError
-from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
+from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL, STREAM_SPARED
 from sapwood_router.edges.openai.parameters import (
     TEXT_SAMPLING,
     effort_variables,
@@ -417,7 +417,9 @@ def _wants_stream(request: ResponsesRequest, left_out: LeftOut) -> bool:
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
-        convert(request.stream_options, _NoOptions, STREAM_NEUTRAL, prefix="stream_options.", left_out=left_out)
+        options = request.stream_options
+        prefix = "stream_options."
+        convert(options, _NoOptions, STREAM_NEUTRAL, prefix=prefix, left_out=left_out, spared=STREAM_SPARED)
     return request.stream is True
 
 

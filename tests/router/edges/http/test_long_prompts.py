@@ -57,6 +57,20 @@ async def test_the_clients_of_openai_and_anthropic_tell_it(cluster) -> None:
     assert refused.value.body["error"]["message"].startswith("prompt is too long: 1000")
 
 
+@pytest.mark.parametrize("text", [LONG, LARGE], ids=["long", "large"])
+async def test_a_streamed_response_to_a_prompt_that_is_too_long_fails_in_the_stream(cluster, text) -> None:
+    stream = await cluster.openai.responses.create(model="fake", input=text, stream=True)
+    events = [event async for event in stream]
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    failed = events[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "context_length_exceeded")
+    assert re.search(WORDS[0], failed.error.message)
+    chat = {"messages": [{"role": "user", "content": text}], "stream": True}
+    assert (await cluster.http.post(CHAT, json=chat)).status_code == 400  # of other APIs it is a status
+    refused = await cluster.http.post(RESPONSES, json={"input": "x", "stream": True, "temperature": -1})
+    assert refused.status_code == 400
+
+
 async def test_it_is_told_over_grpc_too(cluster) -> None:
     import grpc
 

@@ -11,7 +11,13 @@ import msgspec
 
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import Seeds
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, RequestCancelledError, SapwoodError
+from sapwood_common.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PromptTooLongError,
+    RequestCancelledError,
+    SapwoodError,
+)
 from sapwood_router.edges.http.errors import error_code, http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
@@ -166,7 +172,13 @@ class ResponsesApi:
 
         events = ResponseEvents(answer.items, answer.begun, ended, answer.failed, logprobs)
         exchange.dialect = StreamDialect(events)
-        await send_events(exchange, context, pipeline, events, read)
+        try:
+            await send_events(exchange, context, pipeline, events, read)
+        except PromptTooLongError as error:
+            if exchange.started:
+                raise
+            # OpenAI says so in the stream, and Codex makes its conversation shorter by that, but not by a 400.
+            await exchange.send_events(events.begin() + events.fail(error), last=True)
 
     async def _conversation(self, exchange: Exchange, request: ResponsesRequest) -> tuple[Conversation, Conversation]:
         """All that the model is to read, and what of it is the request's own.

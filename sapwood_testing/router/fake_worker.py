@@ -73,6 +73,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.embedded_tokens = 0
         self.shortened: list[int] = []
         self.labels: list[str] = []
+        self.sampling_defaults = common_pb2.SamplingParams()
         self.activation = worker_pb2.ACTIVATION_UNSPECIFIED
         self.epoch = next(_epochs)
         self.load = worker_pb2.LoadReport(num_pages=10_000)
@@ -276,6 +277,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             embedding_dimensions=self.shortened,
             labels=self.labels,
             activation=self.activation,
+            sampling_defaults=self.sampling_defaults,
         )
 
     async def WatchLoad(  # noqa: N802

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 NEEDED = (
     *("openai==3.54.0", "anthropic==2.10.0", "requests", "filelock", "pytest-timeout", "pytest-asyncio", "wget"),
     *("setuptools>=77", "setuptools_rust", "setuptools_scm", "wheel", "regex", "partial-json-parser", "jsonschema"),
+    *("pytest-xdist",),
     *("pybase64", "fastapi", "rich", "hatchling", "httpx2", "aiohttp"),
 )
 # Of vLLM those of text over HTTP: the others start processes of their own, or are about modules of vLLM.
@@ -40,6 +41,8 @@ VLLM = (
     *("openai/chat_completion/test_extra_content_fields.py", "openai/test_session_id.py"),
     *("openai/chat_completion/test_non_object_body_validation.py",),
 )
+# Eight tests at once share the model's steps. Not where tests pause the server or abort all that runs.
+AT_ONCE = ("-n", "8", "--dist", "load")
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,14 @@ class Suite:
         tests: Which ones.
         flags: Further arguments of pytest.
         replaced: Patterns in the tests' texts, and what is written instead.
-        up: Further arguments of ``sapwood up``.
     """
 
     release: str
     kept: str
     folder: str
     tests: Sequence[str]
-    flags: Sequence[str] = ("--noconftest", "--import-mode=prepend")
+    flags: Sequence[str] = ("--noconftest", "--import-mode=prepend", *AT_ONCE)
     replaced: Sequence[tuple[str, str]] = ()
-    up: Sequence[str] = ()
     settings: dict[str, str] = field(default_factory=dict)
 
 
@@ -97,7 +98,7 @@ SUITES = {
         kept=r"[^/]+/tests/(api_resources/|respx2/|(__init__|conftest|utils)\.py|sample_file\.txt)",
         folder="openai-*",
         tests=("tests/api_resources",),
-        flags=("--import-mode=prepend",),
+        flags=("--import-mode=prepend", *AT_ONCE),
         replaced=(
             (r'\b(model=)"[^"]*"', r'\1"demo"'),
             (r'^( +)"gpt-6-astra",$', r'\1"demo",'),
@@ -156,7 +157,7 @@ def main() -> int:
     with_server = os.environ.get("SERVER")
     up = None
     if with_server is None:
-        flags = [sys.executable, "-m", "sapwood.cli.main", "up", "--ports", "auto", "--workers", "1", *suite.up]
+        flags = [sys.executable, "-m", "sapwood.cli.main", "up", "--ports", "auto", "--workers", "1", "--threads", "1"]
         up = subprocess.Popen(flags, stdout=subprocess.PIPE, text=True)
         assert up.stdout is not None
         with_server = next(f"http://{found[1]}" for line in up.stdout if (found := re.search(r"//([\d.:]+)/v1", line)))
@@ -165,7 +166,7 @@ def main() -> int:
     paths = os.pathsep.join((str(HERE), str(where)))
     settings = {"SUITE": name, "SERVER": with_server, "PYTHONPATH": paths, "NO_PROXY": "127.0.0.1"}
     pytest = [python, "-m", "pytest", "-p", "suite_stub", "-c", os.devnull, "--rootdir", where, "-v", "--tb=short"]
-    pytest += ["--timeout", "90", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", *suite.flags]
+    pytest += ["--timeout", "120", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", *suite.flags]
     try:
         return subprocess.run(
             [*pytest, *(arguments or suite.tests)], cwd=where, env=os.environ | settings, check=False

@@ -37,10 +37,17 @@ def flush_cache() -> None:
 
 # What the kits leave to the class that has them; the last ones are numbers that a CPU can do in a minute.
 NAMES = {
-    **{"model": "demo", "served_model_name": "demo", "base_url": SERVER, "api_key": "none"},
-    **{"process": MagicMock(poll=lambda: None), "flush_cache": staticmethod(flush_cache), "cache_chunk_size": 64},
+    "model": "demo",
+    "served_model_name": "demo",
+    "base_url": SERVER,
+    "api_key": "none",
+    "process": MagicMock(poll=lambda: None),
+    "flush_cache": staticmethod(flush_cache),
+    "cache_chunk_size": 64,
     "client": openai.OpenAI(base_url=f"{SERVER}/v1", api_key="none"),
-    **{"running_timeout_max_new_tokens": 64, "pause_num_requests": 4, "pause_max_new_tokens": 64},
+    "running_timeout_max_new_tokens": 64,
+    "pause_num_requests": 4,
+    "pause_max_new_tokens": 64,
 }
 
 for kit in KITS:

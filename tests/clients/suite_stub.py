@@ -5,7 +5,6 @@ It stands in for what those tests import of their own server. ``run_suite.py`` s
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -16,10 +15,11 @@ import time
 import tomllib
 import types
 import unittest
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -27,6 +27,9 @@ import pytest
 
 SERVER = os.environ.get("SERVER", "")
 os.environ.setdefault("TEST_API_BASE_URL", f"{SERVER}/v1")  # openai-python's tests ask there
+
+
+_LEFT_OUT = "left out"
 
 
 class _Absent(types.ModuleType):
@@ -158,70 +161,112 @@ def _of_llama_cpp() -> None:
     )
 
 
-class _Kept:
-    """Answers that openai-python's tests ask for by made-up ids: each time one is made that is there."""
+class _Asked:
+    """The requests of openai-python's tests, made for a mock that takes everything.
+
+    An answer that they ask for by a made-up id is made, so that it is there. An argument that is refused, and that
+    ``suite_reasons.toml`` has a reason for, is left out, so that the others are tried.
+    """
 
     ids = re.compile(r"resp_677efb5139a88190b512bc3fef8e535d|(?<=/)response_id\b|\bresp_123\b|\bprevious_response_id\b")
 
-    def make(self) -> str:
-        """The id of a response."""
+    def __init__(self, refused: dict[str, str]) -> None:
+        self._refused = refused
+        self.left_out: set[str] = set()
+        """Arguments that the test at hand was run without."""
+
+    def prepare(self, options: Any) -> None:
+        """Changes a request."""
+        if self.ids.search(options.url):
+            options.url = self.ids.sub(self._make_response(), options.url)
+        body = options.json_data
+        if isinstance(body, dict) and self.ids.fullmatch(str(body.get("previous_response_id", ""))):
+            options.json_data = body = body | {"previous_response_id": self._make_response()}
+        while isinstance(body, dict) and (wrong := self._wrong(options.url, body)) in self._refused:
+            self.left_out.add(str(wrong))
+            options.json_data = body = {name: value for name, value in body.items() if name != wrong}
+
+    def _make_response(self) -> str:
         asked = {"model": "demo", "input": "Hi", "max_output_tokens": 1, "background": True}
-        response_id = str(self._ask("POST", "/v1/responses", asked)["id"])
-        while self._ask("GET", f"/v1/responses/{response_id}")["status"] in ("queued", "in_progress"):
+        response_id = str(json.loads(self._ask("POST", "/responses", asked))["id"])
+        while b'"in_progress"' in self._ask("GET", f"/responses/{response_id}"):
             time.sleep(0.02)
         return response_id
 
-    def _ask(self, method: str, path: str, body: object = None) -> Any:
+    def _wrong(self, path: str, body: dict[str, Any]) -> str | None:
+        if len(body) <= len(("model", "input", "a few more")):
+            return None
+        try:
+            self._ask("POST", path, body)
+        except HTTPError as error:
+            return str(json.loads(error.read())["error"]["param"]).partition(".")[0]
+        return None
+
+    def _ask(self, method: str, path: str, body: object = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
-        with urlopen(Request(SERVER + path, data, headers, method=method)) as answer:
-            return json.load(answer)
+        with urlopen(Request(f"{SERVER}/v1{path}", data, headers, method=method)) as answer:
+            return bytes(answer.read())
 
 
-def _of_openai() -> None:
+def _of_openai(asked: _Asked) -> None:
     import openai._base_client
 
-    kept, build = _Kept(), openai._base_client.BaseClient._build_request
+    build = openai._base_client.BaseClient._build_request
 
     def build_request(self: Any, options: Any, **more: Any) -> Any:
-        if kept.ids.search(options.url):
-            options.url = kept.ids.sub(kept.make(), options.url)
-        if isinstance(options.json_data, dict) and kept.ids.fullmatch(options.json_data.get("previous_response_id", "")):
-            options.json_data = options.json_data | {"previous_response_id": kept.make()}
+        asked.prepare(options)
         return build(self, options, **more)
 
     openai._base_client.BaseClient._build_request = build_request  # type: ignore[method-assign]
 
 
-class _Reasons:
-    """Why tests fail: whose fault that is, and what it comes from."""
+class Outcome:
+    """Counts what passed, and sorts the failures by whose they are and why.
+
+    Args:
+        suite: Its name.
+    """
 
     def __init__(self, suite: str) -> None:
         known = tomllib.loads((Path(__file__).parent / "suite_reasons.toml").read_text())
+        self._suite = suite
         self._known = [(re.compile(each["of"], re.DOTALL), each["whose"], each["why"]) for each in known[suite]]
+        self.arguments = known.get("refused_arguments", {})
+        self.asked = _Asked(self.arguments if suite == "openai" else {})
 
-    def of(self, report: Any) -> tuple[str, str]:
-        """Whose a failure is, and why."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        """Notes with a report what its test was run without."""
+        report = yield
+        report.user_properties += [(_LEFT_OUT, name) for name in sorted(self.asked.left_out)]
+        self.asked.left_out.clear()
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Prints it."""
+        stats, write = terminalreporter.stats, terminalreporter.write_line
+        found: dict[tuple[str, str], list[str]] = {}
+        for report in (*stats.get("failed", ()), *stats.get("error", ())):
+            found.setdefault(self._reason(report), []).append(report.nodeid)
+        terminalreporter.section("whose")
+        for (whose, why), tests in sorted(found.items()):
+            write(f"{len(tests):5} {whose}: {why}")
+            for test in tests if whose == "unsorted" else ():
+                write(f"        {test}")
+        left_out = [
+            name for report in stats.get("passed", ()) for kind, name in report.user_properties if kind == _LEFT_OUT
+        ]
+        for name in sorted(set(left_out)):
+            write(f"{left_out.count(name):5} passed without {name}, which is refused: {self.arguments[name]}")
+        counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "skipped", "xfailed", "xpassed")}
+        for (whose, _), tests in sorted(found.items()):
+            counts[whose] = counts.get(whose, 0) + len(tests)
+        write(f"{self._suite}: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}")
+
+    def _reason(self, report: Any) -> tuple[str, str]:
         told = f"{report.nodeid}\n{report.longrepr}"
         return next(((whose, why) for pattern, whose, why in self._known if pattern.search(told)), ("unsorted", ""))
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Counts what passed, and the failures by their reasons."""
-    reasons, stats = _Reasons(os.environ["SUITE"]), terminalreporter.stats
-    sorted_by: dict[tuple[str, str], list[str]] = {}
-    for report in (*stats.get("failed", ()), *stats.get("error", ())):
-        sorted_by.setdefault(reasons.of(report), []).append(report.nodeid)
-    write = terminalreporter.write_line
-    terminalreporter.section("whose")
-    for (whose, why), tests in sorted(sorted_by.items()):
-        write(f"{len(tests):5} {whose}: {why}")
-        for test in tests if whose == "unsorted" else ():
-            write(f"        {test}")
-    counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "skipped", "xfailed", "xpassed")}
-    for (whose, _), tests in sorted(sorted_by.items()):
-        counts[whose] = counts.get(whose, 0) + len(tests)
-    write(f"{os.environ['SUITE']}: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -229,5 +274,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.meta_path.append(_Finder())
     for mark in ("cpu_model", "core_model", "skip_global_cleanup", "serial", "slow_test"):
         config.addinivalue_line("markers", mark)
-    with contextlib.suppress(KeyError):
-        {"vllm": _of_vllm, "llama.cpp": _of_llama_cpp, "openai": _of_openai}[os.environ["SUITE"]]()
+    outcome = Outcome(suite := os.environ["SUITE"])
+    config.pluginmanager.register(outcome)
+    if suite == "vllm":
+        _of_vllm()
+    elif suite == "llama.cpp":
+        _of_llama_cpp()
+    elif suite == "openai":
+        _of_openai(outcome.asked)

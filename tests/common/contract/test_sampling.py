@@ -109,6 +109,15 @@ def test_what_is_out_of_range_is_refused_by_name(field: str, value: object) -> N
     assert caught.value.field == f"sampling.{field}"
 
 
+def test_the_models_own_defaults_apply_where_a_request_says_nothing() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    assert read_sampling({"seed": 1}).applied({}) == read_sampling({"seed": 1})
+    for given in ({}, {"temperature": 1}, {"temperature": 0.2}, {"temperature": 0.0, "top_k": 3}):
+        shown = read_sampling({"seed": 1, **given}).applied(defaults)
+        at_the_worker = read_sampling({"seed": 1, **given}, defaults=defaults)
+        assert (shown.temperature, shown.top_k) == (at_the_worker.temperature, at_the_worker.top_k)
+
+
 def test_keys_of_a_logit_bias_that_are_wrong_are_all_named() -> None:
     for bias, named in (
         ({"not_a_token": 5, "1": 1, "another": 5}, "'not_a_token', 'another'"),

@@ -93,6 +93,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             logit_bias=self.logit_bias,
         )
 
+    def applied(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """The settings with a model's own defaults, where the request does not say otherwise."""
+        absent = {
+            name: value
+            for name, value in defaults.items()
+            if name not in self.usual and getattr(self, name) == OF_MODELS[name]
+        }
+        return msgspec.structs.replace(self, **absent) if absent else self
+
     def tokens(self) -> Iterator[tuple[str, int]]:
         """Each token id that a field names, with the field."""
         for token in self.stop_token_ids:

@@ -229,7 +229,9 @@ class HttpFront:
             reason = why_not(exchange.path)
             more = f": {reason}" if reason is not None else "" if meant is None else f"; there is {meant}"
             raise HttpError(404, f"there is no {exchange.path}{more}")
-        reason = why_not(f"{exchange.path}/")  # of what a GET or DELETE would ask for, such as completions that are kept
+        reason = why_not(
+            f"{exchange.path}/"
+        )  # of what a GET or DELETE would ask for, such as completions that are kept
         more = f": {reason}" if reason is not None else ""
         error = HttpError(405, f"{exchange.path} takes {' and '.join(methods)}, not {exchange.method}{more}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])

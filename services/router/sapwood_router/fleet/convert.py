@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Literal
 
 from sapwood.v1 import common_pb2, worker_pb2
-from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.contract.sampling import OF_MODELS, SamplingParams
 from sapwood_common.contract.sampling_message import to_message
 from sapwood_router.fleet.output import WorkerOutput
 from sapwood_router.fleet.served_model import Role, ServedModel
@@ -111,6 +111,12 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         labels=labels,
         role=_ROLE.get(message.role, Role.BOTH),
         pages=message.page_fingerprint,
+        sampling_defaults={
+            # A float of 32 bits as it was written: 0.95, not 0.949999988.
+            each.name: float(f"{value:.7g}") if isinstance(value, float) else value
+            for each, value in message.sampling_defaults.ListFields()
+            if each.name in OF_MODELS
+        },
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from sapwood_router.fleet.served_model import Role, ServedModel
@@ -97,6 +97,11 @@ class Registry:
         """The longest context of any model, in tokens; 0 while none is known."""
         served = (worker.model for worker in self._workers.values() if worker.model is not None)
         return max((item.context_length for item in served), default=0)
+
+    def sampling_defaults(self, model: str) -> Mapping[str, float]:
+        """Settings of sampling that a model's files give, for requests that do not set them."""
+        served = (worker.model for worker in self._workers.values() if worker.model is not None)
+        return next((item.sampling_defaults for item in served if item.model == model), {})
 
     def labels(self, model: str) -> Labels | None:
         """The labels of a known model with a head that classifies; None: it has no such head."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sapwood_router.request.labels import Labels
 
@@ -29,6 +30,7 @@ class ServedModel:
         role: What it does of a request.
         pages: What its pages hold besides tokens: one with another value cannot take its prompts over. Empty: it does not say.
         labels: What its head tells of a text; it then makes neither embeddings nor text. None: it has no such head.
+        sampling_defaults: Settings of sampling for requests that do not set them, as the model's files give them.
     """
 
     model: str
@@ -45,3 +47,4 @@ class ServedModel:
     labels: Labels | None = None
     role: Role = Role.BOTH
     pages: bytes = b""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict, hash=False)

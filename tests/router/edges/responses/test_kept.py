@@ -5,6 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from sapwood.v1 import common_pb2
+
 RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "hello"}
 
@@ -36,6 +38,25 @@ async def test_the_items_of_an_input_are_listed_by_the_client(cluster) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "after")
     for path in ("none/input_items", f"{first.id}/other"):
         assert (await cluster.http.get(f"{RESPONSES}/{path}")).status_code == 404
+
+
+async def test_a_response_tells_the_sampling_that_the_models_files_ask_for(cluster, wait_until) -> None:
+    (worker,) = cluster.workers
+    await worker.kill()
+    worker.sampling_defaults = common_pb2.SamplingParams(temperature=0.7, top_p=0.95)
+    await worker.start()
+    await wait_until(lambda: cluster.router.registry.sampling_defaults("fake"))
+    for given, told in (
+        ({}, (0.7, 0.95)),
+        ({"temperature": 1, "top_p": 0.5}, (1, 0.5)),
+        ({"top_p": 1.0}, (0.7, 1)),
+    ):
+        answer = await cluster.openai.responses.create(model="fake", input="hello", **given)
+        assert (answer.temperature, answer.top_p) == told
+        async with cluster.openai.responses.stream(model="fake", input="hello", **given) as stream:
+            async for event in stream:
+                if event.type in ("response.created", "response.completed"):
+                    assert (event.response.temperature, event.response.top_p) == told
 
 
 async def until(cluster, response_id: str, status: str):

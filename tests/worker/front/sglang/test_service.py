@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
+import json
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -15,8 +18,15 @@ from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2, sglang_sc
 
 from sapwood.v1 import common_pb2 as sapwood_pb2
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood_common.contract.seeds import RANDOM_SEEDS
 from sapwood_common.errors import UnimplementedError
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.front.convert import to_sampling
+from sapwood_worker.front.served_model import ServedModel
+from sapwood_worker.front.sglang.convert import to_generate
+from sapwood_worker.front.sglang.service import SglangService
 from sapwood_worker.front.sglang.tokenizer_bundle import tokenizer_bundle
+from sapwood_worker.records.model_info import ModelInfo
 
 FLAGS = ("--sglang", "--num-pages", "512")
 PROMPT = list(range(5, 45))
@@ -144,6 +154,26 @@ async def test_it_describes_itself(stub: Any) -> None:
     (load,) = (await stub.GetLoads(sglang_scheduler_pb2.GetLoadsRequest())).loads
     assert load.max_total_num_tokens == server.max_total_num_tokens
     assert not (await stub.ListLoadedLoRAAdapters(sglang_scheduler_pb2.ListLoadedLoRAAdaptersRequest())).loaded_adapters
+
+
+async def test_the_models_own_sampling_is_told_and_minus_1_keeps_all_tokens() -> None:
+    info = ModelInfo(
+        architecture="test",
+        dtype="none",
+        context_length=64,
+        vocab_size=1000,
+        eos_token_ids=(2,),
+        page_size=4,
+        num_pages=32,
+        sampling_defaults={"top_k": 20, "temperature": 0.6},
+    )
+    worker = cast(Any, SimpleNamespace(loaded=lambda: ServedModel("m", info, 1, cast(Any, None), 4)))
+    service = SglangService(worker, cast(Any, None), WorkerConfig(model="/m.gguf"), asyncio.Event())
+    told = await service.GetModelInfo(sglang_scheduler_pb2.GetModelInfoRequest(), cast(Any, None))
+    assert json.loads(told.default_sampling_params_json) == {"top_k": 20, "temperature": 0.6}
+    for given, kept in ((-1, 0), (0, 20), (7, 7)):
+        asked = to_generate(request("s10", sampling(top_k=given)))
+        assert to_sampling(asked, info, RANDOM_SEEDS)[0].top_k == kept
 
 
 async def test_a_subscriber_hears_of_what_is_cached(stub: Any) -> None:

@@ -128,7 +128,7 @@ class ResponsesApi:
             tokenizer, stint = pipeline.tokenizers.of(request.model).client, pipeline.heavy.stint(tenant)
             logprobs = TextLogprobs(context, Telling(tokenizer, stint))
         read = None if logprobs is None else logprobs.read
-        answer = _Answer(request, context, keeps=request.store is not False and self._store.keeps)
+        answer = _Answer(request, context, pipeline, keeps=request.store is not False and self._store.keeps)
         if request.background and (stream or not answer.keeps):
             raise InvalidArgumentError(
                 "background needs store, and is not served with stream", field="stream" if stream else "background"
@@ -248,7 +248,7 @@ class ResponsesApi:
         context = _context(plain, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
         context.deadline, context.caller = exchange.sooner(deadline), exchange.caller(request, given)
         context.truncation = context.truncation or Truncation(-1, drops_turns=True)
-        answer = _Answer(plain, context, keeps=False)
+        answer = _Answer(plain, context, pipeline, keeps=False)
 
         def compacted(output: Output, finish: Finish) -> msgspec.Raw:
             item = {
@@ -324,13 +324,14 @@ class ResponsesApi:
 class _Answer:
     """Makes the response of one request, at each moment of its life."""
 
-    def __init__(self, request: ResponsesRequest, context: RequestContext, *, keeps: bool) -> None:
+    def __init__(self, request: ResponsesRequest, context: RequestContext, pipeline: Pipeline, *, keeps: bool) -> None:
         secret = self.secret = secrets.token_hex(16)
         self.response_id = f"resp_{secret}"
         self.items = ItemMaker(secret)
         self.keeps = keeps
         self._request = request
         self._context = context
+        self._registry = pipeline.registry
         self.created = int(time.time())
 
     def begun(self) -> dict[str, Any]:
@@ -376,7 +377,8 @@ class _Answer:
         return made
 
     def _make(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        request, sampling = self._request, self._context.sampling
+        request, model = self._request, self._context.model or ""
+        sampling = self._context.sampling.applied(self._registry.sampling_defaults(model))
         reasoning = request.reasoning
         return {
             "id": self.response_id,
@@ -388,7 +390,7 @@ class _Answer:
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "model": self._context.model or "",
+            "model": model,
             "output": items,
             "parallel_tool_calls": self._context.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,

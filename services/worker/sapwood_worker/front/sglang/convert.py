@@ -142,7 +142,7 @@ def _to_sampling(given: sglang_scheduler_pb2.SamplingParams) -> sapwood_pb2.Samp
     """SGLang's settings as ours. The message cannot say that a field is absent: a 0 that makes no sense is taken for that."""
     result = sapwood_pb2.SamplingParams(
         temperature=given.temperature,
-        top_k=given.top_k if given.top_k > 0 else None,
+        top_k=max(given.top_k, 0) if given.top_k else None,  # 0 of ours keeps all, whatever the model's own is
         top_p=given.top_p or None,
         min_p=given.min_p or None,
         frequency_penalty=given.frequency_penalty or None,

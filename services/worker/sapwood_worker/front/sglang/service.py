@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -118,6 +119,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
             model_type=info.architecture,
             eos_token_ids=info.eos_token_ids,
             max_req_input_len=info.context_length - 1,
+            default_sampling_params_json=json.dumps(info.sampling_defaults) if info.sampling_defaults else "",
         )
 
     async def GetServerInfo(

@@ -73,6 +73,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.embedded_tokens = 0
         self.shortened: list[int] = []
         self.labels: list[str] = []
+        self.paused: str | None = None
+        """How it was paused."""
         self.sampling_defaults = common_pb2.SamplingParams()
         self.activation = worker_pb2.ACTIVATION_UNSPECIFIED
         self.epoch = next(_epochs)
@@ -254,6 +256,20 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.AbortResponse:
         """Finds nothing."""
         return worker_pb2.AbortResponse(found=False)
+
+    async def Pause(  # noqa: N802
+        self, request: worker_pb2.PauseRequest, context: Context
+    ) -> worker_pb2.PauseResponse:
+        """Notes it."""
+        self.paused = "retract" if request.retract else "in_place"
+        return worker_pb2.PauseResponse()
+
+    async def Resume(  # noqa: N802
+        self, request: worker_pb2.ResumeRequest, context: Context
+    ) -> worker_pb2.ResumeResponse:
+        """Notes it."""
+        self.paused = None
+        return worker_pb2.ResumeResponse()
 
     async def GetModelInfo(  # noqa: N802
         self, request: worker_pb2.GetModelInfoRequest, context: Context

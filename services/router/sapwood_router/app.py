@@ -44,8 +44,8 @@ from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.fleet.backends.probe import BackendProbe, served_by
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
+from sapwood_router.fleet.control import FleetControl
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
-from sapwood_router.fleet.flush import CacheFlusher
 from sapwood_router.fleet.kv_event_monitor import KvEventMonitor
 from sapwood_router.fleet.pins import WorkerPins
 from sapwood_router.fleet.registry import Registry
@@ -61,6 +61,7 @@ from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
+from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.joined_metrics import JoinedMetrics
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.observer import RequestObserver
@@ -191,7 +192,8 @@ class RouterApplication:
         self.worker_names = WorkerNames(
             secrets.token_bytes(16), lambda address: address in tokenizers or self.registry.find(address) is not None
         )
-        service = RouterService(pipeline, self._fleet, config.request_timeout, self.status, self.worker_names)
+        steering = Steering(pipeline.running, FleetControl(self.registry, self._worker_dialer))
+        service = RouterService(pipeline, self._fleet, steering, config.request_timeout, self.status, self.worker_names)
         router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
         self._admin: ServiceServer | None = None
         if config.admin_port is not None:
@@ -212,9 +214,9 @@ class RouterApplication:
         )
         shown = self.status if config.shows_status else None
         responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
-        flush = None if config.separates_operators else CacheFlusher(self.registry, self._worker_dialer).flush
+        for_clients = None if config.separates_operators else steering
         registry = self._metrics.registry if config.metrics_port is None else None
-        routes = all_routes(pipeline, self.problem, responses, flush, registry, shown, origins)
+        routes = all_routes(pipeline, self.problem, responses, for_clients, registry, shown, origins)
         if config.ui:
             routes += ui_routes(pipeline, guard, origins, shown)
         self._front = HttpFront(

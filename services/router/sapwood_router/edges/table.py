@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.metadata import version
 
 import msgspec
@@ -52,6 +52,7 @@ from sapwood_router.edges.vllm.tokens import (
     tokenize,
 )
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 
 _MODEL = "/v1/models/"
@@ -69,7 +70,7 @@ def all_routes(
     pipeline: Pipeline,
     problem: Callable[[], str | None],
     responses: ResponseStore,
-    flush: Callable[[], Awaitable[int]] | None,
+    steering: Steering | None,
     registry: CollectorRegistry | None,
     status: Callable[[], RouterState] | None,
     origins: Origins,
@@ -80,7 +81,7 @@ def all_routes(
         pipeline: Knows the models.
         problem: Says why requests cannot be served now, or None.
         responses: Keeps what /v1/responses answers.
-        flush: Empties the workers' caches; None: that is for operators.
+        steering: What clients may do to the requests of all; None: that is for operators.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         status: What /status shows; None: there is no such page.
         origins: Under which names /status may be.
@@ -223,7 +224,7 @@ def all_routes(
         ),
     ]
     routes += SessionsApi(pipeline.sessions).routes()
-    routes += sglang_routes(pipeline, flush, status)
+    routes += sglang_routes(pipeline, steering, status)
     routes += ollama_routes(pipeline)
     routes += ApiPages(tuple(routes)).routes()
     if status is not None:

@@ -3,9 +3,12 @@
 import asyncio
 import json
 
+import grpc
 import pytest
 
+from sapwood.v1 import router_pb2
 from sapwood_common.errors import UnavailableError
+from sapwood_common.status import from_rpc_error
 from sapwood_testing.router.fake_tokenizer import encode
 
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
@@ -86,9 +89,54 @@ async def test_a_pause_aborts_what_runs_and_holds_back_what_comes(cluster, wait_
     assert not second.done()
     await cluster.http.post("/continue_generation", json={})
     assert (await second).json()["text"] == "hello"
-    answer = await cluster.http.post("/pause_generation", json={"mode": "in_place"})
+    answer = await cluster.http.post("/pause_generation", json={"mode": "asleep"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
     assert (await cluster.http.post(GENERATE, json={"text": "hello"})).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_a_pause_has_workers_stand_still_and_ends_no_request(cluster, wait_until, mode) -> None:
+    gate = hold(cluster)
+    first = asyncio.ensure_future(cluster.http.post(GENERATE, json={"text": "hello"}))
+    await running(cluster, wait_until)
+    assert (await cluster.http.post("/pause_generation", json={"mode": mode})).json()["aborted"] == 0
+    assert [worker.paused for worker in cluster.workers] == [mode]
+    second = asyncio.ensure_future(cluster.http.post(GENERATE, json={"text": "hello"}))
+    await wait_until(lambda: cluster.router.status().running >= 1)
+    assert len(cluster.calls()) == 1
+    await cluster.http.post("/continue_generation", json={})
+    assert [worker.paused for worker in cluster.workers] == [None]
+    gate.set()
+    assert [(await answer).json()["text"] for answer in (first, second)] == ["hello", "hello"]
+
+
+async def test_operators_pause_resume_and_abort_over_grpc(cluster, wait_until) -> None:
+    gate = hold(cluster)
+    for asked in ({}, {"request_id": "mine", "tenant": "alice"}):
+        headers = {"x-tenant": "alice"} if asked else {}
+        answer = asyncio.ensure_future(cluster.http.post(GENERATE, json=BODIES[GENERATE], headers=headers))
+        await wait_until(lambda: any(call.outcome == "running" and call.sent_tokens == 3 for call in cluster.calls()))
+        await asyncio.sleep(0.05)
+        if asked:
+            for nobody in ({"request_id": "mine"}, {"request_id": "other", "tenant": "alice"}):
+                assert (await cluster.stub.AbortRequests(router_pb2.AbortRequestsRequest(**nobody))).aborted == 0
+        assert (await cluster.stub.AbortRequests(router_pb2.AbortRequestsRequest(**asked))).aborted == 1
+        assert (await answer).json()["meta_info"]["finish_reason"]["type"] == "abort"
+    for mode, how in (("ABORT", None), ("IN_PLACE", "in_place"), ("RETRACT", "retract")):
+        request = router_pb2.PauseRequestsRequest(mode=f"PAUSE_MODE_{mode}")
+        assert (await cluster.stub.PauseRequests(request)).aborted == 0
+        assert [worker.paused for worker in cluster.workers] == [how]
+        await cluster.stub.ResumeRequests(router_pb2.ResumeRequestsRequest())
+        assert [worker.paused for worker in cluster.workers] == [None]
+    gate.set()
+    assert (await cluster.http.post(GENERATE, json={"text": "hello"})).json()["text"] == "hello"
+    for wrong, field in (
+        (cluster.stub.PauseRequests(router_pb2.PauseRequestsRequest(mode=9)), "mode"),
+        (cluster.stub.AbortRequests(router_pb2.AbortRequestsRequest(tenant="alice")), "request_id"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await wrong
+        assert from_rpc_error(caught.value).field == field
 
 
 async def test_what_waits_in_a_pause_is_aborted_and_fails(cluster, wait_until) -> None:

@@ -8,6 +8,7 @@ from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_router.edges.grpc.convert import to_load
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.explain import Explanation
+from sapwood_router.flow.steering import PauseMode
 from sapwood_router.observe.status import RouterState, WorkerState
 
 _ROLE = {
@@ -15,6 +16,18 @@ _ROLE = {
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
     "decode": worker_pb2.WORKER_ROLE_DECODE,
 }
+
+_PAUSE = {
+    router_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
+    router_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    router_pb2.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+    router_pb2.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
+}
+
+
+def to_pause_mode(mode: router_pb2.PauseMode) -> PauseMode | None:
+    """What becomes of requests that run; None: there is no such mode."""
+    return _PAUSE.get(mode)
 
 
 def to_status(state: RouterState, workers: WorkerNames) -> router_pb2.GetStatusResponse:

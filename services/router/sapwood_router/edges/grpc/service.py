@@ -28,11 +28,12 @@ from sapwood_router.edges.grpc.convert import (
     tool_choice_of,
     truncation_of,
 )
-from sapwood_router.edges.grpc.convert_operators import to_explanation, to_status, to_worker_status
+from sapwood_router.edges.grpc.convert_operators import to_explanation, to_pause_mode, to_status, to_worker_status
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.delivery import READER_SLACK, Delivery
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 from sapwood_router.request.caller import Caller, caller_of
 from sapwood_router.request.context import Delta, RequestContext
@@ -124,6 +125,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     Args:
         pipeline: Runs the requests.
         fleet: Adds, drains and removes workers.
+        steering: Ends, pauses and resumes all requests.
         request_timeout: Seconds a request may take if its client sets no earlier deadline.
         status: Says how the router is.
         workers: Names workers for clients.
@@ -133,6 +135,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self,
         pipeline: Pipeline,
         fleet: Members,
+        steering: Steering,
         request_timeout: float,
         status: Callable[[], RouterState],
         workers: WorkerNames,
@@ -141,6 +144,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._status = status
         self._pipeline = pipeline
         self._fleet = fleet
+        self._steering = steering
         self._request_timeout = request_timeout
 
     async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
@@ -322,6 +326,30 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.RemoveWorkerResponse:
         self._fleet.remove(request.address)
         return router_pb2.RemoveWorkerResponse()
+
+    async def PauseRequests(
+        self, request: router_pb2.PauseRequestsRequest, context: Context
+    ) -> router_pb2.PauseRequestsResponse:
+        if (mode := to_pause_mode(request.mode)) is None:
+            raise InvalidArgumentError(f"there is no mode {request.mode}", field="mode")
+        return router_pb2.PauseRequestsResponse(aborted=await self._steering.pause(mode))
+
+    async def ResumeRequests(
+        self, request: router_pb2.ResumeRequestsRequest, context: Context
+    ) -> router_pb2.ResumeRequestsResponse:
+        await self._steering.resume()
+        return router_pb2.ResumeRequestsResponse()
+
+    async def AbortRequests(
+        self, request: router_pb2.AbortRequestsRequest, context: Context
+    ) -> router_pb2.AbortRequestsResponse:
+        if request.request_id:
+            aborted = self._steering.abort(request.tenant, request.request_id)
+        elif request.tenant:
+            raise InvalidArgumentError("request_id is required where there is a tenant", field="request_id")
+        else:
+            aborted = self._steering.abort_all()
+        return router_pb2.AbortRequestsResponse(aborted=aborted)
 
     async def ExplainRoute(
         self, request: router_pb2.ExplainRouteRequest, context: Context

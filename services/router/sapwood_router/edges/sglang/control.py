@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -14,10 +14,11 @@ from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http1.errors import HttpError
-from sapwood_router.edges.routes import Ask, Post, Route
+from sapwood_router.edges.routes import Answerer, Ask, Post, Route
 from sapwood_router.edges.runs import Running
 from sapwood_router.edges.whole import collect
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.steering import PauseMode, Steering
 from sapwood_router.observe.status import RouterState, WorkerState
 from sapwood_router.request.caller import caller_of
 from sapwood_router.request.context import FieldNames, RequestContext, TokenPrompt
@@ -37,9 +38,9 @@ class AbortRequest(msgspec.Struct):
 
 
 class PauseRequest(msgspec.Struct):
-    """``POST /pause_generation``: what runs is aborted, and what comes waits."""
+    """``POST /pause_generation``: what runs is aborted or stands still, and what comes waits."""
 
-    mode: Literal["abort"] | None = None
+    mode: PauseMode = PauseMode.ABORT
 
 
 class Control:
@@ -48,13 +49,13 @@ class Control:
     Args:
         pipeline: Runs the requests.
         status: How the router and its workers are; None: that is for operators.
-        steers: Whether clients may abort others' requests and pause.
+        steering: By which clients may abort others' requests and pause; None: that is for operators.
     """
 
-    def __init__(self, pipeline: Pipeline, status: Callable[[], RouterState] | None, *, steers: bool) -> None:
+    def __init__(self, pipeline: Pipeline, status: Callable[[], RouterState] | None, steering: Steering | None) -> None:
         self._pipeline = pipeline
         self._status = status
-        self._steers = steers
+        self._steering = steering
 
     def routes(self) -> list[Route]:
         """The routes."""
@@ -68,10 +69,16 @@ class Control:
         ]
         if self._status is not None:
             routes.append(Ask("/get_load", self.show_load, summary="Tells how busy each worker is, SGLang's way"))
-        if self._steers:
+        if self._steering is not None:
+            pause, resume = self._pausing(self._steering)
             routes += [
-                Post("/pause_generation", self.pause, summary="Ends all requests early and holds back new ones"),
-                Post("/continue_generation", self.resume, summary="Lets requests go on after a pause"),
+                Post(
+                    "/pause_generation",
+                    pause,
+                    summary="Ends all requests early, or has them stand still, and holds back new ones",
+                    takes=(PauseRequest,),
+                ),
+                Post("/continue_generation", resume, summary="Lets requests go on after a pause"),
             ]
         return routes
 
@@ -83,26 +90,27 @@ class Control:
         """
         request = convert(decode_object(body or b"{}"), AbortRequest, {}, left_out=exchange.left_out)
         if request.abort_all:
-            if not self._steers:
+            if self._steering is None:
                 raise HttpError(403, "to abort all requests is for operators", field="abort_all")
-            count = pipeline.running.abort_all()
+            count = self._steering.abort_all()
         elif request.rid:
             count = pipeline.running.abort(exchange.tenant, request.rid)
         else:
             raise InvalidArgumentError("rid is required, or abort_all", field="rid")
         await exchange.send_body(200, msgspec.json.encode({"success": True, "aborted": count}))
 
-    async def pause(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
-        """Aborts all requests; those that come wait, each until its deadline."""
-        convert(decode_object(body or b"{}"), PauseRequest, {}, left_out=exchange.left_out)
-        pipeline.running.pause()
-        count = pipeline.running.abort_all()
-        await exchange.send_body(200, msgspec.json.encode({"status": "ok", "aborted": count}))
+    @staticmethod
+    def _pausing(steering: Steering) -> tuple[Answerer, Answerer]:
+        async def pause(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+            request = convert(decode_object(body or b"{}"), PauseRequest, {}, left_out=exchange.left_out)
+            count = await steering.pause(request.mode)
+            await exchange.send_body(200, msgspec.json.encode({"status": "ok", "aborted": count}))
 
-    async def resume(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
-        """Ends the pause."""
-        pipeline.running.resume()
-        await exchange.send_body(200, b'{"status":"ok"}')
+        async def resume(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+            await steering.resume()
+            await exchange.send_body(200, b'{"status":"ok"}')
+
+        return pause, resume
 
     async def show_health(self, exchange: Exchange) -> None:
         """Generates a token with each model.

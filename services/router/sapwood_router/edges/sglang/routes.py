@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -12,6 +12,7 @@ from sapwood_router.edges.sglang.control import Control
 from sapwood_router.edges.sglang.generate import Generated, generate
 from sapwood_router.edges.sglang.request import GenerateRequest
 from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 
 
@@ -24,14 +25,13 @@ class ModelInfo(msgspec.Struct):
 
 
 def sglang_routes(
-    pipeline: Pipeline, flush: Callable[[], Awaitable[int]] | None, status: Callable[[], RouterState] | None
+    pipeline: Pipeline, steering: Steering | None, status: Callable[[], RouterState] | None
 ) -> list[Route]:
     """The routes.
 
     Args:
         pipeline: Knows the models.
-        flush: Empties the workers' caches and tells how many pages were freed; None: that is for operators, and
-            so is what else concerns others' requests.
+        steering: What concerns the requests of all; None: that is for operators.
         status: How the router and its workers are; None: that is for operators.
     """
 
@@ -53,12 +53,12 @@ def sglang_routes(
             for path in ("/get_model_info", "/model_info")
         ),
     ]
-    routes += Control(pipeline, status, steers=flush is not None).routes()
-    if flush is not None:
-        empty = flush
+    routes += Control(pipeline, status, steering).routes()
+    if steering is not None:
+        flush = steering.flush
 
         async def flush_cache(exchange: Exchange) -> None:
-            freed = await empty()
+            freed = await flush()
             body = f"Cache flushed: {freed} pages freed.\n".encode()
             await exchange.send_page(200, ((b"content-type", b"text/plain; charset=utf-8"),), body)
 

@@ -1,0 +1,83 @@
+"""What is asked of all workers together: to empty their caches, to pause and to go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood_common.network.channel import Dialer
+from sapwood_common.status import from_rpc_error
+from sapwood_router.fleet.registry import Registry
+
+_SECONDS = 30.0
+
+
+class FleetControl:
+    """Asks all workers that are up; backends have no such methods. Where one does not do it, the others may have.
+
+    Args:
+        registry: Knows them.
+        dialer: Connects to them.
+    """
+
+    def __init__(self, registry: Registry, dialer: Dialer) -> None:
+        self._registry = registry
+        self._dialer = dialer
+
+    async def flush(self) -> int:
+        """Empties their caches; returns how many pages were freed. Running requests keep theirs.
+
+        Raises:
+            SapwoodError: A worker did not do so.
+        """
+
+        async def flush(stub: worker_pb2_grpc.WorkerStub) -> int:
+            answer = await stub.FlushCache(worker_pb2.FlushCacheRequest(), timeout=_SECONDS)
+            return answer.freed_pages
+
+        return sum(await self._ask_all(flush))
+
+    async def pause(self, *, retract: bool) -> None:
+        """They compute nothing until :meth:`resume`.
+
+        Args:
+            retract: Whether the pages of running requests are freed; after the pause they are computed again.
+
+        Raises:
+            SapwoodError: A worker did not do so.
+        """
+
+        async def pause(stub: worker_pb2_grpc.WorkerStub) -> int:
+            await stub.Pause(worker_pb2.PauseRequest(retract=retract), timeout=_SECONDS)
+            return 1
+
+        await self._ask_all(pause)
+
+    async def resume(self) -> None:
+        """They go on, if they were paused.
+
+        Raises:
+            SapwoodError: A worker did not do so.
+        """
+
+        async def resume(stub: worker_pb2_grpc.WorkerStub) -> int:
+            await stub.Resume(worker_pb2.ResumeRequest(), timeout=_SECONDS)
+            return 1
+
+        await self._ask_all(resume)
+
+    async def _ask_all(self, ask: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[int]]) -> list[int]:
+        async def ask_one(address: str) -> int:
+            channel = self._dialer.open(address)
+            try:
+                return await ask(worker_pb2_grpc.WorkerStub(channel))
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            finally:
+                await channel.close()
+
+        addresses = [worker.address for worker in self._registry.all() if worker.available and not worker.backend]
+        return await asyncio.gather(*map(ask_one, addresses))

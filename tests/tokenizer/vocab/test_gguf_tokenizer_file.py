@@ -115,10 +115,11 @@ def byte_level_merges(tokenizer: Tokenizer) -> list[list[str]]:
     [({"bos_token_id": 9999}, None, (2, 267)), ({"eos_token_id": 9999}, 1, (267,))],
 )
 def test_ids_that_no_token_has_are_as_if_they_were_not_given(
-    tmp_path: Path, extra: dict[str, int], bos: int | None, eos: tuple[int, ...]
+    tmp_path: Path, extra: dict[str, int], bos: int | None, eos: tuple[int, ...], caplog
 ) -> None:
     loaded = load_tokenizer(sentencepiece(tmp_path / "s.gguf", **extra))
     assert (loaded.bos_token_id, loaded.eos_token_ids) == (bos, eos)
+    assert ("s.gguf: tokenizer.ggml.eos_token_id: 9999" in caplog.text) == ("eos_token_id" in extra)
 
 
 @pytest.mark.parametrize(

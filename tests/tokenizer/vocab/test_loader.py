@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_named_special_tokens_reach_the_template(directory: Path) -> None:
 def test_end_tokens_come_from_the_generation_config_first(directory: Path, ends: object) -> None:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     assert load_tokenizer(directory).eos_token_ids == ((1, 0) if ends == [1, 0] else (1,))
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_id_that_is_no_token_is_named_with_file_and_key(directory: Path, file: str, caplog) -> None:
+    (directory / file).write_text(json.dumps({"eos_token_id": [1, 9999]}))
+    with caplog.at_level(logging.WARNING):
+        assert load_tokenizer(directory).eos_token_ids == (1,)
+    assert f"{directory / file}: eos_token_id: 9999" in caplog.text
 
 
 def test_a_template_that_is_not_utf8_is_named(directory: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.end_tokens import end_ids
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.model_files import model_name, resolve_model
 from sapwood_common.models.progress import logged
@@ -124,11 +125,14 @@ def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
         template = _template_of_gguf(path, metadata)
     ids = {
         name: _known_id(tokenizer, metadata.get(f"tokenizer.ggml.{name}_token_id"))
-        for name in ("bos", "eos", "eot", "unknown", "padding")
+        for name in ("bos", "eos", "unknown", "padding")
     }
+    size = _vocab_size(tokenizer)
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot")]
+    ends = [each for key in keys for each in end_ids(metadata.get(key), size, f"{path}: {key}")]
     named = {"bos_token": ids["bos"], "eos_token": ids["eos"], "unk_token": ids["unknown"], "pad_token": ids["padding"]}
     texts = {name: _text_of(tokenizer, index) for name, index in named.items() if index is not None}
-    return _loaded(path, tokenizer, ids["bos"], [ids["eos"], ids["eot"]], template, texts)
+    return _loaded(path, tokenizer, ids["bos"], ends, template, texts, size)
 
 
 def _template_of_gguf(path: Path, metadata: dict[str, Any]) -> _Template | None:
@@ -154,22 +158,36 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
     texts = vocabulary.special_tokens | {
         name: text for name in _NAMED_TOKENS if (text := token_text(settings.get(name))) is not None
     }
-    ends = generation.get("eos_token_id", model.get("eos_token_id"))
+    rows = model.get("vocab_size")
+    size = _vocab_size(tokenizer, rows if isinstance(rows, int) else 0)
     # The tokenizer's own end token comes first, as chat templates mean that one.
-    eos = [_own_id(tokenizer, texts.get("eos_token")), *(ends if isinstance(ends, list) else [ends])]
+    own = _own_id(tokenizer, texts.get("eos_token"))
+    eos = [] if own is None else [own]
+    eos += _end_ids_of_model(directory, generation, model, size)
     bos = _own_id(tokenizer, texts.get("bos_token"))
     bos = _known_id(tokenizer, model.get("bos_token_id")) if bos is None else bos
-    first_eos = next((index for index in eos if index is not None), None)
-    for name, given in (("bos_token", bos), ("eos_token", first_eos)):
+    for name, given in (("bos_token", bos), ("eos_token", eos[0] if eos else None)):
         index = _known_id(tokenizer, given)
         if index is not None:
             texts.setdefault(name, _text_of(tokenizer, index))
     # Files saved after training may truncate or pad texts; prompts must not be cut silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    rows = model.get("vocab_size")
-    loaded = _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
+    loaded = _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, size)
     return replace(loaded, only_encodes=_only_encodes(tokenizer, model.get("architectures")))
+
+
+def _end_ids_of_model(directory: Path, generation: dict[str, Any], model: dict[str, Any], size: int) -> list[int]:
+    """The end tokens of generation_config.json, or of config.json if that has none; the log names ids that are none."""
+    nested = model.get("text_config")
+    for file, values in (
+        ("generation_config.json", generation),
+        ("config.json", model),
+        ("config.json", nested if isinstance(nested, dict) else {}),
+    ):
+        if ids := end_ids(values.get("eos_token_id"), size, f"{directory / file}: eos_token_id"):
+            return ids
+    return []
 
 
 def table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
@@ -197,17 +215,14 @@ def _loaded(
     path: Path,
     tokenizer: Tokenizer,
     bos: int | None,
-    ends: list[Any],
+    ends: list[int],
     template: _Template | None,
     special_tokens: dict[str, str],
-    model_vocab_size: int = 0,
+    vocab_size: int,
 ) -> LoadedTokenizer:
     added = tokenizer.get_added_tokens_decoder()
-    # A model may have more rows than its tokenizer has tokens; an id beyond the tokens has no text, but is no error.
-    vocab_size = max(tokenizer.get_vocab_size(), max(added, default=-1) + 1, model_vocab_size)
-    eos = [index for index in ends if isinstance(index, int) and 0 <= index < vocab_size]
     turn_ends = map(tokenizer.token_to_id, _TURN_ENDS)
-    eos += [index for index in turn_ends if index is not None and index in added]
+    eos = ends + [index for index in turn_ends if index is not None and index in added]
     return LoadedTokenizer(
         tokenizer=tokenizer,
         origin=str(path),
@@ -219,6 +234,12 @@ def _loaded(
         template_origin="" if template is None else template.origin,
         special_tokens=special_tokens,
     )
+
+
+def _vocab_size(tokenizer: Tokenizer, model_rows: int = 0) -> int:
+    """How many ids there are. A model may have more rows than its tokenizer has tokens; an id beyond the tokens has no text."""
+    added = max(tokenizer.get_added_tokens_decoder(), default=-1)
+    return max(tokenizer.get_vocab_size(), added + 1, model_rows)
 
 
 def _template_of_directory(path: Path, settings: dict[str, Any]) -> _Template | None:

@@ -97,6 +97,7 @@ EXAMPLES = [
         "",
         [("weather", '{"city": "it"}'), ("weather", '{"city": "a \\"b\\" c", "days": 1}')],
     ),
+    ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}\n`q`<｜tool▁call▁end｜>", "`q`", [("f", "{}")]),
     ("pythonic", "[weather(city='a\\\n[b]')]", "", [("weather", '{"city": "a[b]"}')]),
     (
         "pythonic",

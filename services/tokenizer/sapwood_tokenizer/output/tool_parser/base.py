@@ -165,6 +165,8 @@ def marked_calls(
 
 _JSON_BEGINS = re.compile(r"[{\[]")
 _IN_SENTENCE = re.compile(r"[ \t]+[^\s{\[\"]|[.,:;!?)'\"`*]+(?![\w{])")
+_CODE = re.compile(r"`[^`\n]+`\Z")
+_LINE_KEPT = 64
 _SPACED = re.compile(r"[ \t]+[^\s\"'=>]")
 _TAG_REST = re.compile(r"[\"']*\s*/?>")
 
@@ -188,11 +190,14 @@ def next_marker(source: Source, out: Emitter, markers: Markers) -> Steps[tuple[s
 
     def emit(piece: str) -> None:
         nonlocal last
-        last = (last + piece)[-2:]
+        last = (last + piece)[-_LINE_KEPT:]
         out.text(piece)
 
     marker = yield from source.until(markers, emit)
-    return marker, last.endswith("`") and last != "``"
+    quoted = last.endswith("`") and not last.endswith("``")
+    if quoted and _CODE.search(last):  # the backtick closes one before it
+        quoted = (yield from source.peek()) == "`"
+    return marker, quoted
 
 
 def drop_left_over(source: Source, markers: Markers) -> Steps[None]:

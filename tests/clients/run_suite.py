@@ -41,8 +41,8 @@ VLLM = (
     *("openai/chat_completion/test_extra_content_fields.py", "openai/test_session_id.py"),
     *("openai/chat_completion/test_non_object_body_validation.py",),
 )
-# Eight tests at once share the model's steps. Not where tests pause the server or abort all that runs.
-AT_ONCE = ("-n", "8", "--dist", "load")
+# Four tests at once share the model's steps. Not where tests pause the server or abort all that runs.
+AT_ONCE = ("-n", "4", "--dist", "load")
 
 
 @dataclass(frozen=True)

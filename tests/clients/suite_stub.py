@@ -17,6 +17,7 @@ import types
 import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 from urllib.error import HTTPError
@@ -129,9 +130,10 @@ def _of_vllm() -> None:
         large_gpu_test=lambda **_: lambda test: test,
     )
     sys.modules["tests.utils"] = utils
-    tokenizers = _Absent("vllm.tokenizers")
-    tokenizers.get_tokenizer = _tokenizer  # type: ignore[attr-defined]
-    sys.modules["vllm.tokenizers"] = tokenizers
+    tokenizers, config = _Absent("vllm.tokenizers"), _Absent("vllm.config")
+    vars(tokenizers).update(get_tokenizer=_tokenizer)
+    vars(config).update(ModelConfig=lambda **_: SimpleNamespace(get_vocab_size=lambda: len(_tokenizer())))
+    sys.modules |= {"vllm.tokenizers": tokenizers, "vllm.config": config}
 
 
 def _of_llama_cpp() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _NO_FILES = "files are not kept here"
+_NO_AGENTS = "agents are not run here; they are programs of yours, which ask for answers"
+_NO_EVENTS = "nothing here calls clients back; a response in the background is asked for by its id"
 _WHY = {
     "/v1/batches": "batches are not run here; send the requests themselves, as many at once as you like",
     "/v1/messages/batches": "batches are not run here; send the requests themselves, as many at once as you like",
@@ -15,6 +17,16 @@ _WHY = {
     "/v1/videos": "no model here makes videos",
     "/v1/audio": "no model here hears or speaks",
     "/v1/realtime": "no model here hears or speaks",
+    "/v1/live": "no model here hears or speaks",
+    "/v1/agents": _NO_AGENTS,
+    "/v1/chatkit": _NO_AGENTS,
+    "/v1/vaults": _NO_AGENTS,
+    "/v1/decisions": _NO_AGENTS,
+    "/v1/webhook_endpoints": _NO_EVENTS,
+    "/v1/webhook_event_types": _NO_EVENTS,
+    "/v1/safety": "requests are not looked through here",
+    "/v1/content_provenance_checks": "no model here makes images",
+    "/v1/projects": "there are no organizations here; `sapwood key` makes keys",
     "/v1/moderations": "no model here moderates; /classify asks a model with a head that classifies",
     "/v1/fine_tuning": "models are not trained here",
     "/v1/evals": "evaluations are not run here; `sapwood eval` runs them",

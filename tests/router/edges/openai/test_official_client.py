@@ -151,6 +151,29 @@ UNSERVED = {
     "threads": lambda client: client.beta.threads.create(),
     "a kept chat": lambda client: client.chat.completions.retrieve("x"),
     "its messages": lambda client: client.chat.completions.messages.list("x"),
+    **{
+        path: lambda client, path=path: client.get(f"/{path}", cast_to=object)
+        for path in (
+            *(
+                "agents",
+                "agents/sessions",
+                "chatkit/threads",
+                "content_provenance_checks",
+                "decisions",
+                "live/sessions",
+            ),
+            *(
+                "organization/projects",
+                "projects",
+                "realtime",
+                "safety/alerts",
+                "skills",
+                "vaults",
+                "webhook_endpoints",
+            ),
+            "webhook_event_types",
+        )
+    },
 }
 
 
@@ -168,7 +191,10 @@ async def test_what_is_not_served_is_refused_with_a_reason(client, name) -> None
 async def test_kept_chats_cannot_be_listed(client) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.list()
-    assert (caught.value.status_code, caught.value.body["message"]) == (405, "/v1/chat/completions takes POST, not GET")
+    assert caught.value.status_code == 405
+    assert caught.value.body["message"].startswith(
+        "/v1/chat/completions takes POST, not GET: chat completions are not kept"
+    )
 
 
 async def test_errors_are_the_classes_that_the_client_has(client) -> None:

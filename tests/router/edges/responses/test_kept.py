@@ -132,6 +132,9 @@ async def test_the_tokens_of_an_input_are_counted(cluster) -> None:
     assert longer.input_tokens > counted.input_tokens
     answer = await cluster.http.post(f"{RESPONSES}/input_tokens", json={"input": [{"role": "robot", "content": "x"}]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].role")
+    for path in ("", "/input_tokens", "/compact"):
+        answer = await cluster.http.post(f"{RESPONSES}{path}", json={})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
 async def test_a_conversation_is_written_in_short_and_gone_on_from(cluster) -> None:

@@ -213,6 +213,8 @@ class ResponsesApi:
         request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         exchange.accept_body_id(request)
         conversation, _ = await self._conversation(exchange, request)
+        if not conversation.turns:
+            raise InvalidArgumentError("input is required, or previous_response_id", field="input")
         context = _context(
             request, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out
         )

@@ -17,7 +17,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.sampling.token_bitmask import apply_token_bitmask
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.sampling.row_settings import RowSettings
-from sapwood_worker.model.sampling.sampler import sample
+from sapwood_worker.model.sampling.token_sampler import sample
 
 MAX_TOKENS = 250
 MOST_SEEDS = 10

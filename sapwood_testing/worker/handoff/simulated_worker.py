@@ -11,7 +11,6 @@ from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep
 from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
-from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.landing import DeviceMover, Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
@@ -21,6 +20,7 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.tiering import HostGround
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput

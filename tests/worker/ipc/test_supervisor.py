@@ -11,8 +11,7 @@ import pytest
 from sapwood_common.errors import ConfigError
 from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler
-from sapwood_worker.ipc.pauses import LASTING_SECONDS, Pauses
-from sapwood_worker.ipc.supervisor import Supervisor
+from sapwood_worker.ipc.supervisor import LASTING_SECONDS, Pauses, Supervisor
 from sapwood_worker.ipc.vitals import Vitals
 
 

@@ -15,7 +15,6 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.landing import Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
@@ -29,7 +28,7 @@ from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.tiering import Tiering
+from sapwood_worker.core.tiering import HostGround, Tiering
 from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput

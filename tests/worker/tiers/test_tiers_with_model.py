@@ -21,9 +21,9 @@ from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.core.event_loop import StepClock
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.step_clock import StepClock
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
 

@@ -6,8 +6,10 @@ import logging
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.settings.flags import service_flag
@@ -15,11 +17,9 @@ from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.operations import Operations
-from sapwood_worker.core.pending_grammars import PendingGrammars
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.step_clock import StepClock
 from sapwood_worker.core.tiering import Tiering, device_report
 from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
 from sapwood_worker.ipc.messages import (
@@ -43,8 +43,10 @@ from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.handoff_stages import reached
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.page_copies import LatePages
+from sapwood_worker.records.page_copies import CacheLoad, LatePages
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner
+from sapwood_worker.records.step import Step as PlannedStep
+from sapwood_worker.records.step_time import LoadTime, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -364,3 +366,108 @@ class EventLoop:
                 reached(
                     "ticket sent" if any(output.finish_reason == "handoff" for output in outputs) else "pages told of"
                 )
+
+
+# Requests whose grammar is being built: they are scheduled once it is there, and delay no other request.
+ItemT = TypeVar("ItemT")
+
+
+class PendingGrammars(Generic[ItemT]):
+    """Builds matchers in threads. The methods are called from one thread, the loop's.
+
+    Args:
+        backend: Makes them.
+        threads: How many matchers are built at a time.
+    """
+
+    def __init__(self, backend: GrammarBackend, threads: int = 2) -> None:
+        self._backend = backend
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._pending: dict[int, tuple[ItemT, Future[GrammarState]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def start(self, serial: int, item: ItemT, compiled: bytes, generated: Sequence[int]) -> None:
+        """Begins to build; :meth:`poll` gives ``item`` back with the result."""
+        self._pending[serial] = (item, self._threads.submit(self._backend.build, compiled, generated))
+
+    def abort(self, serial: int) -> bool:
+        """Forgets a request; returns whether it was here."""
+        found = self._pending.pop(serial, None)
+        if found is not None:
+            found[1].cancel()  # if it runs already, its matcher is dropped
+        return found is not None
+
+    def poll(self, wait_seconds: float) -> list[tuple[ItemT, GrammarState | SapwoodError]]:
+        """Items whose grammar is done since the last call, in the order of their start; waits at most so long for one."""
+        if wait_seconds:
+            wait([future for _, future in self._pending.values()], wait_seconds, FIRST_COMPLETED)
+        done = [serial for serial, (_, future) in self._pending.items() if future.done()]
+        results: list[tuple[ItemT, GrammarState | SapwoodError]] = []
+        for serial in done:
+            item, future = self._pending.pop(serial)
+            try:
+                results.append((item, future.result()))
+            except SapwoodError as error:
+                results.append((item, error))
+        return results
+
+
+# Measures how long steps take and when requests leave the queue; the front is told with the outputs.
+class StepClock:
+    """Life cycle of a step: :meth:`planned`, then :meth:`done`; :meth:`take` gives what was measured since the last call.
+
+    Args:
+        clock: Seconds, monotonic, the same in all processes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: set[int] = set()
+        self._times: list[StepTime] = []
+        self._current: deque[tuple[float, int, int, list[int], list[CacheLoad]]] = deque()
+
+    def submitted(self, serial: int) -> None:
+        """Notes that a request waits."""
+        self._waiting.add(serial)
+
+    def aborted(self, serial: int) -> None:
+        """Notes that a request will not run any more."""
+        self._waiting.discard(serial)
+
+    def planned(self, step: PlannedStep) -> None:
+        """Notes that a step begins. O(requests that enter with it), and a look at the others' numbers."""
+        started: list[int] = []
+        loads: list[CacheLoad] = []
+        prefill = decode = 0
+        for part in step.parts or (step,):
+            started += [entry.serial for entry in part.entries if entry.serial in self._waiting]
+            decodes = (part.starts > 0) & ((part.counts == 1) | (part.samples > 1))
+            prefill += len(part.token_ids) - int(part.counts[decodes].sum())
+            decode += int(decodes.sum())
+            loads += () if part.copies is None else part.copies.loads
+        self._waiting.difference_update(started)
+        self._current.append((self._clock(), prefill, decode, started, loads))
+
+    def done(self, load_seconds: float = 0.0, spared_tokens: int = 0) -> bool:
+        """Notes that the oldest unfinished step has ended; its loads took so many seconds, and so many tokens were not read.
+        Returns whether a request has begun with it."""
+        at, prefill, decode, started, loads = self._current.popleft()
+        times: list[LoadTime] = []
+        for load in loads:
+            if load.fetched:
+                times.append(LoadTime(load.serial, "storage", load.fetched, load.began, load.ended))
+            times.append(LoadTime(load.serial, "host", load.pages, at, at + load_seconds))
+        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times, spared_tokens))
+        return bool(started)
+
+    def failed(self) -> None:
+        """Drops all unfinished steps, which have failed."""
+        while self._current:
+            self.done()
+
+    def take(self) -> list[StepTime]:
+        """Removes and returns the steps that ended since the last call."""
+        times, self._times = self._times, []
+        return times

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 import msgspec
@@ -12,7 +12,6 @@ import msgspec
 from sapwood_common.errors import ConfigError
 from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.landing import Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import PageMover
@@ -28,15 +27,17 @@ from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.core.cache.handoff.wire import Way
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
-from sapwood_worker.core.cache.storage.record import handoff_namespace
+from sapwood_worker.core.cache.storage.record import handoff_namespace, take_good
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.peer_pages import OwnPool
+from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
@@ -343,3 +344,51 @@ def measure_token_seconds(config: WorkerConfig, runner: TieredRunner) -> float:
     counts = [info.num_pages, *(window.num_pages for window in info.windows)]
     longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)
     return measure_prefill(runner, info.page_size, counts, longest)
+
+
+# Host pages as the place where pulled pages go: what comes is checked byte by byte, and is a page of the second tier then.
+_BATCH = 16
+"""Few, so that a prompt of 1000 tokens is read by several at once; a connection carries 1 to 2 GB/s."""
+
+
+class HostGround:
+    """Implements :class:`~sapwood_worker.core.cache.handoff.pulls.Ground`.
+
+    Args:
+        host: The second tier's pages.
+        pool: Their memory.
+        fingerprint: What pages hold besides tokens.
+        mover: Reads.
+
+    Attributes:
+        batch, early_reads: As :class:`~sapwood_worker.core.cache.handoff.pulls.Ground` has it.
+        page_bytes: Bytes of a page's content.
+        parts: Counts what came of pages before all of their layers were computed.
+    """
+
+    batch, early_reads = _BATCH, 4
+
+    def __init__(self, host: HostPages, pool: HostPool, fingerprint: bytes, mover: PageMover) -> None:
+        self.page_bytes = pool.object_bytes
+        self.parts = mover.parts
+        self.num_pages = host.num_pages
+        self.reserve, self.written, self.abandon = host.reserve, host.written, host.abandon
+        self.pin, self.unpin = host.pin, host.unpin
+        self._host = host
+        self._pool = pool
+        self._namespace = fingerprint.hex()
+        self._mover = mover
+
+    def writable(self, entries: Sequence[HostPage]) -> bool:
+        """Always: nothing that uses a host page lets go of it before it has ended."""
+        return True
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
+        """Reads pages of a ticket; returns which are what it says. Called from several threads."""
+        with self._pool.arriving([entry.page for entry in entries]) as records:
+            read = self._mover.read(ticket, indices, records)
+            return take_good(self._pool, entries, read, records, self._namespace)
+
+    def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
+        """A request waits no longer; returns whether all that it wanted is there."""
+        return len(self._host.match(wanted)) == len(wanted)

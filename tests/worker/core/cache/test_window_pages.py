@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.runner.memory.page_counts import plan_pages
+from sapwood_worker.model.runner.memory.pool_builder import plan_pages
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout, WindowGroup
 from sapwood_worker.records.step import ModelOutput, Step
 

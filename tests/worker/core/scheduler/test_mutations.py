@@ -47,7 +47,7 @@ MUTATIONS = [
     Mutation("core/cache/radix_tree.py", "                self._offer(parent)\n", ""),
     # A decode needs a page as soon as the last one is full.
     Mutation(
-        "core/scheduler/running/running_plan.py",
+        "core/scheduler/scheduler.py",
         "while (known > request.capacity or",
         "while (known > request.capacity + 1 or",
     ),
@@ -74,7 +74,7 @@ MUTATIONS = [
         "return False",
     ),
     # What has a deadline ends by it.
-    Mutation("core/scheduler/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
+    Mutation("core/scheduler/lifecycle.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
     # What leaves the queue is not counted in it.
     Mutation("core/scheduler/waiting/waiting_queue.py", "        self.num_tokens -= tokens\n", ""),
     # What was right of a draft is computed, what was wrong is not.

@@ -24,8 +24,7 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.convert import to_sampling
 from sapwood_worker.front.served_model import ServedModel
 from sapwood_worker.front.sglang.convert import to_generate
-from sapwood_worker.front.sglang.service import SglangService
-from sapwood_worker.front.sglang.tokenizer_bundle import tokenizer_bundle
+from sapwood_worker.front.sglang.service import SglangService, tokenizer_bundle
 from sapwood_worker.records.model_info import ModelInfo
 
 FLAGS = ("--sglang", "--num-pages", "512")

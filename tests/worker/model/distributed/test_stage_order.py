@@ -20,7 +20,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.side_queue import SideQueue
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.pipeline.stage_link import StageLink
-from sapwood_worker.model.runner.deferred_steps import DeferredSteps
+from sapwood_worker.model.runner.model_runner import DeferredSteps
 from sapwood_worker.records.step import CompletedStep, DeferredStep, LaunchedStep, ModelOutput, Step
 
 LAYERS, TAIL, SENT, HOST = 1.0, 0.05, 0.01, 0.4

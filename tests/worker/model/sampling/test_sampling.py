@@ -12,7 +12,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.sampling.random_numbers import uniform
 from sapwood_worker.model.sampling.row_settings import RowSettings
-from sapwood_worker.model.sampling.sampler import sample
+from sapwood_worker.model.sampling.token_sampler import sample
 
 OPS = device_ops("cpu")
 

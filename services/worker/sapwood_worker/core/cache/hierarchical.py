@@ -22,17 +22,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sapwood_worker.core.cache.handoff.adopted_pages import AdoptedPages
-from sapwood_worker.core.cache.handoff.filled_pages import ChunkPages, FilledPages
 from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
-from sapwood_worker.core.cache.host.host_stores import HostStores
+from sapwood_worker.core.cache.host.host_stores import Batch, HostStores
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.lower_tiers import TierCounters
 from sapwood_worker.core.cache.page_key import PageChain, PageName
@@ -370,3 +368,103 @@ def _load_copy(loads: Sequence[tuple[PageIds, list[HostPage]]]) -> PageCopy | No
     device, *windows = np.concatenate([pages for pages, _ in loads], 1)
     host = np.array([entry.page for _, entries in loads for entry in entries], np.int32)
     return PageCopy(NOT_REPORTED, device, host, tuple(windows))
+
+
+# Pulled pages that are cached on the device and not stored yet: some with each step, and none with the one that begins their
+# request. To launch all of their copies at once would keep its first token waiting, and those that others wait for.
+_A_STEP = 64
+
+
+class AdoptedPages:
+    """The pages.
+
+    Attributes:
+        pages: By page whether it came after the last step was planned; in their order.
+    """
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bool] = {}
+
+    def add(self, pages: PageIds) -> None:
+        """Pages have come."""
+        self.pages.update(dict.fromkeys(pages.tolist(), True))
+
+    def forget(self, pages: PageIds) -> None:
+        """Pages are about to be given to another owner."""
+        for page in pages.tolist() if self.pages else ():
+            self.pages.pop(page, None)
+
+    def take(self) -> PageIds:
+        """Removes and returns what is to be stored with the coming step."""
+        due = np.array([page for page, new in self.pages.items() if not new][:_A_STEP], np.int32)
+        self.pages = dict.fromkeys(self.pages, False)
+        self.forget(due)
+        return due
+
+
+# Pages that a step fills of prompts that are handed off. They go to the second tier while the step computes, layer by layer, and
+# other workers read them there.
+#
+# To name the pages and to find room for them takes milliseconds. It is done when the step has been launched, so that the device
+# does not wait for it.
+class ChunkPages(NamedTuple):
+    """Pages of one prompt.
+
+    Attributes:
+        serial: The request.
+        chain: The names of its pages so far.
+        prompt: All of its tokens.
+        first: The first of these pages.
+        pages: int32 [1 + windows, n]: all of them on the device.
+    """
+
+    serial: int
+    chain: PageChain
+    prompt: array[int]
+    first: int
+    pages: PageIds
+
+
+class FilledPages:
+    """Implements :class:`~sapwood_worker.records.page_copies.LatePages`.
+
+    Args:
+        host: The second tier.
+        stores: The copies to it.
+        leases: Offers the pages to other workers.
+
+    Attributes:
+        chosen: The copy of all pages that found room; None: of none, or none yet.
+    """
+
+    def __init__(self, host: HostPages, stores: HostStores, leases: HandoffLeases) -> None:
+        self._host = host
+        self._stores = stores
+        self._leases = leases
+        self._chunks: list[ChunkPages] = []
+        self._taken = False
+        self.chosen: PageCopy | None = None
+
+    def add(self, chunk: ChunkPages) -> None:
+        """Adds pages of one more prompt."""
+        self._chunks.append(chunk)
+
+    def take(self) -> PageCopy | None:
+        if not self._taken:
+            self._taken = True
+            self.chosen = self._store()
+            self._chunks = []
+        return self.chosen
+
+    def _store(self) -> PageCopy | None:
+        batch = Batch()
+        for serial, chain, prompt, first, pages in self._chunks:
+            chain.extend(prompt, len(prompt))
+            self._leases.offer_pages(serial, chain.keys)
+            names = chain.pages[first : first + pages.shape[1]]
+            place = {name.key: index for index, name in enumerate(names)}
+            for entry in self._host.reserve(names):
+                page, *windows = pages[:, place[entry.key]].tolist()
+                entry.coming = True
+                self._stores.add(batch, entry, page, windows)
+        return self._stores.begin(batch)

@@ -5,14 +5,14 @@ Complexity: O(1), and a lookup in the cache's third tier when a request comes, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Container
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.completion import end_output, may_jump, stop_tokens
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.deadlines import Deadlines
 from sapwood_worker.core.scheduler.handoffs import Handoffs
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
@@ -152,3 +152,32 @@ class Lifecycle:
             request.grammar.close()
         self._fairness.ended(request.tenant)
         del self.requests[request.serial]
+
+
+# When waiting and running requests must end: a heap, with entries of ended requests dropped as they come up.
+#
+# O(log n) for each request. Bound: when entries of ended requests outnumber the others, the heap is built anew.
+_LEAST = 64
+
+
+class Deadlines:
+    """Deadlines by serial."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._rebuild_at = _LEAST
+
+    def add(self, serial: int, deadline: float, unfinished: Container[int]) -> None:
+        """Notes a deadline; ``unfinished`` are the serials of requests that have not ended."""
+        if len(self._heap) >= self._rebuild_at:
+            self._heap = [entry for entry in self._heap if entry[1] in unfinished]
+            heapq.heapify(self._heap)
+            self._rebuild_at = max(_LEAST, 2 * len(self._heap))
+        heapq.heappush(self._heap, (deadline, serial))
+
+    def passed(self, now: float) -> list[int]:
+        """Takes out and returns the serials whose deadline has passed, the earliest first; some may have ended before."""
+        passed: list[int] = []
+        while self._heap and self._heap[0][0] <= now:
+            passed.append(heapq.heappop(self._heap)[1])
+        return passed

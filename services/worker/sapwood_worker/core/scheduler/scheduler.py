@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
@@ -26,7 +28,6 @@ from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.consistency import check_requests
 from sapwood_worker.core.scheduler.handoffs import Handoffs
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
 from sapwood_worker.core.scheduler.load_meter import Demand, measure_demand, measure_load
@@ -35,12 +36,15 @@ from sapwood_worker.core.scheduler.running.lanes import Lanes
 from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
 from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
-from sapwood_worker.core.scheduler.running.running_plan import plan_running
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
 from sapwood_worker.core.scheduler.running.step_pace import StepPace
+from sapwood_worker.core.scheduler.speculation.draft_pages import DraftPages
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
-from sapwood_worker.core.scheduler.speculation.factory import make_speculation
-from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
+from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel, ModelDrafter
+from sapwood_worker.core.scheduler.speculation.prefix_drafter import PrefixDrafter
+from sapwood_worker.core.scheduler.speculation.speculation import FEWEST_POSITIONS, Speculation
+from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
+from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.step_results import StepResults
 from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
@@ -416,3 +420,124 @@ class Scheduler:
             while self._retract_all and self._running.requests:
                 self._retraction.put_back(self._running.requests[-1], self._steps)
             self._retract_all = False
+
+
+# Checks of the queue and the batch against each other, request by request; for tests. O(requests).
+def check_requests(
+    requests: Mapping[int, Request], waiting: WaitingQueue, running: RunningBatch, in_flight: Sequence[StepInFlight]
+) -> None:
+    """Compares all unfinished requests, by serial, with where they are.
+
+    Raises:
+        AssertionError: One is nowhere or in two places, in a wrong state, or miscounted.
+    """
+    found: set[Request] = set()
+    tokens = 0
+    for request in waiting:
+        assert request.state is RequestState.WAITING and request.slot < 0
+        tokens += request.remaining
+        found.add(request)
+    assert tokens == waiting.num_tokens and len(found) == len(waiting), "the queue is miscounted"
+    rank: tuple[int, int] | None = None
+    flights = Counter(request.serial for step in in_flight for request in step.requests)
+    for request in running.requests:
+        assert rank is None or rank <= request.rank, "what runs is not in order"
+        rank = request.rank
+        assert request.state is RequestState.RUNNING and request.slot >= 0
+        assert request.in_flight == flights[request.serial], "steps in flight are miscounted"
+        assert request.in_flight or (request.planned == request.computed and not request.unknown)
+        assert request.in_flight or not request.over, "a request is over, but still there"
+        assert request.planned <= request.capacity == running.capacity(request), "tokens without a page"
+        assert request.planned <= request.reach, "tokens without a page of a window"
+        found.add(request)
+    assert len(found) == len(waiting) + len(running), "a request is in two places"
+    assert found == set(requests.values()), "a request is nowhere"
+
+
+# What the running requests do in a step: decode, or compute more of their known tokens. O(running).
+class RunningPlan(NamedTuple):
+    """Running requests by rank: those that decode one token; those with one prompt token left, or back in the batch with only one
+    token to compute; those with more left, of which some may have been retracted meanwhile.
+    """
+
+    decodes: list[Request]
+    last_tokens: list[Request]
+    unfinished: list[Request]
+
+
+def plan_running(
+    running: RunningBatch, retraction: Retraction, step: int, lanes: Lanes, *, in_flight: bool
+) -> RunningPlan | None:
+    """Gives each running request pages for its known tokens, retracting the last in rank if need be.
+
+    Args:
+        running: The batch. Mutated.
+        retraction: Makes room. It takes the last by rank, which is none of those that are in the step so far.
+        step: The number of the step being planned.
+        lanes: How steps in flight share the requests.
+        in_flight: Whether another step is in flight.
+
+    Returns:
+        None if a request would have to be retracted that the step in flight may compute.
+    """
+    decodes: list[Request] = []
+    last_tokens: list[Request] = []
+    unfinished: list[Request] = []
+    shares = lanes.shares(len(running.requests))
+    most = -(-len(running.requests) // shares)
+    for request in tuple(running.requests):
+        known = len(request.token_ids) + request.unknown
+        left = known - request.planned
+        if left <= 0 or request.over or request.slot < 0:
+            continue
+        decoding = left == 1 and request.planned >= request.prompt_length and not request.enters
+        if lanes.holds_back(request, step, shares) or (decoding and len(decodes) == most):
+            continue
+        if request.unknown and (request.hands_off or known >= request.max_length):
+            continue  # the token that is in flight is the request's last
+        while (known > request.capacity or request.planned >= request.reach) and not running.make_room(request, known):
+            if in_flight:
+                return None
+            retraction.for_pages(step)
+            if request.slot < 0:
+                break
+        else:
+            if left > 1:
+                unfinished.append(request)
+            elif decoding:
+                decodes.append(request)
+            else:
+                last_tokens.append(request)
+    return RunningPlan(decodes, last_tokens, unfinished)
+
+
+# Makes what plans drafts, as a scheduler's configuration asks for it.
+def make_speculation(
+    config: SchedulerConfig,
+    drafter: Drafter | DraftModel | None,
+    cache: PrefixCache,
+    running: RunningBatch,
+    table: PageTable,
+    ledger: PageAllocator,
+) -> Speculation | None:
+    """What plans the drafts of a scheduler's steps; None: nothing is drafted.
+
+    Args:
+        config: The scheduler's.
+        drafter: Makes the drafts, or the model that does; None: they are made from the prefix cache and what a request holds.
+        cache: The prefix cache.
+        running: The running requests.
+        table: The page table.
+        ledger: Whose pages stand in it.
+    """
+    alone = drafter is None and config.speculate == "auto"
+    if config.speculate == "off" or (alone and config.lanes > 1):  # a draft takes the lanes away, which bring more
+        return None
+    if drafter is None:
+        drafter = PrefixDrafter(lambda request: cache.continuation(request.slot, request.token_ids))
+    elif isinstance(drafter, DraftModel):
+        drafter = ModelDrafter(drafter, DraftPages(table, ledger, config.page_size))
+    positions = min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)
+    costs = StepCosts() if config.speculate == "auto" else None
+    room = partial(running.draftable, further=drafter.computes)
+    return Speculation(drafter, positions, costs, room)

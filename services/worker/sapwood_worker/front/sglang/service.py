@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 import time
+import zipfile
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -28,7 +30,6 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.service import WorkerService
 from sapwood_worker.front.sglang.convert import Answers, to_embed, to_generate, to_kv_batch
-from sapwood_worker.front.sglang.tokenizer_bundle import tokenizer_bundle
 
 SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 UNCOUNTED = frozenset({f"/{SERVICE}/SubscribeKvEvents"})
@@ -257,3 +258,40 @@ def add_to(
 
 def _own_version() -> str:
     return f"sapwood {version('sapwood')}"
+
+
+# A model's tokenizer files as one archive, for gateways that do not have the model's folder.
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_SAME_DATE = (1980, 1, 1, 0, 0, 0)
+
+
+def tokenizer_bundle(folder: Path) -> bytes:
+    """The tokenizer files of a folder, zipped; equal files give equal bytes.
+
+    Reads and packs megabytes: not for an event loop.
+
+    Raises:
+        UnimplementedError: It is one file, or has no tokenizer.
+    """
+    files = [folder / name for name in _FILES if (folder / name).is_file()]
+    if not any(file.name.startswith("tokenizer.") for file in files):
+        raise UnimplementedError(
+            f"{folder.name} has no tokenizer files for gateways: give the worker --sglang-tokenizer"
+        )
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        for file in files:
+            packed.writestr(zipfile.ZipInfo(file.name, _SAME_DATE), file.read_bytes(), zipfile.ZIP_DEFLATED)
+    return archive.getvalue()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.expert_exchange import ExpertExchange
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.own_rows import OwnRows, PartialSums
-from sapwood_worker.model.distributed.stages import split_layers
 from sapwood_worker.model.weight_slot import Span, whole
 from sapwood_worker.settings.names import DispatchName
 
@@ -137,3 +137,30 @@ class Parallel:
         each = -(-count // self.tp.size)
         start = min(self.tp.rank * each, count)
         return Span(start, min(each, count - start), count)
+
+
+# Which layers each stage of a pipeline has.
+def split_layers(costs: Sequence[int], stages: int) -> list[range]:
+    """Neighbouring layers for each stage, at least one, so that the dearest stage is as cheap as it can be. O(layers^2 * stages).
+
+    Args:
+        costs: What each layer costs; at least as many as stages.
+        stages: How many stages there are.
+    """
+    before = [0, *accumulate(costs)]
+    count = len(costs)
+    # For the first n layers: what the dearest stage costs, and where the last one begins.
+    best: list[tuple[int, int]] = [(before[n], 0) for n in range(count + 1)]
+    starts: list[list[int]] = []
+    for stage in range(1, stages):
+        best = [
+            min((max(best[start][0], before[n] - before[start]), start) for start in range(stage, n))
+            if n > stage
+            else best[n]
+            for n in range(count + 1)
+        ]
+        starts.append([start for _, start in best])
+    ends = [count]
+    for each in reversed(starts):
+        ends.append(each[ends[-1]])
+    return [range(start, end) for start, end in pairwise([0, *reversed(ends)])]

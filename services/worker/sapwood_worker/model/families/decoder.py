@@ -9,13 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.pipeline.stage_link import StageLink
 from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from sapwood_worker.model.layers.joined_mlp import JoinedMLP
 from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
@@ -347,3 +348,29 @@ class DecoderModel(Layer):
     def _last(self, hidden: Tensor) -> Tensor:
         """What the last stage has of it."""
         return hidden if self.link.alone else self.link.spread(hidden)
+
+
+# An MLP that ranks with rows of their own compute together.
+class JoinedMLP(Layer):
+    """All ranks' rows go to all ranks; each computes its part of the MLP for all of them, and gets the sum for its own.
+
+    Args:
+        mlp: The MLP, of which ranks keep their parts of the sum.
+        rows: What each rank has.
+        ops: The device's operations.
+    """
+
+    def __init__(self, mlp: GatedMLP | PlainMLP | SparseMLP, rows: OwnRows, ops: DeviceOps) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self._rows, self._ops = rows, ops
+
+    def forward(self, hidden: Tensor, norm: AnyNorm | None, residual: Tensor | None = None) -> Tensor:
+        """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
+        every = self._rows.gather(hidden)
+        self._ops.add_digest(every, self._rows.seen)
+        result = self._rows.scatter_sum(self.mlp(every, norm), len(hidden))
+        if residual is None:
+            return result
+        residual += result
+        return residual

@@ -30,6 +30,7 @@ from sapwood_worker.model.heads.mtp import load_mtp
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
+from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.drafts.draft_trial import drafted_before, try_checks
@@ -39,7 +40,6 @@ from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.lanes.lanes_trial import try_lanes
-from sapwood_worker.model.runner.memory.chosen_sizes import chosen_sizes
 from sapwood_worker.model.runner.memory.host_tier import build_host_pool
 from sapwood_worker.model.runner.memory.pool_builder import SCRATCH_PAGES, PoolBuilder
 from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial, plan_prompts
@@ -48,8 +48,48 @@ from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.overlap_trial import overlap_sums
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
-from sapwood_worker.records.kv_layout import WindowGroup
+from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
+from sapwood_worker.records.kv_layout import KVLayout, WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
+
+
+# The sizes of a runner, from its device and its model, the same on all ranks.
+def chosen_sizes(
+    options: RunnerOptions, config: ModelConfig, layout: KVLayout, device: torch.device, parallel: Parallel
+) -> Sizes:
+    """What runs at once. The weights are loaded: what is used of a GPU's memory is known.
+
+    Args:
+        options: What is given.
+        config: The model's.
+        layout: What a page holds on this rank.
+        device: This rank's.
+        parallel: The groups of ranks.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        facts = DeviceFacts("cuda", total, total - free)
+    else:
+        facts = DeviceFacts("cpu", memory_limit())
+    model = ModelFacts(
+        token_bytes=layout.page_bytes / options.page_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=-(-config.intermediate_size // parallel.tp.size),
+        context_length=config.max_position,
+    )
+    given = Given(
+        max_running=options.max_running,
+        max_step_tokens=options.max_step_tokens,
+        cache_tokens=None if options.num_pages is None else options.num_pages * options.page_size,
+        cache_bytes=options.kv_cache_bytes,
+        memory_fraction=options.memory_fraction,
+    )
+    # Ranks may find different amounts of memory: all take what the one with the least chose.
+    sizes = min(parallel.exchange(choose_sizes(facts, model, given), Sizes), key=lambda each: each.least)
+    for reason in sizes.reasons:
+        logger.info("%s", reason)
+    return sizes
+
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs

@@ -2,7 +2,7 @@
 
 The order: log probabilities are taken of the logits as the model gave them; then logit processors, grammar masks, allowed
 tokens, banned sequences, penalties, biases and the ban on early ends change them in place; then temperature and the filters of
-``sampler.py``.
+``sample``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.grammar.logit_masks import apply_masks
+from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
 from sapwood_worker.model.sampling.bans import AllowedTokens, BannedSequences
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
 from sapwood_worker.model.sampling.penalties import TokenCounts
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.processors import LogitProcessors
 from sapwood_worker.model.sampling.row_settings import RowSettings
-from sapwood_worker.model.sampling.sampler import sample
 from sapwood_worker.records.step import Entry, IntArray, Step
 
 
@@ -169,3 +168,49 @@ class TokenSampler:
 def _valid(tokens: Tensor, largest: Tensor) -> Tensor:
     # Two launches where isfinite() takes four.
     return torch.where(largest.abs() < float("inf"), tokens, -1)
+
+
+# Applies grammar masks to logits.
+def apply_masks(logits: Tensor, step: Step, ops: DeviceOps) -> None:
+    """Forbids, in place, what the grammars of a step's requests forbid. Waits until their masks are filled.
+
+    Args:
+        logits: float [R, V], one row for each position that the step samples.
+        step: The step.
+        ops: The operations of the logits' device.
+    """
+    if step.masks is None:
+        return
+    bitmask = ops.to_device(step.masks.result())
+    rows = None if len(step.masked) == len(logits) else ops.to_device(step.masked)
+    ops.forbid_tokens(logits, bitmask, rows)
+
+
+# Chooses the next token of every row at once.
+#
+# Order of the filters: temperature; top-k; top-p over what top-k left, renormalised; min-p relative to the likeliest token.
+# Each filter is a threshold on the probability, so tokens exactly as likely as the last one kept are kept too, and the
+# result does not depend on how a sort breaks ties.
+#
+# The token is then drawn by the row's random numbers, down a tree (``cpu_sampling``). Nothing in a row's result depends on
+# another row: it is a pure function of (seed, position, logits), and logits that are rounded a little otherwise seldom change it.
+#
+# How the draw is computed is the device's own: torch calls (``cpu_sampling`` of ``sapwood_kernels.sampling``), or one
+# kernel that does all of it without waiting for the host (``triton_sampling``).
+def sample(logits: Tensor, batch: SamplingBatch | None, ops: DeviceOps) -> tuple[Tensor, Tensor]:
+    """Samples each row.
+
+    Args:
+        logits: float32 [R, V]; not changed.
+        batch: Settings; None when all rows are greedy.
+        ops: The device's operations.
+
+    Returns:
+        Token ids, int64 [R], and each row's largest logit, float32 [R]. Where that is not finite the row holds a NaN, an
+        infinity or nothing to choose, and its token, in the vocabulary, means nothing.
+    """
+    largest, greedy = ops.row_max(logits)
+    if batch is None:
+        return greedy.clamp(min=0), largest
+    chosen = ops.sample_rows(logits, largest, batch)
+    return (chosen if batch.rows is None else greedy.clamp(min=0).index_copy_(0, batch.rows, chosen)), largest

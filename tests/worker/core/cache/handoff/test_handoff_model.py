@@ -16,13 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
-from sapwood_worker.core.cache.handoff.host_ground import HostGround
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
 from sapwood_worker.core.cache.handoff.pulls import NEWS_SECONDS, PATIENCE_SECONDS, Pulls
 from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.record import header_of, namespace_of
+from sapwood_worker.core.tiering import HostGround
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.records.handoff import HandoffTicket
 

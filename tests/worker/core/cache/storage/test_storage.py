@@ -17,8 +17,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
 from sapwood_worker.core.cache.page_key import PageChain, PageKey
 from sapwood_worker.core.cache.storage.backend import StorageError
-from sapwood_worker.core.cache.storage.breaker import CircuitBreaker
-from sapwood_worker.core.cache.storage.connection import NEVER
+from sapwood_worker.core.cache.storage.connection import NEVER, CircuitBreaker
 from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.file import FileStorage

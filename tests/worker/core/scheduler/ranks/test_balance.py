@@ -14,8 +14,13 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.load_meter import Demand
 from sapwood_worker.core.scheduler.ranks import planner as planner_module
-from sapwood_worker.core.scheduler.ranks.balance import CONTEXT_TOKENS, choose_rank, decode_work, prompt_tokens
-from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
+from sapwood_worker.core.scheduler.ranks.planner import (
+    CONTEXT_TOKENS,
+    RankPlanner,
+    choose_rank,
+    decode_work,
+    prompt_tokens,
+)
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.step import ModelOutput, Step

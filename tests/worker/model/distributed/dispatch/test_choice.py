@@ -13,7 +13,7 @@ from sapwood_kernels.experts.payload import RowShape, from_float8, to_float8
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed.dispatch import choice
-from sapwood_worker.model.distributed.dispatch.shared_rows import SharedRows
+from sapwood_worker.model.distributed.dispatch.choice import SharedRows
 from sapwood_worker.model.distributed.own_rows import OwnRows
 
 WIDTH, CHOSEN, EXPERTS = 152, 3, 12

@@ -24,13 +24,13 @@ from sapwood_testing.models.same_logits import tokens_of
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model import loader
-from sapwood_worker.model.checkpoint.fingerprint import sampled_fingerprint
 from sapwood_worker.model.checkpoint.gguf_made import made_tensors
 from sapwood_worker.model.checkpoint.gguf_numbers import expert_of
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.runner.identity import sampled_fingerprint
 
 TOKENS = tokens_of(41)
 compiled = pytest.mark.skipif(load_library() is None, reason="the kernel is not compiled: python hatch_build.py")

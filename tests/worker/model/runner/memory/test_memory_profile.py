@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
+from sapwood_worker.model.runner.memory.pool_builder import measure_pool_bytes
 
 GIB = 1 << 30
 DEVICE = torch.device("cuda")

@@ -1,4 +1,4 @@
-"""The receiving side of hand-offs: reads the pages of a ticket that this worker lacks into pages of its own (``host_ground.py``,
+"""The receiving side of hand-offs: reads the pages of a ticket that this worker lacks into pages of its own (``tiering.py``,
 ``landing.py``) while their request waits; announced pages even before it comes, while the source computes the rest.
 
 States of a request with a ticket::

@@ -1,7 +1,7 @@
 """Plans the steps of ranks that have requests of their own: of each step a part for every rank.
 
 Each rank has a scheduler, with rows, pages, prefix cache and tiers of its own; all are in this process, so what goes to which
-rank is decided in one place (``balance.py``). A new request goes to the rank that will have least to do with it, where what a
+rank is decided in one place (:func:`choose_rank`). A new request goes to the rank that will have least to do with it, where what a
 rank has cached of its prompt counts as done. A request that waits at one rank moves on to another that has room while nothing
 waits there. How far prompts are computed in a step is levelled over the ranks, since in each layer all wait for the one with most
 tokens.
@@ -10,19 +10,22 @@ tokens.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 
+from sapwood_common.contract.page_hash import HASH_BYTES
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks.balance import choose_rank, decode_work, prompt_tokens
-from sapwood_worker.core.scheduler.ranks.handoffs import RankHandoffs
-from sapwood_worker.core.scheduler.ranks.merged_events import MergedEvents
+from sapwood_worker.core.scheduler.handoffs import Handoffs
+from sapwood_worker.core.scheduler.load_meter import Demand
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.step_pace import StepPace
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.records.kv_events import KvEvent
+from sapwood_worker.records.handoff import HandoffTicket
+from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.records.load import Load, RankLoad, sum_loads
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, Step
@@ -264,3 +267,192 @@ def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
     """Whether a request begins sooner at another scheduler, where ``more`` tokens less are computed before it. One with a
     ticket does not: its pages are where it is."""
     return request.ticket is None and request.remaining - taker.cached_tokens(request) < more
+
+
+# Spreads work evenly over ranks that wait for each other in every layer: chooses the rank of a new request, and how many tokens
+# of prompts each rank computes in a step.
+#
+# Work is counted in tokens to compute. Every rank waits for the slowest, so the longest of their steps is what counts.
+CONTEXT_TOKENS = 512
+"""Attending to about so many cached tokens takes as long as computing one token (70B shapes and DeepSeek-V3's on an H200)."""
+_STEPS = 128
+"""Steps for which a request is expected to run: work that recurs in each step counts so many times."""
+_UNEVEN = 1.05
+"""How much longer than the mean the longest of the ranks' steps may be before prompts are held back."""
+
+
+def decode_work(demand: Demand) -> float:
+    """The work of a rank's running requests in a step in which all of them decode."""
+    return demand.rows + demand.context / CONTEXT_TOKENS
+
+
+def choose_rank(
+    demands: Sequence[Demand], waiting: Sequence[int], queued: Sequence[int], missing: Sequence[int]
+) -> int:
+    """The rank that has least to do once it has a new request; of equals the first.
+
+    Args:
+        demands: What each rank could compute in the next step.
+        waiting: Requests in each rank's queue.
+        queued: Tokens of prompts that each rank has not computed.
+        missing: The new request's tokens that each rank does not have in its cache.
+    """
+
+    def work(rank: int) -> float:
+        steady = decode_work(demands[rank]) + waiting[rank] + queued[rank] / CONTEXT_TOKENS
+        return queued[rank] + missing[rank] + _STEPS * steady
+
+    return min(range(len(demands)), key=work)
+
+
+def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
+    """How many tokens of prompts each rank computes in the next step, so that the ranks' steps take about equally long.
+
+    While one rank computes a prompt and the others only decode, all of their requests wait for it. So the prompt is held back for
+    about as many steps as there are requests that would wait, in the hope that other ranks get prompts too. Ranks with nothing
+    to do do not count. O(ranks).
+
+    Args:
+        demands: What each could.
+        most: Tokens of a rank's step at most.
+    """
+    if not any(demand.prompts for demand in demands):
+        return [0] * len(demands)
+    busy = [demand for demand in demands if demand.rows or demand.prompts]
+    decodes = [decode_work(demand) for demand in busy]
+    low = max(decodes, default=0.0)
+    high = low + most
+
+    def added(demand: Demand, decode: float, level: float) -> float:
+        return max(0.0, min(demand.prompts, level - decode, most - demand.rows))
+
+    def is_even(level: float) -> bool:
+        times = [decode + added(demand, decode, level) for demand, decode in zip(busy, decodes, strict=True)]
+        return max(times) * len(times) <= _UNEVEN * sum(times)
+
+    # The longest step over the mean only grows with the level: what ranks compute is a concave function of it.
+    while high - low > 1.0:
+        level = (low + high) / 2
+        low, high = (level, high) if is_even(level) else (low, level)
+    patience = max(1, sum(demand.rows for demand in demands))
+    found = []
+    for demand in demands:
+        least = min(-(-demand.prompts // patience), most - demand.rows)
+        found.append(int(max(added(demand, decode_work(demand), high), least)))
+    return found
+
+
+# Hand-offs of ranks that have requests of their own: each has its part, and pages are pulled where the request is to run.
+_MOST_PROMISED = 1024
+"""Requests that are likely to come whose rank is remembered; for an older one pages are read again."""
+
+
+class RankHandoffs:
+    """Does for several ranks what :class:`Handoffs` does for one.
+
+    Args:
+        ranks: Each rank's part.
+        choose: The rank for a request of whose tokens each rank lacks so many.
+    """
+
+    def __init__(self, ranks: Sequence[Handoffs], choose: Callable[[Sequence[int]], int]) -> None:
+        self._ranks = ranks
+        self._choose = choose
+        # By the transfer.
+        self._promised: dict[bytes, int] = {}
+
+    @property
+    def owes_tickets(self) -> bool:
+        """As :attr:`Handoffs.owes_tickets`."""
+        return any(each.owes_tickets for each in self._ranks)
+
+    def poll(self) -> list[RequestOutput]:
+        """As :meth:`Handoffs.poll`."""
+        return [output for each in self._ranks for output in each.poll()]
+
+    def tickets(self) -> list[RequestOutput]:
+        """As :meth:`Handoffs.tickets`."""
+        return [output for each in self._ranks for output in each.tickets()]
+
+    def keep(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
+        """As :meth:`Handoffs.keep`."""
+        for each in self._ranks:
+            each.keep(renewed, released)
+
+    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
+        """As :meth:`Handoffs.announced`, at the rank that is to have the request."""
+        rank = self._promised.get(ticket.transfer_id)
+        if rank is None:
+            if not prompt:  # its first announcement has been forgotten
+                return
+            while len(self._promised) >= _MOST_PROMISED:
+                del self._promised[next(iter(self._promised))]
+            rank = self._promised[ticket.transfer_id] = self._choose([len(prompt)] * len(self._ranks))
+        self._ranks[rank].announced(ticket, prompt, namespace)
+
+    def take_rank(self, ticket: HandoffTicket | None) -> int | None:
+        """The rank where the pages of a request that has come were pulled, and forgets it; None: at none."""
+        return None if ticket is None else self._promised.pop(ticket.transfer_id, None)
+
+
+# Merges the KV events of ranks that have a prefix cache each: a block is there as long as any of them has it.
+_Block = tuple[Medium, bytes]
+
+
+class MergedEvents:
+    """What each rank has, and what of that the others have too. O(blocks that change) times ranks; O(cached blocks) of memory.
+
+    Args:
+        ranks: Their number.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        # Parents stand before their children.
+        self._held: list[dict[_Block, None]] = [{} for _ in range(ranks)]
+
+    def merge(self, events: Sequence[Sequence[KvEvent]]) -> list[KvEvent]:
+        """What changes for all of them together.
+
+        Args:
+            events: Each rank's since the last call.
+        """
+        merged: list[KvEvent] = []
+        for rank, own in enumerate(events):
+            for event in own:
+                match event:
+                    case BlockStored():
+                        merged += self._stored(rank, event)
+                    case BlockRemoved(hashes, medium):
+                        merged += self._removed(rank, [(medium, each) for each in split_hashes(hashes)])
+                    case AllBlocksCleared():
+                        merged += self._removed(rank, list(self._held[rank])[::-1])
+        return merged
+
+    def _stored(self, rank: int, event: BlockStored) -> list[KvEvent]:
+        hashes = split_hashes(event.hashes)
+        size = len(event.token_ids) // len(hashes)
+        new = [not self._elsewhere(rank, (event.medium, each)) for each in hashes]
+        self._held[rank].update(dict.fromkeys((event.medium, each) for each in hashes))
+        found: list[KvEvent] = []
+        for is_new, run in groupby(range(len(hashes)), new.__getitem__):
+            places = list(run)
+            if is_new:
+                first, end = places[0], places[-1] + 1
+                parent = hashes[first - 1] if first else event.parent
+                blocks, tokens = slice(first * HASH_BYTES, end * HASH_BYTES), slice(first * size, end * size)
+                found.append(
+                    BlockStored(event.hashes[blocks], parent, event.token_ids[tokens], event.medium, event.lora)
+                )
+        return found
+
+    def _removed(self, rank: int, blocks: Sequence[_Block]) -> list[KvEvent]:
+        for block in blocks:
+            self._held[rank].pop(block, None)
+        gone = [block for block in blocks if not self._elsewhere(rank, block)]
+        return [
+            BlockRemoved(b"".join(each for _, each in run), medium)
+            for medium, run in groupby(gone, lambda block: block[0])
+        ]
+
+    def _elsewhere(self, rank: int, block: _Block) -> bool:
+        return any(block in held for other, held in enumerate(self._held) if other != rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,12 +11,53 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
-from sapwood_worker.model.runner.memory.device_tier import build_device_pool
-from sapwood_worker.model.runner.memory.memory_profile import measure_pool_bytes
-from sapwood_worker.model.runner.memory.page_counts import plan_pages
+from sapwood_worker.model.pools.host_pool import available_memory
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.model.sizes import Sizes
-from sapwood_worker.records.kv_layout import KVLayout
+from sapwood_worker.records.kv_layout import KVLayout, WindowGroup
+
+# How much of a GPU's memory is left for the KV cache: measured by a trial of the largest step, not guessed.
+logger = logging.getLogger(__name__)
+
+
+def measure_pool_bytes(device: torch.device, fraction: float, trial: Callable[[], int]) -> int:
+    """Bytes for the cache, so that with the weights and the largest step ``fraction`` of the device's memory is used.
+
+    Args:
+        device: A CUDA device, with the weights on it.
+        fraction: In (0, 1]; memory that other programs use counts as used.
+        trial: Computes the largest step with all of a runner's buffers and a small cache; returns that cache's bytes.
+
+    Raises:
+        ConfigError: No memory is left.
+    """
+    _release(device)
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    cache = trial()
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_reserved(device) - before - cache
+    _release(device)
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free
+    left = int(total * fraction) - used - step
+    logger.info(
+        "memory: %.1f of %.1f GiB used, %.1f for the largest step, %.1f for the KV cache",
+        used / _GIB, total / _GIB, step / _GIB, left / _GIB,
+    )  # fmt: skip
+    if left <= 0:
+        raise ConfigError(
+            f"--memory-fraction {fraction}: of {total / _GIB:.1f} GiB {used / _GIB:.1f} are used and a step needs "
+            f"{step / _GIB:.1f} more: nothing is left for the KV cache"
+        )
+    return left
+
+
+def _release(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+
 
 SCRATCH_PAGES = 1
 """Pages of a pool beyond those that the scheduler knows of: padding rows write there."""
@@ -96,3 +139,99 @@ class PoolBuilder:
             alone=not beside,
         )
         return tuple(map(min, zip(*self._parallel.exchange(own, tuple[int, ...]), strict=True)))
+
+
+# The KV cache on the device, if its memory is there.
+_GIB = 1 << 30
+
+
+def build_device_pool(
+    layout: KVLayout, counts: Sequence[int], device: torch.device, scales: KVScales | None
+) -> DevicePool:
+    """The pages.
+
+    Args:
+        layout: What a page holds.
+        counts: Pages of each group of the layout, the scratch page included.
+        device: Where they lie.
+        scales: The factors of a float8 pool.
+
+    Raises:
+        ConfigError: The device does not have that much memory free. A CPU would have it until the pages are written, and its
+            kernel would then end some process.
+    """
+    wanted = sum(count * layout.group_bytes(group) for group, count in enumerate(counts))
+    if device.type == "cpu" and wanted > (free := available_memory() or wanted):
+        raise _too_large(wanted, f"the {free / _GIB:.1f} GiB of memory that are free")
+    try:
+        return DevicePool(layout, counts, device, scales)
+    except torch.OutOfMemoryError:
+        raise _too_large(wanted, f"what is free of {device}") from None
+
+
+def _too_large(wanted: int, room: str) -> ConfigError:
+    return ConfigError(
+        f"the KV cache of {wanted / _GIB:.1f} GiB does not fit in {room}: give --kv-cache-gb or --num-pages less"
+    )
+
+
+# How the KV cache's memory is divided between layers that keep all tokens and layers that keep a window of them.
+_LONG = 16
+"""Unless there is memory for the windows of all requests that may run, it does for requests of so many times a window's pages."""
+
+
+def plan_pages(
+    layout: KVLayout,
+    num_pages: int | None,
+    memory: int,
+    max_running: int,
+    max_step_tokens: int,
+    *,
+    alone: bool = True,
+) -> tuple[int, ...]:
+    """The pages of each group of the layout.
+
+    The windows get pages for all requests that may run and for the prompts of two steps, if that leaves the others at least
+    ``_LONG`` times as many; never more than the others. Where no layer keeps anything in the first group's pages, the windows
+    have all the memory, and the others are ``_LONG`` times as many.
+
+    Args:
+        layout: The layout.
+        num_pages: Pages of the first group; None: as many as the memory holds.
+        memory: Bytes for all of them, unless ``num_pages`` is given.
+        max_running: Most requests that run at once.
+        max_step_tokens: Most tokens of a step.
+        alone: Whether no other model keeps something for each page of the first group.
+
+    Raises:
+        ConfigError: A window's pages would not do for a single request.
+    """
+    groups = range(1, len(layout.groups))
+    bytes_of = [layout.group_bytes(group) for group in (0, *groups)]
+    computed = 2 * -(-max_step_tokens // layout.page_size)
+    wanted = [max_running * WindowGroup(layout.reach(group), 0).least(layout.page_size) + computed for group in groups]
+    if num_pages is None and not bytes_of[0]:  # all layers have windows, perhaps those of a pipeline's stage only
+        even = memory // layout.page_bytes
+        num_pages, windows = even * (_LONG if alone else 1), [even] * len(wanted)
+    elif num_pages is None:
+        even = memory // layout.page_bytes
+        # As many as a first group _LONG times as large leaves room for.
+        most = memory // (sum(bytes_of[1:]) + _LONG * bytes_of[0]) if wanted else 0
+        windows = [
+            min(even, each, max(most, _least(layout, group))) for group, each in zip(groups, wanted, strict=True)
+        ]
+        left = memory - sum(count * size for count, size in zip(windows, bytes_of[1:], strict=True))
+        num_pages = left // bytes_of[0]
+    else:
+        windows = [min(num_pages, each) for each in wanted]
+    for group, count in zip(groups, windows, strict=True):
+        if count < min(_least(layout, group), num_pages):
+            raise ConfigError(
+                f"the KV cache holds {count} pages of {layout.page_size} tokens for layers that see {layout.groups[group]} "
+                f"tokens, fewer than the {_least(layout, group)} that a request needs: give it more memory"
+            )
+    return (num_pages, *windows)
+
+
+def _least(layout: KVLayout, group: int) -> int:
+    return WindowGroup(layout.reach(group), 0).least(layout.page_size)

@@ -1,8 +1,8 @@
 """Plans the steps of ranks that have requests of their own: of each step a part for every rank.
 
 Each rank has a scheduler, with rows, pages, prefix cache and tiers of its own; all are in this process, so what goes to which
-rank is decided in one place (:func:`choose_rank`). A new request goes to the rank that will have least to do with it, where what a
-rank has cached of its prompt counts as done. A request that waits at one rank moves on to another that has room while nothing
+rank is decided in one place (:func:`choose_rank`). A new request goes to the rank that will have least to do with it, where what
+a rank has cached of its prompt counts as done. A request that waits at one rank moves on to another that has room while nothing
 waits there. How far prompts are computed in a step is levelled over the ranks, since in each layer all wait for the one with most
 tokens.
 """

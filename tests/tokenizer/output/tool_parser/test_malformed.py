@@ -98,6 +98,7 @@ EXAMPLES = [
         [("weather", '{"city": "it"}'), ("weather", '{"city": "a \\"b\\" c", "days": 1}')],
     ),
     ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}\n`q`<｜tool▁call▁end｜>", "`q`", [("f", "{}")]),
+    ("qwen3_coder", "<tool_cal>\n<functio>\n</function>\nso", "<tool_cal>\n<functio>\n\nso", []),
     ("pythonic", "[weather(city='a\\\n[b]')]", "", [("weather", '{"city": "a[b]"}')]),
     (
         "pythonic",

@@ -171,7 +171,9 @@ class _Machine:
         )
         ends = [f"</{word}>" for word in (*form.value_ends, form.call_end)]
         self._section_marks = (
-            self._text_marks if form.prefix or form.keyed else Markers(*self._text_marks.literals, *ends)
+            self._text_marks
+            if form.prefix or form.keyed
+            else Markers(*dict.fromkeys([*self._text_marks.literals, *ends]))
         )
         self._marks = Markers(_CLOSE, form.parameter, *self._openers)
         self._unclosed = 0  # how many looks for the end of an example came to the end of the output

@@ -15,7 +15,7 @@ QWEN3_CODER = TaggedForm(
     call_end="function",
     section_ends=("tool_call",),
     trims_line=True,
-    strays=("<parameter=",),
+    strays=("<parameter=", "</function>"),
 ).family("qwen3_coder")
 """Qwen3-Coder: ``<tool_call><function=f><parameter=k>v</parameter></function></tool_call>``, tags on lines of their own.
 

@@ -31,6 +31,7 @@ class EmbedOptions(TypedDict, total=False):
         normalize: Whether each vector has length 1.
         dimensions: Cuts each vector to so many numbers, where the model's files say that they may be cut.
         truncate_prompt_tokens: Cuts longer inputs to so many tokens; -1: to what the context holds.
+        prompt_name: The prompt of the model's files that goes before each text; "": none.
     """
 
     model: str | None
@@ -38,6 +39,7 @@ class EmbedOptions(TypedDict, total=False):
     normalize: bool | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
+    prompt_name: str | None
 
 
 def build_embed_request(

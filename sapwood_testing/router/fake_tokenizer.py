@@ -12,6 +12,7 @@ import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, PromptTooLongError
+from sapwood_common.models.prompts import Prompts
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
@@ -59,6 +60,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.reasoning_parser = REASONING_PARSER
         """What GetInfo says fits the model."""
         self.hides_tools = False
+        self.prompts = Prompts()
         self.joins_pairs = True
         """Whether it says how, as older ones do not."""
         self.reasoning_open: bool | None = None
@@ -204,6 +206,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
             hides_tools=self.hides_tools,
+            prompts=self.prompts.texts,
+            default_prompt_name=self.prompts.default,
             pair=tokenizer_pb2.PairTemplate(before=[BOS], between=[EOS], after=[EOS]) if self.joins_pairs else None,
         )
 

@@ -8,6 +8,7 @@ import pytest
 
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import UnavailableError
+from sapwood_common.models.prompts import Prompts
 from sapwood_testing.router.fake_tokenizer import encode
 
 PATH = "/v1/embeddings"
@@ -38,6 +39,26 @@ async def test_extensions_reach_the_worker(cluster) -> None:
     (call,) = [call.request for worker in cluster.workers for call in worker.embed_calls]
     assert (call.pooling, call.normalize, call.HasField("normalize")) == (worker_pb2.POOLING_CLS, False, True)
     assert call.request_id == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("given", "before"),
+    [({}, "d: "), ({"prompt_name": "query"}, "q: "), ({"prompt_name": ""}, ""), ({"prompt_name": None}, "d: ")],
+)
+async def test_the_prompt_that_the_models_files_name_goes_before_each_text(cluster, given, before) -> None:
+    cluster.tokenizer.prompts = Prompts({"query": "q: ", "document": "d: "}, "document")
+    wanted = [vector(encode(before + text)) for text in ("a", "bc")]
+    answer = await cluster.http.post(PATH, json={"input": ["a", "bc"], **given})
+    assert [item["embedding"] for item in answer.json()["data"]] == wanted
+    assert (await cluster.http.post("/embed", json={"inputs": ["a", "bc"], **given})).json() == wanted
+    found = await cluster.stub.Embed(
+        router_pb2.RouterEmbedRequest(input=[router_pb2.EmbedInput(text=text) for text in ("a", "bc")], **given)
+    )
+    assert [list(each.values) for each in found.embeddings] == wanted
+    tokens = await cluster.http.post(PATH, json={"input": [5, 6], **given})
+    assert tokens.json()["data"][0]["embedding"] == [2, 5, 6]
+    refused = await cluster.http.post(PATH, json={"input": "a", "prompt_name": "other"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_name")
 
 
 WRONG = [

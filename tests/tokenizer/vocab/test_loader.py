@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_common.models.prompts import Prompts
 from sapwood_tokenizer.template.chat_template import ChatTemplate
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
@@ -91,6 +92,21 @@ def test_an_end_id_that_is_no_token_is_named_with_file_and_key(directory: Path, 
     with caplog.at_level(logging.WARNING):
         assert load_tokenizer(directory).eos_token_ids == (1,)
     assert f"{directory / file}: eos_token_id: 9999" in caplog.text
+
+
+def test_prompts_of_sentence_transformers_are_read(directory: Path) -> None:
+    assert load_tokenizer(directory).prompts == Prompts()
+    file = directory / "config_sentence_transformers.json"
+    file.write_text(json.dumps({"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"}))
+    assert load_tokenizer(directory).prompts == Prompts({"query": "q: ", "document": ""}, "query")
+    for wrong, name in (
+        ({"prompts": {"a": "b"}, "default_prompt_name": "c"}, "default_prompt_name"),
+        ({"prompts": {"a": 1}}, "prompts"),
+        ({"prompts": ["a"]}, "prompts"),
+    ):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=rf"config_sentence_transformers\.json: {name}"):
+            load_tokenizer(directory)
 
 
 def test_a_template_that_is_not_utf8_is_named(directory: Path) -> None:

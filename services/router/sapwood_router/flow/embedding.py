@@ -27,6 +27,7 @@ from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.observe.spans import CLASSIFICATION, EMBEDDINGS, asked_to_embed, embedded, span_name
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.validation import check_token_ids, check_truncation
+from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
 
@@ -119,6 +120,8 @@ class Embedder:
             most_tokens = partial(self._shared.registry.context_length, served.model)
         encoded: Iterator[list[int]] = iter(())
         if texts:
+            before = "" if request.classifies else await _prompt(client, request)
+            texts = [before + text if text else text for text in texts]
             own = request.request_id, request.deadline, salt
             encoded = map(list, await client.encode_texts(texts, *own, most_tokens=most_tokens))
         pairs = [item for item in request.inputs if isinstance(item, TextPair)]
@@ -150,6 +153,22 @@ class Embedder:
             raise DeadlineExceededError("the deadline passed") from None
         finally:
             attempts.close()
+
+
+async def _prompt(client: TokenizerClient, request: EmbedRequest) -> str:
+    """The text to put before each that is embedded.
+
+    Raises:
+        InvalidArgumentError: The model has no prompt of the request's name.
+    """
+    if request.prompt_name == "":
+        return ""
+    prompts = (await client.info(request.request_id, request.deadline)).prompts
+    name = prompts.default if request.prompt_name is None else request.prompt_name
+    if name and name not in prompts.texts:
+        known = ", ".join(sorted(prompts.texts)) or "none"
+        raise InvalidArgumentError(f"the model has no prompt {name!r}; it has {known}", field="prompt_name")
+    return prompts.texts.get(name, "")
 
 
 def _cost(item: str | list[int] | TextPair) -> int:

@@ -30,6 +30,7 @@ class EmbedRequest:
         normalize: Whether each vector is to have length 1; None for the worker's default.
         dimensions: How many numbers the client expects; None does not care.
         max_tokens: Longer inputs are cut to so many; -1: to what the context holds; None: as the model's files say.
+        prompt_name: The prompt of the model's files that goes before each text; "": none; None: the files' default.
         deadline: On the event loop's clock.
         caller: Who asks.
         classifies: Whether the logits of the model's labels are wanted; pooling, normalize and dimensions are None then.
@@ -44,6 +45,7 @@ class EmbedRequest:
     pooling: str | None = None
     normalize: bool | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
     caller: Caller = NOBODY
     classifies: bool = False
 

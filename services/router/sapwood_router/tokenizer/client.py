@@ -12,6 +12,7 @@ import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, PromptTooLongError, UnavailableError
+from sapwood_common.models.prompts import NO_PROMPTS, Prompts
 from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_common.pacing.steps import Steps, in_turns
 from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
@@ -69,6 +70,7 @@ class TokenizerInfo:
         max_text_bytes: Bytes of the longest text or conversation that it encodes; 0: it does not say.
         hides_tools: Whether its chat template does not show tools to the model.
         template_variables: What requests may set in its chat template to an effect.
+        prompts: Texts that go before those to embed.
     """
 
     vocab_size: int
@@ -78,6 +80,7 @@ class TokenizerInfo:
     max_text_bytes: int
     hides_tools: bool
     template_variables: frozenset[str] = frozenset()
+    prompts: Prompts = NO_PROMPTS
 
 
 class TokenizerClient:
@@ -273,6 +276,7 @@ class TokenizerClient:
             answer.max_text_bytes,
             answer.hides_tools,
             frozenset(answer.template_variables),
+            Prompts(dict(answer.prompts), answer.default_prompt_name),
         )
         return self._info
 

@@ -260,6 +260,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             max_text_bytes=self._limits.max_text_bytes,
             hides_tools=self._renderer is not None and not self._renderer.shows_tools,
             template_variables=() if self._renderer is None else self._renderer.variables,
+            prompts=loaded.prompts.texts,
+            default_prompt_name=loaded.prompts.default,
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

@@ -19,6 +19,7 @@ from sapwood_common.models.end_tokens import end_ids
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.model_files import model_name, resolve_model
 from sapwood_common.models.progress import logged
+from sapwood_common.models.prompts import NO_PROMPTS, Prompts, read_prompts
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.special_tokens import token_text
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
@@ -52,6 +53,7 @@ class LoadedTokenizer:
         template_origin: The template's file.
         special_tokens: Names that chat templates use (``bos_token``, ``eos_token``, ...), with their text.
         only_encodes: Whether nothing is ever decoded with it: its model makes embeddings.
+        prompts: Texts that go before those to embed.
     """
 
     tokenizer: Tokenizer
@@ -64,6 +66,7 @@ class LoadedTokenizer:
     template_origin: str
     special_tokens: dict[str, str]
     only_encodes: bool = False
+    prompts: Prompts = NO_PROMPTS
 
 
 def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
@@ -174,7 +177,11 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     loaded = _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, size)
-    return replace(loaded, only_encodes=_only_encodes(tokenizer, model.get("architectures")))
+    return replace(
+        loaded,
+        only_encodes=_only_encodes(tokenizer, model.get("architectures")),
+        prompts=read_prompts(directory / "config_sentence_transformers.json"),
+    )
 
 
 def _end_ids_of_model(directory: Path, generation: dict[str, Any], model: dict[str, Any], size: int) -> list[int]:

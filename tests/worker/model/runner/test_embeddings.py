@@ -257,6 +257,29 @@ def test_what_sentence_transformers_files_say_is_read(tmp_path: Path) -> None:
             read_sentence_config(tmp_path, "mean", 512)
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_the_longest_input_stands_in_the_file_of_any_kind_of_model(kind: str, tmp_path: Path) -> None:
+    write_modules(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": "mean"}, None)
+    (tmp_path / f"sentence_{kind}_config.json").write_text('{"max_seq_length": 77}')
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')
+    assert read_sentence_config(tmp_path, "last", 512).max_tokens == 77
+    (tmp_path / f"sentence_{kind}_config.json").write_text('{"max_seq_length": 77, "other": 1}')
+    with pytest.raises(ConfigError, match=rf"sentence_{kind}_config\.json: other"):
+        read_sentence_config(tmp_path, "last", 512)
+
+
+def test_prompts_whose_tokens_the_mean_leaves_out_are_refused(tmp_path: Path) -> None:
+    pooling: dict[str, object] = {"pooling_mode": "mean", "include_prompt": False}
+    write_modules(tmp_path, ["Transformer", "Pooling"], pooling, 64)
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": ""}}')
+    assert read_sentence_config(tmp_path, "last", 512).pooling == "mean"
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q"}}')
+    with pytest.raises(ConfigError, match="include_prompt"):
+        read_sentence_config(tmp_path, "last", 512)
+    write_modules(tmp_path, ["Transformer", "Pooling"], {**pooling, "include_prompt": True}, 64)
+    assert read_sentence_config(tmp_path, "last", 512).pooling == "mean"
+
+
 def test_which_models_may_be_asked_for_fewer_numbers(tmp_path: Path) -> None:
     assert read_sentence_config(tmp_path, "mean", 512).shortened is None
     for config, shortened in (

@@ -166,6 +166,7 @@ def embed_request_of(
         pooling=_POOLING_NAMES[message.pooling],
         normalize=message.normalize if message.HasField("normalize") else None,
         dimensions=message.dimensions if message.HasField("dimensions") else None,
+        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
         max_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         deadline=deadline,
         caller=caller,

@@ -27,13 +27,14 @@ from sapwood_router.request.validation import check_prompt
 
 
 class EmbeddingRequest(AnyRequest, kw_only=True):
-    """``POST /v1/embeddings``; ``pooling`` and ``normalize`` are extensions, and so are conversations, as with vLLM."""
+    """``POST /v1/embeddings``; ``pooling``, ``normalize`` and ``prompt_name`` are extensions, and conversations, as with vLLM."""
 
     input: Any = None  # a string, strings, token ids or lists of token ids
     encoding_format: str | None = None
     dimensions: int | None = None
     pooling: str | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
     messages: list[Message] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -130,6 +131,7 @@ async def vectors_of(
         pooling=None if classifies else request.pooling,
         normalize=None if classifies else request.normalize,
         dimensions=None if classifies else request.dimensions,
+        prompt_name=request.prompt_name,
         max_tokens=request.truncate_prompt_tokens,
         deadline=deadline,
         caller=caller,

@@ -8,14 +8,12 @@ import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.embeddings import inputs_of
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.embed_request import EmbedRequest
-
-_NEUTRAL: Neutral = {"prompt_name": ()}
 
 
 class TeiEmbedRequest(AnyRequest, kw_only=True):
@@ -26,6 +24,7 @@ class TeiEmbedRequest(AnyRequest, kw_only=True):
     truncate: bool | None = None
     truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 async def tei_embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -36,7 +35,7 @@ async def tei_embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadlin
     """
     given = decode_object(body)
     await exchange.breathe()
-    request = convert(given, TeiEmbedRequest, _NEUTRAL, left_out=exchange.left_out)
+    request = convert(given, TeiEmbedRequest, {}, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     if request.truncate and request.truncation_direction in ("Left", "left"):
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_direction")
@@ -51,6 +50,7 @@ async def tei_embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadlin
         model=request.model,
         normalize=request.normalize is not False,
         dimensions=request.dimensions,
+        prompt_name=request.prompt_name,
         max_tokens=-1 if request.truncate else None,
         deadline=exchange.sooner(deadline),
         caller=exchange.caller(request, given),

@@ -12,7 +12,8 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.json_file import read_json_value
-from sapwood_worker.model.families.known_keys import KnownKeys, refusal, says_nothing
+from sapwood_common.models.prompts import read_prompts
+from sapwood_worker.model.families.known_keys import KnownKeys, refusal
 
 _POOLINGS = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _LEGACY = {
@@ -39,12 +40,8 @@ _LIMITS = KnownKeys(
 )
 _POOL = KnownKeys(
     "config.json of the folder of a pooling",
-    ("pooling_mode", *_LEGACY),
-    {
-        "of sizes, and of prompts that requests put before texts": """
-            word_embedding_dimension embedding_dimension include_prompt
-        """
-    },
+    ("pooling_mode", *_LEGACY, "include_prompt"),
+    {"of sizes": "word_embedding_dimension embedding_dimension"},
 )
 _SENTENCES = KnownKeys(
     "config_sentence_transformers.json",
@@ -91,20 +88,22 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
     shortened = _shortened(path / "config.json")
     if modules is None:
         return SentenceConfig(pooling, shortened=shortened)
-    normalizes = False
+    normalizes, pools_prompt = False, True
     if not isinstance(modules, list) or not all(isinstance(each, dict) and "type" in each for each in modules):
         raise ConfigError(f"{path / 'modules.json'}: is no list of modules")
     for module in modules:
         kind = str(module["type"]).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling(path / _inside(module, path) / "config.json")
+            file = path / _inside(module, path) / "config.json"
+            pooling = _pooling(file)
+            pools_prompt = pooling != "mean" or _object(file).get("include_prompt") is not False
         elif kind == "Normalize":
             normalizes = True
         elif kind != "Transformer":
             raise ConfigError(
                 f"{path / 'modules.json'}: module {kind} is not supported (Transformer, Pooling, Normalize are)"
             )
-    _check_prompt(path)
+    _check_prompt(path, pools_prompt=pools_prompt)
     limits = (path / f"sentence_{name}_config.json" for name in _NAMES)
     limit = next((found for file in limits if (found := _known(file, _LIMITS).get("max_seq_length")) is not None), None)
     file = path / "tokenizer_config.json"
@@ -121,15 +120,14 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
     return SentenceConfig(pooling, normalizes, int(min(limit, most)), special, shortened)
 
 
-def _check_prompt(path: Path) -> None:
-    """Refuses a text that is to be put before all others: nothing here does it."""
-    values = _known(path / "config_sentence_transformers.json", _SENTENCES)
-    name, prompts = values.get("default_prompt_name"), values.get("prompts")
-    text = prompts.get(name) if isinstance(prompts, dict) else None
-    if not says_nothing(name) and text != "":
+def _check_prompt(path: Path, *, pools_prompt: bool) -> None:
+    """Refuses a prompt whose tokens are left out of the mean. The tokenizer puts prompts before texts."""
+    file = path / "config_sentence_transformers.json"
+    _known(file, _SENTENCES)
+    if not pools_prompt and any(read_prompts(file).texts.values()):
         raise ConfigError(
-            f"{path / 'config_sentence_transformers.json'}: default_prompt_name {name!r:.60} puts {text!r:.60} before each text, "
-            "which is not supported: remove it, and have clients send it with the texts that it is for"
+            f"{path}: include_prompt is false: the tokens of prompts are to be left out of the mean, which is not supported; "
+            f"remove prompts from {file.name}, or include_prompt"
         )
 
 

@@ -51,6 +51,7 @@ class ScriptedModel(FakeWorker):
 
     Args:
         answer: The answer to a prompt, as the model would write it.
+        context_length: Most tokens of prompt and answer, which are about as many as characters.
 
     Attributes:
         prompts: Those seen, in order.
@@ -59,8 +60,8 @@ class ScriptedModel(FakeWorker):
         log: What the router has logged.
     """
 
-    def __init__(self, answer: Callable[[str], str]) -> None:
-        super().__init__("demo", page_size=16, context_length=1_000_000)
+    def __init__(self, answer: Callable[[str], str], context_length: int = 1_000_000) -> None:
+        super().__init__("demo", page_size=16, context_length=context_length)
         self.answer = answer
         self.prompts: list[str] = []
         self.answers: list[str] = []

@@ -62,7 +62,7 @@ class Suite:
     kept: str
     folder: str
     tests: Sequence[str]
-    flags: Sequence[str] = ("--noconftest", "--import-mode=prepend", *AT_ONCE)
+    flags: Sequence[str] = ("--import-mode=prepend", *AT_ONCE)
     replaced: Sequence[tuple[str, str]] = ()
     settings: dict[str, str] = field(default_factory=dict)
 
@@ -80,7 +80,6 @@ SUITES = {
         kept=r"[^/]+/vendor/llama\.cpp/tools/server/tests/",
         folder="*/vendor/llama.cpp/tools/server/tests",
         tests=("unit",),
-        flags=("--import-mode=prepend",),
     ),
     "vllm": Suite(
         release="vllm==0.33.0",

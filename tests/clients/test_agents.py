@@ -201,8 +201,8 @@ class Run:
         model.prompts.clear()
         model.answers.clear()
 
-    def run(self, program: Path, settings: Settings) -> str:
-        """What the program prints; fails if it fails."""
+    def run(self, program: Path, settings: Settings, code: int = 0) -> str:
+        """What the program prints; fails if it ends with another exit code."""
         variables, arguments = settings
         base = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
         base |= {"HOME": str(self.home), "PWD": str(self.project), "TERM": "dumb", "NO_COLOR": "1", "CI": "1"}
@@ -225,10 +225,10 @@ class Run:
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"still running: {error.stdout!r} {error.stderr!r}"[-3000:])
         said = f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}\n{''.join(self._model.log)[-3000:]}"
-        assert done.returncode == 0, said
+        assert done.returncode == code, said
         assert len(self._model.prompts) <= MOST_PROMPTS, said
         assert not [line for line in self._model.log if " ERROR " in line], said
-        return done.stdout
+        return done.stdout if code == 0 else done.stderr
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -251,6 +251,19 @@ def test_an_agent_calls_a_tool_and_answers_with_its_result(
     turns = after.split("<|im_start|>")
     [result] = [place for place, turn in enumerate(turns) if turn.startswith("tool\n") and run.secret in turn]
     assert turns[result - 1].startswith("assistant\n") and "cat secret.txt" in turns[result - 1]
+
+
+def test_codex_knows_that_the_context_is_full(install_packages: Any, show_versions: Any, tmp_path: Path) -> None:
+    codex = AGENTS["codex"]
+    show_versions(codex.package)
+    small = ScriptedModel(read_the_secret, context_length=2000)
+    (tmp_path / "model").mkdir()
+    with small.serving(tmp_path / "model"):
+        run = Run(tmp_path, small)
+        program = install_packages(codex.package) / "node_modules/.bin" / codex.program
+        said = run.run(program, codex.settings(run.home, small.http), code=1)
+    assert "ran out of room in the model's context window" in said  # else it takes it for a mistake, and never compacts
+    assert not small.prompts
 
 
 def test_aider_edits_until_its_test_passes(

@@ -177,7 +177,7 @@ class ResponsesApi:
         except PromptTooLongError as error:
             if exchange.started:
                 raise
-            # OpenAI says so in the stream, and Codex makes its conversation shorter by that, but not by a 400.
+            # OpenAI says so in the stream, and by that Codex makes its conversation shorter; a 400 is a mistake to it.
             await exchange.send_events(events.begin() + events.fail(error), last=True)
 
     async def _conversation(self, exchange: Exchange, request: ResponsesRequest) -> tuple[Conversation, Conversation]:

@@ -68,6 +68,15 @@ async def test_a_deadline_that_passes_ends_the_request(cluster, wait_until) -> N
     await cluster.idle()
 
 
+async def test_openais_client_raises_its_own_timeout(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.gate, worker.script.gate_after = asyncio.Event(), 1
+    client = cluster.openai.with_options(timeout=0.3, max_retries=0)
+    asked = [client.completions.create(model="fake", prompt="hello") for _ in range(20)]
+    assert {type(error) for error in await asyncio.gather(*asked, return_exceptions=True)} == {openai.APITimeoutError}
+    await cluster.idle()
+
+
 async def test_a_stream_may_take_longer_than_its_client_waits_for_an_event(cluster) -> None:
     for worker in cluster.workers:
         worker.script.delay = 0.1

@@ -20,7 +20,7 @@ from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
 from sapwood_router.edges.http.json_size import SMALL, check_size, most_values, size_steps
 from sapwood_router.edges.http.left_out import LEFT_OUT_HEADER, LeftOut, LeftOutLog
-from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
+from sapwood_router.edges.http.timeouts import CLIENT_SLACK, asked_timeout, client_timeout
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
@@ -185,12 +185,14 @@ class Exchange:
         return self._deadline
 
     def sooner(self, deadline: float) -> float:
-        """The deadline of an answer in one piece: ``deadline``, or earlier if the client says so, as OpenAI's clients do.
+        """The deadline of an answer in one piece: ``deadline``, or earlier if the client says when it leaves, as OpenAI's do.
 
         To be called after the body was read.
         """
         timeout = client_timeout(self.headers)
-        return deadline if timeout == math.inf else min(deadline, asyncio.get_running_loop().time() + timeout)
+        if timeout == math.inf:
+            return deadline
+        return min(deadline, asyncio.get_running_loop().time() + timeout + CLIENT_SLACK)
 
     def caller(self, request: Said, given: Mapping[str, Any]) -> Caller:
         """The caller, as the headers say, or the body where they say nothing.

@@ -12,6 +12,8 @@ TIMEOUT_KEY = "x-request-timeout"
 _TIMEOUT_HEADER = TIMEOUT_KEY.encode()
 _CLIENT_HEADERS = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 """What OpenAI's own clients say, in Python and in JavaScript: seconds until they leave if nothing has come."""
+CLIENT_SLACK = 1.0
+"""Seconds beyond these: the client leaves first, and its program sees the client's own error for that and no 504."""
 
 
 def asked_timeout(headers: Mapping[bytes, bytes]) -> float:

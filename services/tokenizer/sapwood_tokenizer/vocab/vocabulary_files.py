@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from sapwood_common.errors import ConfigError
+from sapwood_tokenizer.vocab.load_rehearsal import is_panic, rehearse
 from sapwood_tokenizer.vocab.ranked_vocab import is_tiktoken, load_tekken, load_tiktoken, special_ids
 from sapwood_tokenizer.vocab.sentencepiece_vocab import load_sentencepiece
 from sapwood_tokenizer.vocab.special_tokens import VocabularyError, put_around, token_text
@@ -70,10 +71,13 @@ def _file_in(directory: Path) -> Path | None:
 
 
 def _from_json(file: Path) -> Vocabulary:
+    rehearse(file)
     try:
         return Vocabulary(Tokenizer.from_file(str(file)), file)
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{file}: {error}") from error
+    except BaseException as error:  # the library raises plain Exception, and panics
+        if isinstance(error, Exception) or is_panic(error):
+            raise ConfigError(f"{file}: {error}") from error
+        raise
 
 
 def _from_sentencepiece(file: Path, settings: Mapping[str, Any]) -> Vocabulary:

@@ -128,3 +128,36 @@ async def test_closing_ends_a_question_that_is_under_way(make_pool: MakePool) ->
     await pool.close()
     with pytest.raises(ChildDiedError):
         await asked
+
+
+async def test_a_caller_that_gives_questions_up_leaves_a_place_and_a_process_to_others(make_pool: MakePool) -> None:
+    pool = make_pool(size=2)
+    mine = await pool.ask(b"pid", "bob")
+    running, most = True, 0
+
+    async def flood() -> None:
+        while running:
+            task = asyncio.create_task(pool.ask(b"sleep", "eve"))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    floods = [asyncio.create_task(flood()) for _ in range(8)]
+    await asyncio.sleep(0.5)
+    for _ in range(20):
+        assert await asyncio.wait_for(pool.ask(b"pid", "bob"), 60) == mine, "it waited for a new process"
+        most = max(most, pool._places_of_killers)
+    running = False
+    await asyncio.gather(*floods)
+    assert most == 1
+    assert pool._places_of_killers == 0 and pool._free == 2
+    assert await pool.ask(b"echo 1", "eve") == b"1", "it is still answered"
+
+
+async def test_a_caller_that_gives_up_one_question_keeps_its_places(make_pool: MakePool) -> None:
+    pool = make_pool(size=2)
+    await settled([asyncio.create_task(pool.ask(b"sleep", "alice"))])
+    both = [asyncio.create_task(pool.ask(b"sleep", "alice")) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert pool._free == 0
+    await settled(both)

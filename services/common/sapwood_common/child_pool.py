@@ -11,6 +11,10 @@ about one slice. A caller's own turns go in alternation to a question that is ne
 that long ones end one after the other. Where as many are paused as may be, a further long one is ended, and begins again when
 there is room. Choosing a turn is O(callers that wait and paused questions of one).
 
+Kills. To kill a process costs the start of another one, which takes longer than most answers. A caller whose questions had
+several killed of late (it gave them up, or they did not end) has one place less than there are. While only one process is ready
+its questions get new ones: so others find a place and a process.
+
 Invariants: ``_free`` places + tickets with a place = ``size``; a ticket has a place, or is in a queue of its line, or has just
 been given up; a process is idle, or belongs to one ticket.
 
@@ -44,6 +48,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_BYTES = 256 * 1024
 _START_SECONDS = 60.0
 _LOW_PRIORITY = 10
+_KILLS, _KILL_SECONDS, _MOST_KILLERS = 3, 5.0, 4096
+"""Killed processes from which on a caller counts as one that kills; seconds in which one of them is forgotten; callers known."""
 _MOST_SLICES = 4
 """Slices after which a question is paused for others although it had little of the CPU."""
 
@@ -244,6 +250,8 @@ class _Ticket:
     turn: asyncio.Future[None] | None = None
     """What a ticket in a queue waits for."""
     has_place: bool = False
+    of_killer: bool = False
+    """Whether its place counts as one of callers that kill."""
 
 
 @dataclass(eq=False, slots=True)
@@ -252,6 +260,8 @@ class _Line:
 
     used: float
     """Seconds that its questions ran, on the scale of the other lines."""
+    kills: bool
+    """Whether several processes were killed over its questions of late."""
     tickets: int = 0
     new: deque[_Ticket] = field(default_factory=deque)
     paused: deque[_Ticket] = field(default_factory=deque)
@@ -282,6 +292,9 @@ class ChildPool:
         self._idle: list[_Child] = []
         self._busy: set[_Child] = set()
         self._dying: list[subprocess.Popen[bytes]] = []
+        self._killers: dict[str, tuple[float, float]] = {}
+        """Caller -> processes killed over its questions, and when that was counted; the oldest first."""
+        self._places_of_killers = 0
         self._closed = False
         self._started = False
         """Whether a process was seen to start; else one after another might die of the settings."""
@@ -329,16 +342,15 @@ class ChildPool:
         child: _Child | None = None
         answered = False
         try:
-            if self._free and not self._waiting:
-                self._free -= 1
-                ticket.has_place = True
+            if self._free and not self._waiting and self._may_hold(line):
+                self._hold(ticket)
             else:
                 self._make_room(ticket)
                 await self._turn(ticket, line.new, began, deadline)
             while True:
                 start = ticket.progress.running_since = loop.time()
                 if child is None:
-                    child = self._take()
+                    child = self._take(line)
                     answer = await child.ask(question)
                     if not child.greeted:  # it starts, for which the question is not to blame
                         await asyncio.wait((child.ready, answer), return_when=asyncio.FIRST_COMPLETED)
@@ -367,6 +379,8 @@ class ChildPool:
         finally:
             line.used += ticket.progress.stop(loop.time())
             if child is not None:
+                if not answered:
+                    self._killed(caller, line)
                 self._give_back(child, reusable=answered and not child.slow)
             if ticket.has_place:
                 self._release(ticket)
@@ -394,8 +408,31 @@ class ChildPool:
         line = self._lines.get(caller)
         if line is None:
             least = min((other.used for other in self._lines.values()), default=0.0)
-            line = self._lines[caller] = _Line(least)
+            line = self._lines[caller] = _Line(least, self._kills(caller) >= _KILLS)
         return line
+
+    def _kills(self, caller: str) -> float:
+        """Processes killed over a caller's questions; one is forgotten each few seconds."""
+        count, counted = self._killers.get(caller, (0.0, 0.0))
+        return max(0.0, count - (asyncio.get_running_loop().time() - counted) / _KILL_SECONDS)
+
+    def _killed(self, caller: str, line: _Line) -> None:
+        count = self._kills(caller) + 1
+        self._killers.pop(caller, None)
+        self._killers[caller] = min(count, 2.0 * _KILLS), asyncio.get_running_loop().time()
+        line.kills = count >= _KILLS
+        if len(self._killers) > _MOST_KILLERS:
+            del self._killers[next(iter(self._killers))]
+
+    def _may_hold(self, line: _Line) -> bool:
+        """Whether a question of a line may have one more place."""
+        return not line.kills or self._places_of_killers < max(1, self._limits.size - 1)
+
+    def _hold(self, ticket: _Ticket) -> None:
+        """Gives a ticket a place."""
+        self._free -= 1
+        ticket.has_place, ticket.of_killer = True, ticket.line.kills
+        self._places_of_killers += ticket.of_killer
 
     def _make_room(self, ticket: _Ticket) -> None:
         """Refuses the newest question of the caller with most, if too many wait."""
@@ -426,7 +463,7 @@ class ChildPool:
 
     def _waits(self, line: _Line) -> bool:
         """Whether a line has a question that may have a place now."""
-        return bool(line.new or line.paused or (line.again and self._may_pause(line)))
+        return bool(line.new or line.paused or (line.again and self._may_pause(line))) and self._may_hold(line)
 
     def _may_pause(self, line: _Line) -> bool:
         """Whether one more question of a line may be paused."""
@@ -476,33 +513,35 @@ class ChildPool:
             else:
                 ticket = line.again.popleft()
             self._waiting -= 1
-            self._free -= 1
-            ticket.has_place = True
+            self._hold(ticket)
             assert ticket.turn is not None
             ticket.turn.set_result(None)
 
     def _release(self, ticket: _Ticket) -> None:
         """Gives up a place. The caller gives turns next."""
         ticket.has_place = False
+        self._places_of_killers -= ticket.of_killer
         self._free += 1
 
-    def _take(self) -> _Child:
+    def _take(self, line: _Line) -> _Child:
         if self._closed:
             raise InternalError("the pool of processes is closed")
         child = next((one for one in self._idle if one.greeted), None) or next(iter(self._idle), None)
+        if line.kills and len(self._idle) < 2 and self._limits.size > 1:
+            child = None
         if child is None:
             child = _Child(self._module, self._settings)
         else:
             self._idle.remove(child)
         if child.is_dead:
             self._give_back(child, reusable=False)
-            return self._take()
+            return self._take(line)
         self._busy.add(child)
         return child
 
     def _give_back(self, child: _Child, *, reusable: bool) -> None:
         self._busy.discard(child)
-        if reusable and not self._closed:
+        if reusable and not self._closed and len(self._idle) < self._limits.size:
             self._idle.append(child)
             return
         child.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,8 @@ import pytest
 from sapwood_common.grammar.compile import GrammarBuilder, parser_limits
 from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarSource
+from sapwood_worker.model.grammar.bounded_process import BoundedProcesses, ProcessDiedError, TimeUpError
+from sapwood_worker.model.grammar.xgrammar.compiling import _compile, start, tokenizer_info
 
 BOUNDS = [
     -10,
@@ -108,6 +111,28 @@ def wrongly_admitted(builder: GrammarBuilder, schema: dict[str, Any], texts: lis
     return found
 
 
+@pytest.fixture(scope="module")
+def other_engine() -> Any:
+    """Compiles a schema with the library of ``--grammar-backend xgrammar``, over a vocabulary of bytes."""
+    xgrammar = pytest.importorskip("xgrammar")
+    info = tokenizer_info([bytes([value]) for value in range(256)] + [b""], [256])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compiled(schema: dict[str, Any]) -> Callable[[str], bool] | None:
+        try:
+            grammar = _compile(compiler, GrammarSource("json_schema", json.dumps(schema)), [])
+        except (GrammarError, RuntimeError):
+            return None
+
+        def admits(text: str) -> bool:
+            matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+            return bool(matcher.accept_string(text) and matcher.is_terminated())
+
+        return admits
+
+    return compiled
+
+
 def number(chance: random.Random) -> dict[str, Any]:
     bounds = chance.sample(BOUNDS, 2)  # often next to each other
     schema: dict[str, Any] = {"type": chance.choice(["number", "number", "integer"])}
@@ -184,6 +209,56 @@ def texts_of(chance: random.Random, kind: str) -> list[str]:
             return [json.dumps(items) for items in lists]
     names = [chance.sample("abcde", count) for count in (0, 1, 1, 1, 2, 2, 2, 3, 3, 4) * 5]
     return [json.dumps({name: chance.choice(SCALARS) for name in sorted(chosen)}) for chosen in names]
+
+
+@pytest.mark.parametrize("kind", ["number", "string", "array", "object"])
+def test_xgrammar_admits_no_text_outside_of_a_schemas_bounds(other_engine: Any, kind: str) -> None:
+    make = {"number": number, "string": string, "array": array, "object": object_}[kind]
+    chance = random.Random(7)
+    right = 0
+    for _ in range(100):
+        schema = make(chance)
+        texts = texts_of(chance, kind)
+        admits = other_engine(schema)
+        if admits is None:
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        admitted = [text for text in texts if admits(text)]
+        assert [text for text in admitted if not validator.is_valid(json.loads(text))] == [], schema
+        right += len(admitted)
+    assert right > 100, "it admits what the schemas allow"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(10**40), "maximum": 10**40},
+        {"type": "number", "exclusiveMinimum": 1e308, "maximum": 1.7e308},
+        {"type": "string", "minLength": 10**9},
+        {"type": "string", "maxLength": 2**63},
+        {"type": "array", "minItems": 10**7, "maxItems": 10**8},
+        {"type": "string", "pattern": "(a{1,1000}){1,1000}"},
+        {"type": "string", "pattern": "(" * 5000 + ")" * 5000},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"properties": {f"p{number}": {"anyOf": [{"const": value} for value in range(50)]} for number in range(200)}},
+        {"enum": [{"a": [[]] * 50}] * 500},
+    ],
+    ids=["integers", "numbers", "long", "longest", "items", "repeats", "deep", "circle", "wide", "enum"],
+)
+def test_hostile_schemas_end_in_time_with_xgrammar(schema: dict[str, Any]) -> None:
+    """Each in the bounded process, as requests have it: compiled, or refused by name."""
+    pytest.importorskip("xgrammar")
+    tokens = [bytes([value]) for value in range(256)] + [b""]
+    settings = {"tokens": [token.decode("latin-1") for token in tokens], "ends": [256], "special": []}
+    processes = BoundedProcesses(f"{start.__module__}:{start.__name__}", json.dumps(settings).encode(), 10.0)
+    try:
+        answer = processes.call(json.dumps(["json_schema", json.dumps(schema), True, False]).encode())
+        assert answer[:1] in (b"+", b"-")
+    except (TimeUpError, ProcessDiedError):
+        pass  # the request is refused
+    finally:
+        processes.close()
 
 
 @pytest.mark.parametrize(("kind", "count"), [("number", 150), ("string", 150), ("array", 150), ("object", 150)])

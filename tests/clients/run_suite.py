@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sapwood_common.models.model_files import sapwood_home
+from sapwood_common.models.model_files import demo_path, sapwood_home
 
 HERE = Path(__file__).parent
 NEEDED = (
@@ -164,6 +164,7 @@ def main() -> int:
         threading.Thread(target=up.stdout.read, daemon=True).start()  # a full pipe would hold the server up
     paths = os.pathsep.join((str(HERE), str(where)))
     settings = {"SUITE": name, "SERVER": with_server, "PYTHONPATH": paths, "NO_PROXY": "127.0.0.1"}
+    settings["DEMO"] = str(demo_path())
     pytest = [python, "-m", "pytest", "-p", "suite_stub", "-c", os.devnull, "--rootdir", where, "-v", "--tb=short"]
     pytest += ["--timeout", "120", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", *suite.flags]
     try:

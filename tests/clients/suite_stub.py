@@ -114,9 +114,8 @@ class RemoteOpenAIServer:
 def _tokenizer(*_: Any, **__: Any) -> Any:
     from transformers import AutoTokenizer
 
-    from sapwood_common.models.model_files import demo_path
-
-    return AutoTokenizer.from_pretrained(str(demo_path().parent), gguf_file=demo_path().name)
+    demo = Path(os.environ["DEMO"])
+    return AutoTokenizer.from_pretrained(str(demo.parent), gguf_file=demo.name)
 
 
 def _of_vllm() -> None:
@@ -271,16 +270,23 @@ class Outcome:
         return next(((whose, why) for pattern, whose, why in self._known if pattern.search(told)), ("unsorted", ""))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Lays the stand-ins."""
+OUTCOME = Outcome(os.environ["SUITE"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Lays the stand-ins, before anything is imported that needs them."""
     sys.meta_path.append(_Finder())
+    if os.environ["SUITE"] == "vllm":
+        _of_vllm()
+    elif os.environ["SUITE"] == "llama.cpp":
+        _of_llama_cpp()
+    elif os.environ["SUITE"] == "openai":
+        _of_openai(OUTCOME.asked)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Names the marks that tests have, and has the outcome printed."""
     for mark in ("cpu_model", "core_model", "skip_global_cleanup", "serial", "slow_test"):
         config.addinivalue_line("markers", mark)
-    outcome = Outcome(suite := os.environ["SUITE"])
-    config.pluginmanager.register(outcome)
-    if suite == "vllm":
-        _of_vllm()
-    elif suite == "llama.cpp":
-        _of_llama_cpp()
-    elif suite == "openai":
-        _of_openai(outcome.asked)
+    config.pluginmanager.register(OUTCOME)

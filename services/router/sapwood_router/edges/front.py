@@ -156,7 +156,7 @@ class HttpFront:
 
     async def serve(self, request: Request) -> None:
         """Answers a request."""
-        method, path = request.head.method, self._without_slash(request.head.path)
+        method, path = request.head.method, self._known(request.head.path)
         endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, self._route(path)), self._unknown)
         if method == "OPTIONS" and not all(known.public for known in self._methods(path).values()):
             endpoint = self._options
@@ -226,12 +226,10 @@ class HttpFront:
         methods = self._methods(exchange.path)
         if not methods:
             meant = next((path for path in _likely(exchange.path) if path in self._paths), None)
-            reason = why_not(exchange.path)
+            reason = why_not(exchange.path) or why_not(f"/v1{exchange.path}")
             more = f": {reason}" if reason is not None else "" if meant is None else f"; there is {meant}"
             raise HttpError(404, f"there is no {exchange.path}{more}")
-        reason = why_not(
-            f"{exchange.path}/"
-        )  # of what a GET or DELETE would ask for, such as completions that are kept
+        reason = why_not(f"{exchange.path}/")  # of what a GET would ask for, such as completions that are kept
         more = f": {reason}" if reason is not None else ""
         error = HttpError(405, f"{exchange.path} takes {' and '.join(methods)}, not {exchange.method}{more}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
@@ -239,6 +237,13 @@ class HttpFront:
     def _methods(self, path: str) -> dict[str, Endpoint]:
         route = self._route(path)
         return {method: endpoint for (method, known), endpoint in self._endpoints.items() if known == route}
+
+    def _known(self, path: str) -> str:
+        """The path as a route has it: many clients' base URL lacks /v1, as some servers do without."""
+        path = self._without_slash(path)
+        if self._route(path) in self._paths or self._route(f"/v1{path}") not in self._paths:
+            return path
+        return f"/v1{path}"
 
     def _without_slash(self, path: str) -> str:
         """The path without a slash at its end, which some clients add to their base URL or to each path."""

@@ -175,9 +175,26 @@ async def test_models(cluster) -> None:
     assert caught.value.code == "model_not_found"
 
 
-async def test_a_base_url_without_v1_is_told(cluster) -> None:
+async def test_a_base_url_may_lack_v1(cluster) -> None:
+    client = cluster.openai.with_options(base_url=cluster.url)
+    chat = await client.chat.completions.create(model="fake", messages=HI)
+    assert chat.choices[0].message.content
+    assert [model.id async for model in client.models.list()] == ["fake"]
+    assert (await client.models.retrieve("fake")).id == "fake"
+    first = await client.responses.create(model="fake", input="hi")
+    assert (await client.responses.retrieve(first.id)).id == first.id
+    assert (await client.completions.create(model="fake", prompt="hi")).choices[0].text
+    assert (await client.embeddings.create(model="fake", input="hi")).data
+    streamed = await client.chat.completions.create(model="fake", messages=HI, stream=True)
+    assert [chunk async for chunk in streamed]
+    with pytest.raises(openai.NotFoundError, match="there is no /files: files are not kept here"):
+        await client.files.list()
+    answer = await cluster.http.get("/chat/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+async def test_a_path_that_is_nearly_right_is_told_the_right_one(cluster) -> None:
     for path, told in (
-        ("/chat/completions", "there is no /chat/completions; there is /v1/chat/completions"),
         ("/v1/v1/chat/completions", "there is no /v1/v1/chat/completions; there is /v1/chat/completions"),
         ("/v1/tokenize", "there is no /v1/tokenize; there is /tokenize"),
         ("/chat", "there is no /chat"),
@@ -321,6 +338,6 @@ async def test_sixty_four_streams_at_once_get_their_own_text(cluster) -> None:
 async def test_a_body_that_does_not_come_is_504(make_cluster) -> None:
     async with make_cluster(1, request_timeout=0.2) as cluster:
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         assert b" 504 " in await reader.readline()
         writer.close()

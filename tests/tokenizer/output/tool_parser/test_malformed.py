@@ -99,6 +99,8 @@ EXAMPLES = [
     ),
     ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}\n`q`<｜tool▁call▁end｜>", "`q`", [("f", "{}")]),
     ("qwen3_coder", "<tool_cal>\n<functio>\n</function>\nso", "<tool_cal>\n<functio>\n\nso", []),
+    ("deepseek", "<｜tool▁call▁begin｜>f{}\n`\n`<｜tool▁call▁end｜>", "", [("f", "{}")]),
+    ("deepseek", "<｜tool▁call▁begin｜>f x\n`\n`<｜tool▁call▁end｜>", "f x\n`\n`", []),
     ("pythonic", "[weather(city='a\\\n[b]')]", "", [("weather", '{"city": "a[b]"}')]),
     (
         "pythonic",

@@ -165,7 +165,7 @@ def marked_calls(
 
 _JSON_BEGINS = re.compile(r"[{\[]")
 _IN_SENTENCE = re.compile(r"[ \t]+[^\s{\[\"]|[.,:;!?)'\"`*]+(?![\w{])")
-_CODE = re.compile(r"`[^`\n]+`\Z")
+_CODE = re.compile(r"`[^`]+`\Z")
 _LINE_KEPT = 64
 _SPACED = re.compile(r"[ \t]+[^\s\"'=>]")
 _TAG_REST = re.compile(r"[\"']*\s*/?>")

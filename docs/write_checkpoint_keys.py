@@ -7,13 +7,19 @@ python docs/write_checkpoint_keys.py --check    exits 1 if it is not up to date
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from sapwood_tokenizer.vocab.vocabulary_files import (
+    READ_SETTINGS,
+    READ_WITHOUT_JSON,
+    REFUSED_SETTINGS,
+    REFUSED_WITHOUT_JSON,
+)
 from sapwood_worker.model.checkpoint.generation_config import GENERATION
 from sapwood_worker.model.checkpoint.hf_quantization import METHODS
 from sapwood_worker.model.checkpoint.sentence_config import SENTENCE_FILES
@@ -95,7 +101,24 @@ def page() -> str:
     lines += _listed(GGUF)
     for each in (GENERATION, *SENTENCE_FILES):
         lines += [f"\n## {each.file}\n", *_listed(each)]
+    lines += ["\n## tokenizer_config.json\n", *_tokenizer_settings()]
     return "\n".join(lines) + "\n"
+
+
+def _tokenizer_settings() -> Iterator[str]:
+    yield f"- **read**: {_names(READ_SETTINGS)}; where there is no tokenizer.json {_names(READ_WITHOUT_JSON)}, too"
+    yield "- **refused**: " + "; ".join(f"`{name}` if it is true ({why})" for name, why in REFUSED_SETTINGS.items())
+    without = "; ".join(f"`{name}` ({why})" for name, why in REFUSED_WITHOUT_JSON.items())
+    yield f"- **refused** of a SentencePiece `tokenizer.model`: {without}"
+    yield (
+        "- **harmless**: all others, whatever their names. A tokenizer's class may take any setting, and tokenizer.json says\n"
+        "  alone how a text becomes tokens: transformers leaves the others to that file, too. Spaces in decoded text are not\n"
+        "  cleaned up (`clean_up_tokenization_spaces`)"
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def main() -> int:

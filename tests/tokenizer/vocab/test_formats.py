@@ -25,6 +25,7 @@ from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS
+from sapwood_tokenizer.vocab.vocabulary_files import refuse_settings
 
 SOURCE = Path(argparse.__file__).read_text()
 """Much text, with no special token's name in it."""
@@ -83,6 +84,18 @@ def pairs(
         lambda text: [index + 1000 for index in tekken.encode_ordinary(text)],
     )
     return made
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "harmless"), [("add_prefix_space", False, True), ("sp_model_kwargs", {"alpha": 0.1}, {})]
+)
+def test_settings_that_change_what_sentencepiece_makes_of_a_text_are_refused(
+    setting: str, value: object, harmless: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"tokenizer_config\.json: {setting}"):
+        refuse_settings(tmp_path, tmp_path / "tokenizer.model", {setting: value})
+    for name, each in (("tokenizer.model", harmless), ("tokenizer.json", value)):
+        refuse_settings(tmp_path, tmp_path / name, {setting: each})
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "tekken"])

@@ -109,6 +109,35 @@ def test_prompts_of_sentence_transformers_are_read(directory: Path) -> None:
             load_tokenizer(directory)
 
 
+OF_TRANSFORMERS: dict[str, object] = {
+    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True, "legacy": False, "do_lower_case": True,
+    "padding_side": "left", "truncation_side": "left", "max_length": 1, "stride": 2, "model_input_names": ["input_ids"],
+    "clean_up_tokenization_spaces": True, "spaces_between_special_tokens": True, "use_default_system_prompt": True,
+    "image_token": "<|im_end|>", "strip_accents": True, "tokenize_chinese_chars": False, "sp_model_kwargs": {"a": 1},
+    "errors": "ignore", "trim_offsets": False, "additional_special_tokens": [], "made_up": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OF_TRANSFORMERS))
+def test_settings_beside_a_tokenizer_json_change_no_tokens_with_transformers_either(directory: Path, name: str) -> None:
+    import transformers
+
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", name: OF_TRANSFORMERS[name]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "Hello, World! é <|im_end|> 123"
+    ids = transformers.AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+    assert ids == load_tokenizer(directory).tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize("name", ["split_special_tokens", "fix_mistral_regex"])
+def test_settings_that_change_tokens_are_refused_by_name(directory: Path, name: str) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps({name: False}))
+    load_tokenizer(directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps({name: True}))
+    with pytest.raises(ConfigError, match=rf"tokenizer_config\.json: {name}"):
+        load_tokenizer(directory)
+
+
 def test_a_template_that_is_not_utf8_is_named(directory: Path) -> None:
     (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja"):

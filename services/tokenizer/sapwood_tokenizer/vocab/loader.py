@@ -23,7 +23,7 @@ from sapwood_common.models.prompts import NO_PROMPTS, Prompts, read_prompts
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.special_tokens import token_text
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
-from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary
+from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary, refuse_settings
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
     directory = path if path.is_dir() else path.parent
     settings = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
     vocabulary = load_vocabulary(path, settings)
+    refuse_settings(directory, vocabulary.file, settings)
     tokenizer = vocabulary.tokenizer
     generation, model = _read_json(directory / "generation_config.json"), _read_json(directory / "config.json")
     if template is None:

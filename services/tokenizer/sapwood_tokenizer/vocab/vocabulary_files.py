@@ -21,6 +21,23 @@ from sapwood_tokenizer.vocab.ranked_vocab import is_tiktoken, load_tekken, load_
 from sapwood_tokenizer.vocab.sentencepiece_vocab import load_sentencepiece
 from sapwood_tokenizer.vocab.special_tokens import VocabularyError, put_around, token_text
 
+READ_SETTINGS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "chat_template",
+    "added_tokens_decoder", "model_max_length",
+)  # fmt: skip
+"""The settings of tokenizer_config.json that are read."""
+READ_WITHOUT_JSON = ("add_bos_token", "add_eos_token")
+"""Those that are read where there is no tokenizer.json, which says itself what stands around a text."""
+REFUSED_SETTINGS: Mapping[str, str] = {
+    "split_special_tokens": "special tokens in a text would be text",
+    "fix_mistral_regex": "texts would be cut otherwise than tokenizer.json says; change its pre_tokenizer",
+}
+"""Settings that change tokens in spite of a tokenizer.json, if they are true, and how."""
+REFUSED_WITHOUT_JSON: Mapping[str, str] = {
+    "add_prefix_space": "false leaves out the space before a text",
+    "sp_model_kwargs": "they change how SentencePiece cuts a text",
+}
+"""The same for a SentencePiece file; the first is harmless if it is true."""
 _TOKENIZER_JSON = "tokenizer.json"
 _TEKKEN = "tekken.json"
 _OTHERS = "tokenizer.json, tokenizer.model, *.tiktoken, tiktoken.model or tekken.json"
@@ -62,6 +79,32 @@ def load_vocabulary(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except VocabularyError as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+def refuse_settings(directory: Path, file: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses settings of ``tokenizer_config.json`` that would change tokens and that nothing here reads.
+
+    Beside a tokenizer.json only ``REFUSED_SETTINGS`` do: transformers leaves all others to that file, too.
+
+    Args:
+        directory: Where the settings stand.
+        file: The vocabulary.
+        settings: The settings.
+
+    Raises:
+        ConfigError: There is one; the message names the file and the setting.
+    """
+    found = {name: why for name, why in REFUSED_SETTINGS.items() if settings.get(name)}
+    if file.suffix == ".model":
+        if settings.get("add_prefix_space") is False:
+            found["add_prefix_space"] = REFUSED_WITHOUT_JSON["add_prefix_space"]
+        if settings.get("sp_model_kwargs"):
+            found["sp_model_kwargs"] = REFUSED_WITHOUT_JSON["sp_model_kwargs"]
+    for name, why in found.items():
+        raise ConfigError(
+            f"{directory / 'tokenizer_config.json'}: {name} ({settings[name]!r:.60}) is not supported: {why}; if that is "
+            "not meant, remove it from the file (docs/checkpoint-keys.md lists what is known)"
+        )
 
 
 def _file_in(directory: Path) -> Path | None:

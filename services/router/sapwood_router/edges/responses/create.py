@@ -163,7 +163,7 @@ class ResponsesApi:
                 keep(msgspec.json.encode(answer.failed(error)), tuple(own.turns))
 
             self._background.begin(tenant, answer.response_id, pipeline, context, whole, failed, read)
-            await exchange.send_body(200, begun)
+            await exchange.send_body(200, msgspec.json.encode(answer.queued()))
             return
 
         def ended(finish: Finish, items: list[dict[str, Any]]) -> tuple[str, msgspec.Raw]:
@@ -335,6 +335,10 @@ class _Answer:
         self._context = context
         self._registry = pipeline.registry
         self.created = int(time.time())
+
+    def queued(self) -> dict[str, Any]:
+        """The response before it is begun."""
+        return self._make("queued", [])
 
     def begun(self) -> dict[str, Any]:
         """The response before its first item."""

@@ -60,7 +60,7 @@ def render() -> str:
     router_metrics.watch_index(BlockIndex(0))
     router_metrics.watch_sessions(lambda: 0)
     router_metrics.watch_lag(LoopLag(), SilenceLimit(1.0, LoopLag()), registry)
-    add_metrics(tokenizer, dict, lambda: 0)
+    add_metrics(tokenizer, dict, lambda: 0, dict)
     worker_metrics = WorkerMetrics(worker)
     worker_metrics.watch(Load)
     worker_metrics.watch_experts(ExpertLoad, int)

@@ -29,6 +29,7 @@ from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encode.batch_encoder import Library
 from sapwood_tokenizer.encode.encode_process import start_library
 from sapwood_tokenizer.encode.encoder import Encoder, EncoderOptions
+from sapwood_tokenizer.encode.fast_library import make_library
 from sapwood_tokenizer.encode.pair_template import read_pair_template
 from sapwood_tokenizer.encode.pipeline import is_bounded
 from sapwood_tokenizer.output.parser_defaults import ParserDefaults, parser_defaults
@@ -54,7 +55,12 @@ _MOST_THREADS = 8
 
 
 def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig, library: Library | None = None) -> Encoder:
-    """The encoder as configured; ``library`` encodes in other processes.
+    """The encoder as configured.
+
+    Args:
+        loaded: The tokenizer.
+        config: The settings.
+        library: Encodes; None: the one that is configured.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
@@ -71,7 +77,7 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig, library: Lib
             exact_cache_bytes=int(config.exact_cache_mb * 2**20),
             prefix_cache_bytes=int(config.prefix_cache_mb * 2**20),
         ),
-        library,
+        library or make_library(config.encoder, loaded.tokenizer, loaded.origin),
     )
 
 
@@ -241,6 +247,7 @@ async def serve(
         metrics,
         lambda: {"exact": encoder.exact_cache, "prefix": encoder.prefix_cache},
         lambda: service.open_streams,
+        lambda: encoder.encoded,
     )
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.config import ServiceConfig
+
+LibraryName = Literal["auto", "fastokens", "tokenizers"]
 
 
 class TokenizerConfig(ServiceConfig):
@@ -76,6 +79,11 @@ class TokenizerConfig(ServiceConfig):
     )
     max_text_tokens: int | None = Field(
         None, ge=1, description="Most tokens a text may have; longer ones are refused. No limit unless given."
+    )
+    encoder: LibraryName = Field(
+        "auto",
+        description="Library that encodes texts. 'auto' takes fastokens once it has shown that its ids are those of the "
+        "tokenizers library, 'tokenizers' never does, 'fastokens' loads it at the start and fails if it cannot be used.",
     )
     encode_threads: int | None = Field(
         None,

@@ -47,9 +47,13 @@ class Library(Protocol):
 
     Attributes:
         around: The tokens that the tokenizer puts before and after a text.
+        elsewhere: Whether other processes encode, each caller's texts in fair turns: threads only wait for them.
+        encoded: Texts that were encoded so far, by the library that did it.
     """
 
     around: tuple[array[int], array[int]]
+    elsewhere: bool
+    encoded: dict[str, int]
 
     def encode(self, texts: Sequence[str], caller: str, *, parse_special_tokens: bool, offsets: bool) -> list[Encoded]:
         """The tokens of each text, without special tokens around it; ``caller`` is whose texts they are.
@@ -71,13 +75,17 @@ class LibraryHere(Library):
         ConfigError: The tokenizer does more to a text than put tokens around it after encoding it.
     """
 
+    elsewhere = False
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._plain: Tokenizer | None = None
+        self.encoded = {"tokenizers": 0}
         self.around = _tokens_around(tokenizer)
 
     def encode(self, texts: Sequence[str], caller: str, *, parse_special_tokens: bool, offsets: bool) -> list[Encoded]:
         """As :meth:`Library.encode`."""
+        self.encoded["tokenizers"] += len(texts)
         tokenizer = self._tokenizer if parse_special_tokens else self._plain_tokenizer()
         if offsets:
             encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -118,6 +126,11 @@ class BatchEncoder:
         if offsets is not None:
             offsets = [*[nowhere] * len(self._before), *offsets, *[nowhere] * len(self._after)]
         return Encoded(self._before + encoded.ids + self._after, offsets)
+
+    @property
+    def encoded(self) -> dict[str, int]:
+        """Texts and parts of texts that were encoded so far, by the library that did it."""
+        return self._library.encoded
 
     def encode(
         self,

@@ -40,9 +40,12 @@ class LibraryInProcesses(Library):
         pair: How the tokenizer joins two texts.
     """
 
+    elsewhere = True
+
     def __init__(self, pool: ChildPool, loop: asyncio.AbstractEventLoop, greeting: dict[str, object]) -> None:
         self._pool = pool
         self._loop = loop
+        self.encoded = {"tokenizers": 0}
         before, after, pair = greeting["before"], greeting["after"], greeting["pair"]
         assert isinstance(before, list) and isinstance(after, list)
         self.around = array("I", before), array("I", after)
@@ -54,6 +57,7 @@ class LibraryInProcesses(Library):
 
     def encode(self, texts: Sequence[str], caller: str, *, parse_special_tokens: bool, offsets: bool) -> list[Encoded]:
         """Raises EncodeStoppedError where a text takes too much time or memory, RuntimeError where the library fails."""
+        self.encoded["tokenizers"] += len(texts)
         question = json.dumps([list(texts), parse_special_tokens, offsets]).encode()
         allowed = _SECONDS + sum(map(len, texts)) / _CHARACTERS_A_SECOND
         asked = asyncio.run_coroutine_threadsafe(self._pool.ask(question, caller, allowed), self._loop)

@@ -109,7 +109,7 @@ class Encoder:
     Args:
         tokenizer: The tokenizer; not to be changed from now on.
         options: Limits and sizes.
-        library: Encodes in other processes, each caller's texts in fair turns; None: this process does.
+        library: Encodes; None: the ``tokenizers`` library does, in this process.
 
     Raises:
         ConfigError: The tokenizer cannot be used; see BatchEncoder.
@@ -120,10 +120,11 @@ class Encoder:
         self._exact: EncodeCache[tuple[str, bool, str]] = EncodeCache(options.exact_cache_bytes)
         self._parts: EncodeCache[PartKey] = EncodeCache(options.prefix_cache_bytes)
         self._batches = BatchEncoder(tokenizer, self._parts, library)
-        self._fill_in_middle = find_form(tokenizer) if library is None else None
+        elsewhere = library is not None and library.elsewhere
+        self._fill_in_middle = None if elsewhere else find_form(tokenizer)
         self._lengths = token_lengths(tokenizer)
-        threads = options.threads if library is None else _WAITING_THREADS
-        self._batch_cost = _BATCH_COST if library is None else 1  # what is ended takes nobody else's text with it
+        threads = _WAITING_THREADS if elsewhere else options.threads
+        self._batch_cost = 1 if elsewhere else _BATCH_COST  # what is ended takes nobody else's text with it
         self._free_threads = threads
         self._waiting: deque[_Job] = deque()
         self._short_threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
@@ -133,6 +134,11 @@ class Encoder:
     def fill_in_middle(self) -> FillInMiddle | None:
         """How the model is asked to fill a gap; None: the vocabulary has no tokens for that."""
         return self._fill_in_middle
+
+    @property
+    def encoded(self) -> dict[str, int]:
+        """Texts and parts of texts that were encoded so far, by the library that did it."""
+        return self._batches.encoded
 
     @property
     def exact_cache(self) -> CacheStats:

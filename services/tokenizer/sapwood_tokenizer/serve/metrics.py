@@ -10,13 +10,16 @@ from sapwood_tokenizer.encode.encode_cache import CacheStats
 Caches = Callable[[], dict[str, CacheStats]]
 
 
-def add_metrics(metrics: MetricSet, caches: Caches, open_streams: Callable[[], int]) -> None:
+def add_metrics(
+    metrics: MetricSet, caches: Caches, open_streams: Callable[[], int], encoded: Callable[[], dict[str, int]]
+) -> None:
     """Adds the metrics.
 
     Args:
         metrics: The registry that they are added to.
         caches: Statistics of the encode caches (``exact``, ``prefix``).
         open_streams: Returns how many Detokenize streams are open.
+        encoded: Returns how many texts each library has encoded.
     """
 
     def polled(kind: str, name: str, text: str, read: Callable[[CacheStats], float]) -> None:
@@ -35,4 +38,11 @@ def add_metrics(metrics: MetricSet, caches: Caches, open_streams: Callable[[], i
         "sapwood_tokenizer_open_streams",
         "Detokenize streams open, in all calls.",
         lambda: [((), open_streams())],
+    )
+    metrics.polled(
+        "counter",
+        "sapwood_tokenizer_encoded_texts_total",
+        "Texts and parts of texts that a library encoded: none of them was in a cache.",
+        lambda: [((library,), count) for library, count in encoded().items()],
+        library=OneOf("fastokens", "tokenizers"),
     )

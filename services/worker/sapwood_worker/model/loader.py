@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -149,7 +149,8 @@ def load_model(
                 layer.prepare()
 
         context = LayerContext(dtype, ops, linear, _exchanging(config, parallel, dtype, ops))
-        model = DecoderModel(config, family.layer, context, load)
+        with _numbers_of(path):
+            model = DecoderModel(config, family.layer, context, load)
         kept = {name.removesuffix(AS_STORED) for name in linear.used - {"none"}}
         if quantization not in {"none"} | kept and kept:
             raise ConfigError(
@@ -161,10 +162,19 @@ def load_model(
         else:
             left = {name: slot for name, slot in model.weights().items() if not name.startswith(tuple(loaded))}
             load_weights(left, source, config.norm_offset, threads, (*model.elsewhere, *loaded))
-    with torch.inference_mode():
+    with torch.inference_mode(), _numbers_of(path):
         model.prepare()
     used = "+".join(sorted(linear.used - {"none"})) or "none"
     return LoadedModel(model, config, eos, used, family, linear.rounds_head, kv_scales, headless)
+
+
+@contextmanager
+def _numbers_of(path: Path) -> Iterator[None]:
+    """Has numbers with which nothing can be computed be refused as the file's: a base of rotary positions of 1, say."""
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        raise ConfigError(f"{path}: its settings have numbers that make no model: {error}") from error
 
 
 def _read_gguf(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -131,3 +132,60 @@ async def test_the_log_and_the_503_say_why_a_worker_was_lost(
         for text in (message, *found):
             assert "closed here" not in text
         assert found and (how == "killed" or "ValueError" in found[0])
+
+
+HOSTILE = [0, 1, 2, 5, 26, 2**31, 2**32 - 1]
+BYTES = [97, 98, 200]
+"""Tokens that the tokenizer of these tests has."""
+
+
+def scrambled(message: Session, chance: random.Random) -> Session:
+    """A message in which positions, tokens, ids of streams and how many there are of each are what chance says."""
+    found = Session()
+    found.CopyFrom(message)
+    for field, values in ((found.positions, HOSTILE), (found.token_streams, HOSTILE), (found.tokens, BYTES)):
+        match chance.randrange(5):
+            case 0 if field:
+                field[chance.randrange(len(field))] = chance.choice(values)
+            case 1:
+                field.append(chance.choice(values))
+            case 2 if field:
+                del field[chance.randrange(len(field))]
+            case 3:
+                field.extend(chance.choice(values) for _ in range(1000))
+    for output in found.outputs:
+        match chance.randrange(6):
+            case 0:
+                output.response.position = chance.choice(HOSTILE)
+            case 1:
+                output.response.token_ids.append(chance.choice(BYTES))
+            case 2:
+                output.stream_id = chance.choice(HOSTILE)
+            case 3:
+                output.response.usage.completion_tokens = chance.choice(HOSTILE)
+            case 4:
+                output.response.finish_reason = chance.choice([0, 1, 2, 3, 99])
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+async def test_a_worker_that_says_anything_stops_nobody_at_another(make_cluster, packed: bool) -> None:
+    """What its own clients get may be wrong or an error; the router goes on, and streams at the honest worker are right."""
+    chance = random.Random(packed)
+    async with make_cluster(2, most_resumptions=20) as cluster:
+        for fake in cluster.workers:
+            answers_slowly(fake)
+            fake.packs_tokens, fake.script.delay = packed, 0.001
+        liar, honest = cluster.workers
+        liar.mangle = lambda message: (scrambled(message, chance),)
+        for _ in range(20):
+            asked = [cluster.http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 26}) for _ in range(3)]
+            for answer in await asyncio.gather(*asked):
+                assert answer.status_code < 600
+                answer.json()
+        liar.mangle = lambda message: (message,)
+        await liar.kill()
+        for _ in range(5):
+            responses = await cluster.generate(TEXT)
+            assert "".join(response.text for response in responses) == TEXT
+        assert honest.calls

@@ -127,6 +127,8 @@ EXAMPLES = [
         [("now", "{}")],
     ),
     ("minimax_m2", '<parameter name="a">1</parameter>\n</invoke>\n<invoke name="now"></invoke>', "", [("now", "{}")]),
+    ("minimax_m2", '<invoke name="now"></invoke>\n<parameter name="a"', "", [("now", "{}")]),
+    ("minimax_m2", 'XML: <parameter name="a"', 'XML: <parameter name="a"', []),
     ("minimax_m2", '<minimax:tool_call>\n<invoke na\nme="f"></invoke>', 'me="f">', []),
     # A tool that nobody offered: a call where calls are marked.
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', "", [("nobody", "{}")]),

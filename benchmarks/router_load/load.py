@@ -162,7 +162,7 @@ class HttpClient(asyncio.Protocol):
 def http_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     """A request as bytes."""
     raw = msgspec.json.encode({"model": MODEL, **body})
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import uvloop
 from router_load.mock_engine import WORD
-from router_load.mock_worker import CHARACTERS_A_TOKEN
+from router_load.mock_worker import CHARACTERS_A_TOKEN, WORD_TOKEN
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
@@ -24,6 +24,8 @@ _NAME = "sapwood.v1.Tokenizer"
 _SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
 _MOST_BYTES = 8 * 1024 * 1024
 """The default of the real tokenizer."""
+_WORDS = WORD_TOKEN + 1
+"""Tokens of the vocabulary for answers; those of prompts are not decoded."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -66,7 +68,18 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.GetInfoRequest, context: Context
     ) -> tokenizer_pb2.GetInfoResponse:
         return tokenizer_pb2.GetInfoResponse(
-            model="mock", vocab_size=2**32 - 1, has_chat_template=True, max_text_bytes=_MOST_BYTES
+            model="mock",
+            vocab_size=2**32 - 1,
+            has_chat_template=True,
+            max_text_bytes=_MOST_BYTES,
+            vocabulary_fingerprint=b"words",
+        )
+
+    async def GetVocabulary(  # noqa: N802
+        self, request: tokenizer_pb2.GetVocabularyRequest, context: Context
+    ) -> tokenizer_pb2.GetVocabularyResponse:
+        return tokenizer_pb2.GetVocabularyResponse(
+            fingerprint=b"words", size=_WORDS, tokens=WORD.encode() * _WORDS, lengths=[len(WORD)] * _WORDS
         )
 
     async def ApplyChatTemplate(  # noqa: N802

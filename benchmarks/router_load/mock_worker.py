@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 from array import array
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -29,7 +31,7 @@ from sapwood_common.errors import UnimplementedError
 from sapwood_common.serving.server import ServiceServer
 
 CHARACTERS_A_TOKEN = 4
-WORD_TOKEN = int.from_bytes(WORD.encode(), "little")
+WORD_TOKEN = 151_645
 MODEL = "mock"
 _NAME = "sapwood.v1.Worker"
 
@@ -156,10 +158,11 @@ def _chat_text(messages: list[dict[str, Any]]) -> str:
 class Session:
     """One router's session: what came since the last message was written goes out in the next."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, answers: dict[int, list[int]]) -> None:
         self._engine = engine
+        self._answers = answers
         self._ready: dict[int, worker_pb2.SessionOutput] = {}
-        self._one_token: dict[int, None] = {}
+        self._one_token: dict[int, int] = {}
         """Streams with one token and nothing else, where these go packed."""
         self._packs_tokens = False
         self._open: set[int] = set()
@@ -196,24 +199,26 @@ class Session:
         prompt = array("I", asked.token_ids[:MOST_HELD]).tobytes()
         delay, held = self._engine.prefill(prompt, asked.sampling.max_tokens, asked.tenant)
         cached, first = held * BLOCK // CHARACTERS_A_TOKEN, True
+        answer, at = self._answers.get(asked.sampling.max_tokens), 0
 
         def emit(count: int, last: bool) -> bool:
-            nonlocal first
+            nonlocal first, at
             if stream_id not in self._open:
                 return False
             if count > 1 and not last and stream_id in self._paused:
                 return True  # nobody waits for these: kept, they would come in one message of millions
             self._wake.set()
+            tokens = [WORD_TOKEN] * count if answer is None else answer[at : at + count]
+            at += count
             output = self._ready.get(stream_id)
             if output is None:
                 if stream_id in self._one_token:
-                    del self._one_token[stream_id]
-                    count += 1
+                    tokens.insert(0, self._one_token.pop(stream_id))
                 elif self._packs_tokens and count == 1 and not first and not last:
-                    self._one_token[stream_id] = None
+                    self._one_token[stream_id] = tokens[0]
                     return True
                 output = self._ready[stream_id] = worker_pb2.SessionOutput(stream_id=stream_id)
-            output.response.token_ids.extend([WORD_TOKEN] * count)
+            output.response.token_ids.extend(tokens)
             if first:
                 first = False
                 output.response.usage.cached_tokens = cached
@@ -235,9 +240,7 @@ class Session:
         taken = [stream_id for stream_id in self._ready if stream_id not in self._paused]
         outputs = [self._ready.pop(stream_id) for stream_id in taken]
         packed = [stream_id for stream_id in self._one_token if stream_id not in self._paused]
-        for stream_id in packed:
-            del self._one_token[stream_id]
-        tokens = [WORD_TOKEN] * len(packed)
+        tokens = [self._one_token.pop(stream_id) for stream_id in packed]
         return worker_pb2.SessionResponse(outputs=outputs, token_streams=packed, tokens=tokens)
 
     def close(self) -> None:
@@ -248,13 +251,16 @@ class Session:
 class MockWorker(worker_pb2_grpc.WorkerServicer):
     """The gRPC edge."""
 
-    def __init__(self, engine: Engine, blocks: int, max_running: int, epoch: int) -> None:
+    def __init__(
+        self, engine: Engine, blocks: int, max_running: int, epoch: int, answers: dict[int, list[int]]
+    ) -> None:
         self._engine, self._blocks, self._max_running, self._epoch = engine, blocks, max_running, epoch
+        self._answers = answers
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        session = Session(self._engine)
+        session = Session(self._engine, self._answers)
         reader = asyncio.ensure_future(session.read(request_iterator))
         try:
             yield worker_pb2.SessionResponse(info=await self.GetModelInfo(worker_pb2.GetModelInfoRequest(), context))
@@ -313,11 +319,13 @@ async def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--epoch", type=int, default=1)
+    parser.add_argument("--answers", type=Path, help="JSON: lists of tokens; one answers requests for so many tokens")
     args = parser.parse_args()
+    answers = [] if args.answers is None else json.loads(args.answers.read_text())
     engine = Engine(args.blocks, args.base_ms / 1000, args.block_us / 1e6, args.pace_ms / 1000)
     server = ServiceServer("127.0.0.1", args.grpc_port, [_NAME], uncounted=frozenset({f"/{_NAME}/Session"}))
     worker_pb2_grpc.add_WorkerServicer_to_server(
-        MockWorker(engine, args.blocks, args.max_running, args.epoch), server.grpc
+        MockWorker(engine, args.blocks, args.max_running, args.epoch, {len(ids): ids for ids in answers}), server.grpc
     )
     await server.start()
     await server.set_serving(True)

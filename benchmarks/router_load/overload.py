@@ -262,7 +262,8 @@ def _malformed(router: Router) -> contextlib.AbstractAsyncContextManager[None]:
 def _huge(router: Router) -> contextlib.AbstractAsyncContextManager[None]:
     """Sent without a length, a piece at a time, until it is refused; then again."""
     piece = b"100000\r\n" + b"a" * 0x100000 + b"\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"transfer-encoding: chunked\r\n\r\n"
 
     async def step(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sapwood.v1 import tokenizer_pb2
+from sapwood_text.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from sapwood_text.output_parser import ParserOptions
 
 TOOL_PARSER, REASONING_PARSER = "fake_calls", "fake_thoughts"
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -19,41 +20,69 @@ class _Parsed:
     text: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
+    began: bool = False
 
 
 class FakeParser:
-    """Parses one stream as its options say; :meth:`feed` keeps what was told before."""
+    """Parses one output as its options say; a ``StreamParser``."""
 
-    def __init__(self, options: tokenizer_pb2.DetokenizeOptions) -> None:
+    def __init__(self, options: ParserOptions) -> None:
         self._options = options
         self._written = ""
         self._told = _Parsed()
 
-    def feed(self, output: tokenizer_pb2.DetokenizeOutput) -> None:
-        """Replaces an output's text by what it is."""
-        if not self._options.tool_parser and not self._options.reasoning_parser:
-            return
-        self._written += output.text
-        parsed = self._parse(self._written, output.ended)
-        told, self._told = self._told, parsed
-        output.text = parsed.text[len(told.text) :]
-        output.reasoning = parsed.reasoning[len(told.reasoning) :]
-        output.reasoning_tokens = len(parsed.reasoning.encode())
-        for index, (name, arguments) in enumerate(parsed.calls):
-            if index >= len(told.calls):
-                call_id = f"call-{self._options.tool_call_id_seed}-{index}"
-                output.tool_calls.add(index=index, id=call_id, name=name, arguments=arguments)
-            elif len(arguments) > len(told.calls[index][1]):
-                output.tool_calls.add(index=index, arguments=arguments[len(told.calls[index][1]) :])
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset()
 
-    def _parse(self, written: str, ended: bool) -> _Parsed:
+    @property
+    def may_reason(self) -> bool:
+        return bool(self._options.reasoning_parser)
+
+    @property
+    def openings(self) -> frozenset[str]:
+        return frozenset(map(chr, range(128)))  # each token by itself: the marks' count as none
+
+    def feed(self, text: str) -> list[Event]:
+        if not self._options.tool_parser and not self._options.reasoning_parser:
+            return [TextDelta(text)] if text else []
+        self._written += text
+        return self._new(self._parse(self._written, ended=False))
+
+    def finish(self) -> list[Event]:
+        if not self._options.tool_parser and not self._options.reasoning_parser:
+            return []
+        return self._new(self._parse(self._written, ended=True))
+
+    def _new(self, parsed: _Parsed) -> list[Event]:
+        told, self._told = self._told, parsed
+        events: list[Event] = []
+        if parsed.began and not told.began:
+            events.append(TextDelta(""))  # the tokens of the mark are no reasoning
+        if len(parsed.text) > len(told.text):
+            events.append(TextDelta(parsed.text[len(told.text) :]))
+        if len(parsed.reasoning) > len(told.reasoning):
+            events.append(ReasoningDelta(parsed.reasoning[len(told.reasoning) :]))
+        for index, (name, arguments) in enumerate(parsed.calls):
+            before = ""
+            if index >= len(told.calls):
+                events.append(ToolCallStart(index, name, f"call-{self._options.id_seed}-{index}"))
+            else:
+                before = told.calls[index][1]
+            if len(arguments) > len(before):
+                events.append(ToolCallArguments(index, arguments[len(before) :]))
+        return events
+
+    def _parse(self, written: str, *, ended: bool) -> _Parsed:
         parsed, rest = _Parsed(), written
         if self._options.reasoning_parser:
             if self._options.reasoning_open:
                 rest = _OPEN + rest
             elif not ended and _OPEN.startswith(rest):
+                parsed.began = rest == _OPEN
                 return parsed
             if rest.startswith(_OPEN):
+                parsed.began = not self._options.reasoning_open
                 parsed.reasoning, rest = _until(_CLOSE, rest.removeprefix(_OPEN), ended)
         if not self._options.tool_parser:
             parsed.text = rest

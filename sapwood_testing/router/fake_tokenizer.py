@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
+import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -13,16 +12,18 @@ import grpc
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, PromptTooLongError
 from sapwood_common.models.prompts import Prompts
+from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, UnimplementedError
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
 from sapwood_testing.router.fake_server import FakeServer
+from sapwood_text.output_parser import ParserOptions
 from sapwood_tokenizer.serve.starting import StartingService
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _NAME = "sapwood.v1.Tokenizer"
-_SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
+_SESSIONS = frozenset({f"/{_NAME}/Encode"})
 _OFFSET = 3
 BOS, EOS = 2, 1
 
@@ -32,22 +33,8 @@ def encode(text: str, offset: int = _OFFSET) -> list[int]:
     return [BOS, *(byte + offset for byte in text.encode())]
 
 
-@dataclass(slots=True)
-class _Stream:
-    stop: tuple[str, ...]
-    parser: FakeParser
-    offset: int
-    include_stop: bool
-    decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
-    held: str = ""
-    tokens: int = 0
-    marks: list[tuple[int, int]] = field(default_factory=list)
-    sent: int = 0
-    consumed: int = 0
-
-
 class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
-    """The service. Detokenize holds back what may begin a stop string or a marker of its parsers, as the real one does.
+    """The service, and the parsers of its outputs.
 
     Args:
         offset: What a byte's token is above its value: another vocabulary.
@@ -66,18 +53,16 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.reasoning_open: bool | None = None
         """What ApplyChatTemplate says of each prompt."""
         self.chats: list[tokenizer_pb2.ApplyChatTemplateRequest] = []
-        self.options: list[tokenizer_pb2.DetokenizeOptions] = []
-        """What each stream was opened with."""
+        self.parsed: list[ParserOptions] = []
+        """What each parser was made with."""
         self.grammars: list[tokenizer_pb2.CompileGrammarRequest] = []
         """What CompileGrammar was asked for."""
-        self.looked_up: list[int] = []
-        """The tokens whose bytes were asked for."""
-        self.open_streams: set[int] = set()
-        self.messages = 0
+        self.vocabularies = 0
+        """How often the vocabulary was asked for."""
         self.encode_calls = 0
         """Calls of Encode that were opened."""
         self.hold = False
-        """While set, Detokenize reads and answers nothing."""
+        """While set, no prompt is answered."""
         self._server = FakeServer("tokenizer", _NAME, _SESSIONS)
 
     @property
@@ -113,6 +98,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.TokenizeResponse:
         """Bytes to tokens; its vocabulary has no tokens for gaps."""
         self.request_ids.append(request_id_var.get())
+        if self.hold:
+            await asyncio.Event().wait()
         if request.suffix:
             raise InvalidArgumentError("no gaps", field="suffix")
         bare = request.HasField("add_special_tokens") and not request.add_special_tokens
@@ -178,18 +165,43 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             left_out=["uniqueItems"] if "uniqueItems" in str(request.grammar) else [],
         )
 
+    async def GetVocabulary(  # noqa: N802
+        self, request: tokenizer_pb2.GetVocabularyRequest, context: Context
+    ) -> tokenizer_pb2.GetVocabularyResponse:
+        """The bytes, behind special tokens with names, in two parts."""
+        self.vocabularies += 1
+        names = [f"<{token}>".encode() for token in range(self._offset)]
+        tokens = [*names, *(bytes([byte]) for byte in range(256))][request.first : request.first + 200]
+        return tokenizer_pb2.GetVocabularyResponse(
+            fingerprint=self._fingerprint,
+            size=256 + self._offset,
+            tokens=b"".join(tokens),
+            lengths=map(len, tokens),
+            special=() if request.first else range(self._offset),
+            special_names=() if request.first else names,
+        )
+
     async def GetTokenBytes(  # noqa: N802
         self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
     ) -> tokenizer_pb2.GetTokenBytesResponse:
-        """The byte, or a name."""
-        self.looked_up += request.token_ids
-        return tokenizer_pb2.GetTokenBytesResponse(
-            tokens=[
-                bytes([token - self._offset]) if token >= self._offset else f"<{token}>".encode()
-                for token in request.token_ids
-            ],
-            special=[token for token in request.token_ids if token < self._offset],
-        )
+        """Not here: no router calls it."""
+        raise UnimplementedError("the fake has no GetTokenBytes")
+
+    async def Detokenize(  # noqa: N802
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
+        """Not here: no router calls it."""
+        raise UnimplementedError("the fake has no Detokenize")
+        yield tokenizer_pb2.DetokenizeResponse()
+
+    def make_parser(self, options: ParserOptions) -> FakeParser:
+        """The parser of an output."""
+        self.parsed.append(options)
+        return FakeParser(options)
+
+    @property
+    def _fingerprint(self) -> bytes:
+        return b"%d" % self._offset
 
     async def GetInfo(  # noqa: N802
         self, request: tokenizer_pb2.GetInfoRequest, context: Context
@@ -208,79 +220,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             hides_tools=self.hides_tools,
             prompts=self.prompts.texts,
             default_prompt_name=self.prompts.default,
+            vocabulary_fingerprint=self._fingerprint,
             pair=tokenizer_pb2.PairTemplate(before=[BOS], between=[EOS], after=[EOS]) if self.joins_pairs else None,
         )
-
-    async def Detokenize(  # noqa: N802
-        self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
-    ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
-        """Tokens to text."""
-        streams: dict[int, _Stream] = {}
-        self.open_streams = set()
-        async for request in request_iterator:
-            self.messages += 1
-            if self.hold:
-                continue
-            response = tokenizer_pb2.DetokenizeResponse()
-            for item in request.inputs:
-                if item.HasField("options"):
-                    self.options.append(item.options)
-                output = _feed(streams, item, self._offset)
-                if output is not None:
-                    response.outputs.append(output)
-            self.open_streams = set(streams)
-            if response.outputs:
-                yield response
-
-
-def _feed(
-    streams: dict[int, _Stream], item: tokenizer_pb2.DetokenizeInput, offset: int
-) -> tokenizer_pb2.DetokenizeOutput | None:
-    if item.cancel:
-        streams.pop(item.stream_id, None)
-        return None
-    if item.HasField("options"):
-        streams[item.stream_id] = _Stream(
-            tuple(item.options.stop), FakeParser(item.options), offset, item.options.include_stop
-        )
-    stream = streams.get(item.stream_id)
-    if stream is None:  # it met a stop string while this was on its way
-        return None
-    output = tokenizer_pb2.DetokenizeOutput(stream_id=item.stream_id)
-    if not stream.stop:
-        stream.tokens += len(item.token_ids)
-        output.text = stream.decoder.decode(
-            bytes(token - stream.offset for token in item.token_ids if token >= stream.offset)
-        )
-        stream.consumed = stream.tokens - len(stream.decoder.getstate()[0])
-    for token in item.token_ids if stream.stop else ():
-        stream.tokens += 1
-        if token >= stream.offset:
-            stream.held += stream.decoder.decode(bytes([token - stream.offset]))
-        if not stream.decoder.getstate()[0]:  # not within a character
-            stream.marks.append((stream.sent + len(output.text) + len(stream.held), stream.tokens))
-        found = [(stream.held.find(stop), stop) for stop in stream.stop if stop in stream.held]
-        if found:
-            at, stop = min(found)
-            output.text += stream.held[: at + len(stop) * stream.include_stop]
-            output.stop_match = stop
-            output.ended = True
-            break
-        held = _held_back(stream.held, stream.stop)
-        output.text += stream.held[: len(stream.held) - held]
-        stream.held = stream.held[len(stream.held) - held :]
-    if item.end and not output.ended:
-        output.text += stream.held
-        output.ended = True
-    if output.ended:
-        del streams[item.stream_id]
-        stream.consumed = stream.tokens
-    stream.sent += len(output.text)
-    while stream.marks and stream.marks[0][0] <= stream.sent:
-        stream.consumed = max(stream.consumed, stream.marks.pop(0)[1])
-    output.tokens_consumed = stream.consumed
-    stream.parser.feed(output)
-    return output
 
 
 def _check_size(
@@ -295,14 +237,3 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """How many of the last characters may be the beginning of a stop string."""
-    longest = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:size]):
-                longest = size
-                break
-    return longest

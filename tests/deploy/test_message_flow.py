@@ -13,7 +13,12 @@ NAMES = sorted(set(re.findall(r"`(sapwood_\w+(?:\.\w+)+)`", PAGE.read_text(encod
 
 
 def test_the_tables_name_the_parts_of_all_services() -> None:
-    assert {name.split(".")[0] for name in NAMES} == {"sapwood_router", "sapwood_tokenizer", "sapwood_worker"}
+    assert {name.split(".")[0] for name in NAMES} == {
+        "sapwood_router",
+        "sapwood_text",
+        "sapwood_tokenizer",
+        "sapwood_worker",
+    }
     assert len(NAMES) > 30
 
 

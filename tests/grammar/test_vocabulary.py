@@ -11,7 +11,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.packed_tokens import PackedTokens
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_gguf, vocabulary_of_json
 from sapwood_tokenizer.vocab.loader import load_tokenizer
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.token_bytes import token_table
 from sapwood_worker.model.grammar.forced import Spellings, forced_by
 
 TEXTS = ["The capital of France", "naïve café ☕ 東京 👩‍💻", "def f(x):\n\treturn {'a': [1]}\r\n", "\x00\x7f  \u00a0"]
@@ -69,7 +69,7 @@ def test_a_gguf_file_with_byte_level_tokens_equals_its_tokenizer_json(byte_level
 
 
 def test_the_demo_models_tokens_are_those_the_tokenizer_service_decodes(demo_vocabulary, demo_model):
-    table = TokenBytes(load_tokenizer(demo_model).tokenizer)
+    table = token_table(load_tokenizer(demo_model).tokenizer)
     size = len(demo_vocabulary.tokens)
     assert size == 262_144
     differing = [i for i in range(size) if demo_vocabulary.tokens[i] != table.of(i)]

@@ -63,6 +63,10 @@ class Cluster:
         """What clients are told that a worker is called."""
         return self.router.worker_names.id_of(worker.address)
 
+    def ask_tokenizer_again(self) -> None:
+        """Has the router forget what the tokenizer said of itself."""
+        self.router._tokenizers.of(None).client.forget()
+
     def answer_with(self, text: str, *, goes_on_after: int | None = None, **script: object) -> None:
         """Has every worker answer with a text.
 
@@ -84,10 +88,6 @@ class Cluster:
 
     async def idle(self) -> None:
         """Waits until nothing is left of any request anywhere."""
-        await self.idle_workers()
-        await until(lambda: not self.tokenizer.open_streams)
-
-    async def idle_workers(self) -> None:
         await until(lambda: all(worker.in_flight == 0 for worker in self.router.registry.all()))
         await until(lambda: all(call.outcome != "running" for call in self.calls()))
         assert all(worker.pending_tokens == 0 for worker in self.router.registry.all())
@@ -125,7 +125,7 @@ def make_cluster() -> Callable:
         # On a machine that is short of time a worker in this very process is easily silent for a second, and all take longer.
         settings = {"worker_silence": 30, "tokenizer_grace": 60, "queue_wait": 120, **settings}
         config = RouterConfig(port=0, http_port=0, workers=tuple(f.address for f in fakes), **settings)
-        router = RouterApplication(config)
+        router = RouterApplication(config, make_parser=tokenizer.make_parser)
         await router.start()
         cluster = Cluster(tokenizer, fakes, router)
         try:

@@ -71,11 +71,13 @@ from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.tokenizer.client import TokenizerClient
-from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
 from sapwood_router.tokenizer.replicas import TokenizerReplicas
+from sapwood_router.tokenizer.text_stream import TextStreams
 from sapwood_router.tokenizer.tokenizers import Tokenizer, Tokenizers
 from sapwood_router.transport.backend.spec import backend_at, is_backend
 from sapwood_router.transport.name_lookup import Lookup, addresses_behind, follow_name
+from sapwood_text.output_parser import OutputParser
+from sapwood_text.parsed_stream import MakeParser
 
 if TYPE_CHECKING:  # it takes 15 MB, also where there is no backend
     from sapwood_router.transport.backend.client import HttpClient
@@ -91,9 +93,12 @@ class RouterApplication:
     Args:
         config: The configuration.
         lookup: Asks for the addresses behind a name.
+        make_parser: Makes the parsers of outputs.
     """
 
-    def __init__(self, config: RouterConfig, lookup: Lookup = addresses_behind) -> None:
+    def __init__(
+        self, config: RouterConfig, lookup: Lookup = addresses_behind, make_parser: MakeParser = OutputParser
+    ) -> None:
         self._config = config
         self._metrics = MetricSet()
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
@@ -105,6 +110,7 @@ class RouterApplication:
         self._http_client: HttpClient | None = None
         self._backends = config.backends_by_address
         self._lookup = lookup
+        self._make_parser = make_parser
         self._blocks = BlockIndex(config.block_index_bytes)
         parts = PolicyParts(config.cache_index_bytes, random.Random(), time.monotonic, self._blocks)
         self._policies = PolicyBook(
@@ -280,7 +286,9 @@ class RouterApplication:
         self._spawn(self._lag.run(), "loop lag")
         if self._keys is not None:
             self._spawn(self._keys.follow(), "file of API keys")
-        self._tokenizers.start()
+        for tokenizer in self._tokenizers.all():
+            tokenizer.replicas.start()
+            self._spawn(tokenizer.client.prefetch(), "vocabulary")
         self._fleet.name(CONFIGURED, self._config.named_workers)
         self._spawn(follow_proposals(self._proposals), "proposals of roles")
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
@@ -339,12 +347,17 @@ class RouterApplication:
         def lost() -> None:
             client.forget()
 
-        outputs = DetokenizePool(config.tokenizer_grace, lost, absent=not addresses)
         replicas = TokenizerReplicas(
-            addresses, self._dialer, outputs, config.health_interval, self._readiness_changed, self._spawn, self._lookup
+            addresses,
+            self._dialer,
+            config.health_interval,
+            self._readiness_changed,
+            lost,
+            self._spawn,
+            self._lookup,
         )
         client = TokenizerClient(replicas.all, config.tokenizer_grace, self.heavy, absent=not addresses)
-        return Tokenizer(replicas, client, outputs)
+        return Tokenizer(replicas, client, TextStreams(client, self._make_parser))
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
         config = self._config

@@ -25,6 +25,7 @@ from sapwood_common.settings.needs import Needs
 from sapwood_common.telemetry.logs import announce, setup_logging
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.telemetry.tracing_start import start_tracing
+from sapwood_text.vocabulary import Vocabulary
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encode.batch_encoder import Library
 from sapwood_tokenizer.encode.encode_process import start_library
@@ -32,15 +33,20 @@ from sapwood_tokenizer.encode.encoder import Encoder, EncoderOptions
 from sapwood_tokenizer.encode.fast_library import make_library
 from sapwood_tokenizer.encode.pair_template import read_pair_template
 from sapwood_tokenizer.encode.pipeline import is_bounded
-from sapwood_tokenizer.output.parser_defaults import ParserDefaults, parser_defaults
 from sapwood_tokenizer.serve.compile_grammar import Grammars, build_grammars
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_tokenizer.serve.process_group import ProcessGroup, reserve_port
 from sapwood_tokenizer.serve.renderer import start_renderer
 from sapwood_tokenizer.serve.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 from sapwood_tokenizer.serve.starting import StartingService
-from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.template.parser_defaults import ParserDefaults, parser_defaults
+from sapwood_tokenizer.vocab.loader import (
+    LoadedTokenizer,
+    load_tokenizer,
+    resolve_tokenizer,
+    tokenizer_name,
+    vocabulary_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +105,7 @@ class Model:
 
     name: str
     loaded: LoadedTokenizer
-    table: TokenBytes | None
+    vocabulary: Vocabulary | None
     parsers: ParserDefaults
     grammars: Grammars
 
@@ -114,9 +120,9 @@ def load_model(config: TokenizerConfig, path: Path) -> Model:
     loaded = load_tokenizer(path, config.chat_template)
     if loaded.only_encodes:
         refuse_idle(config, OF_ENCODERS)
-    table = table_of(loaded)
+    vocabulary = vocabulary_of(loaded)
     parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-    model = Model(name, loaded, table, parsers, build_grammars(path, loaded, config))
+    model = Model(name, loaded, vocabulary, parsers, build_grammars(path, loaded, config))
     gc.freeze()  # collections then skip what is loaded, and forked processes do not copy it
     return model
 
@@ -232,7 +238,7 @@ async def serve(
     limits = Limits(config.max_text_bytes, config.max_open_streams)
     starting.service = service = TokenizerService(
         model.loaded,
-        model.table,
+        model.vocabulary,
         model.name,
         model.parsers,
         encoder,

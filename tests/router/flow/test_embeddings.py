@@ -241,7 +241,7 @@ async def test_time_and_trace_reach_the_worker_and_a_client_that_leaves_ends_it_
         assert seen.request.traceparent[:35] == trace[:35]
         call.cancel()
         await asyncio.wait_for(seen.over.wait(), 60)
-        await cluster.idle_workers()
+        await cluster.idle()
         assert worker.address == cluster.router.registry.all()[0].address
         assert cluster.router.registry.all()[0].breaker.state.value == "closed"
 
@@ -253,7 +253,7 @@ async def test_one_that_is_late_is_told_so_and_ends_at_the_worker(make_cluster, 
         answer = await cluster.http.post(PATH, json={"input": "abc"}, headers={"x-request-timeout": "0.3"})
         assert answer.status_code == 504
         await asyncio.wait_for(worker.embed_calls[0].over.wait(), 60)
-        await cluster.idle_workers()
+        await cluster.idle()
 
 
 async def test_a_large_batch_goes_in_parts_and_a_lost_worker_costs_one_of_them(
@@ -283,7 +283,7 @@ async def test_a_large_batch_goes_in_parts_and_a_lost_worker_costs_one_of_them(
         assert [item["embedding"] for item in answer.json()["data"]] == [vector(item) for item in inputs]
         assert answer.json()["usage"]["prompt_tokens"] == 6 * 90
         assert sorted(call.inputs[0].ids[0] for _, call in parts()) == [1, 3, 3, 5]
-        await cluster.idle_workers()
+        await cluster.idle()
 
 
 async def test_an_input_that_no_message_can_hold_is_refused(cluster, monkeypatch) -> None:

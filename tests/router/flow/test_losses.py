@@ -152,7 +152,7 @@ async def test_a_router_starts_before_its_services_and_serves_once_they_are_ther
         await early.stop()
 
 
-async def test_a_restart_of_the_tokenizer_is_only_a_pause(cluster) -> None:
+async def test_running_streams_do_not_notice_a_restart_of_the_tokenizer(cluster) -> None:
     for worker in cluster.workers:
         worker.script.delay = 0.002
     texts = [f"{number}: " + "wörd 🌲 " * 60 for number in range(8)]
@@ -175,20 +175,18 @@ async def test_a_restart_of_the_tokenizer_is_only_a_pause(cluster) -> None:
     await cluster.idle()
 
 
-async def test_a_tokenizer_that_stays_away_fails_running_and_new_requests(make_cluster, expect_error) -> None:
+async def test_a_tokenizer_that_stays_away_fails_new_requests_only(make_cluster, expect_error, wait_until) -> None:
     async with make_cluster(1, tokenizer_grace=0.4) as cluster:
-        cluster.workers[0].script.delay = 0.01
-        stream = aiter(cluster.stub.Generate(router_pb2.RouterGenerateRequest(text="x" * 5000)))
-        await anext(stream)
+        gate = cluster.workers[0].script.gate = asyncio.Event()
+        cluster.workers[0].script.gate_after = 2
+        stream = aiter(cluster.stub.Generate(router_pb2.RouterGenerateRequest(text="ünï <b> " * 60, stop=["%"])))
+        first = await anext(stream)
         await cluster.tokenizer.kill()
-
-        async def rest() -> None:
-            async for _ in stream:
-                pass
-
-        await expect_error(rest(), UNAVAILABLE)
+        await wait_until(lambda: cluster.router.problem() is not None)
         await expect_error(cluster.generate("abc"), UNAVAILABLE)
-        await cluster.idle_workers()
+        gate.set()
+        assert first.text + "".join([response.text async for response in stream]) == "ünï <b> " * 60
+        await cluster.idle()
 
 
 async def test_while_a_tokenizer_says_that_it_starts_requests_wait_for_longer_than_the_grace(make_cluster) -> None:

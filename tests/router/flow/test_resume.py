@@ -106,7 +106,7 @@ async def test_a_stream_goes_on_where_it_was_with_the_right_usage(make_cluster, 
         metadata = await metadata_of(call)
         assert metadata["x-sapwood-resumptions"] == "1"
         assert metadata["x-sapwood-worker"] in {cluster.id_of(worker) for worker in cluster.workers}
-        await cluster.idle_workers()
+        await cluster.idle()
 
 
 async def test_the_next_worker_gets_prompt_tokens_so_far_the_rest_of_max_tokens_and_the_same_seed(cluster) -> None:
@@ -246,7 +246,7 @@ async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_clus
                 assert (await metadata_of(call))["x-sapwood-resumptions"] == "3"
             else:
                 await expect_error(finish(call, responses), UNAVAILABLE)
-            await cluster.idle_workers()
+            await cluster.idle()
 
 
 async def test_with_no_other_worker_the_stream_waits_for_one(make_cluster) -> None:

@@ -69,7 +69,7 @@ async def test_a_grpc_stream_has_the_ids_the_usage_and_no_text(cluster) -> None:
         assert [found.logprob for response in own for found in response.logprobs] == [-t / 8 for t in [*ANSWER, END]]
         assert [response.finish_reason for response in own if response.finish_reason] == [1]
         assert (own[-1].usage.prompt_tokens, own[-1].usage.completion_tokens) == (len(PROMPT), len(ANSWER) + 1)
-    await cluster.idle_workers()
+    await cluster.idle()
 
 
 async def test_an_http_stream_has_them_in_its_chunks(cluster) -> None:
@@ -82,7 +82,7 @@ async def test_an_http_stream_has_them_in_its_chunks(cluster) -> None:
     events = await events_of(cluster)
     assert ids_of(events) == [*ANSWER, END]
     assert not any("prompt_token_ids" in choice for event in events for choice in event["choices"])
-    await cluster.idle_workers()
+    await cluster.idle()
 
 
 def countdown_from_the_second(script: Script, prompt) -> list[int]:
@@ -106,7 +106,7 @@ async def test_tokens_that_come_one_by_one_go_on_one_by_one_across_a_loss(make_c
         metrics = (await cluster.http.get("/metrics")).text
         (gaps,) = re.findall(r'sapwood_router_inter_token_seconds_count\{model="fake"\} (\d+)', metrics)
         assert int(gaps) > 10
-        await cluster.idle_workers()
+        await cluster.idle()
 
 
 async def test_a_body_has_them_too(cluster) -> None:
@@ -172,7 +172,7 @@ async def test_what_needs_the_text_is_refused_by_name(make_cluster, expect_error
             ["a", "b"],
         )
         assert cluster.calls()[-1].request.grammar.compiled
-        assert not cluster.tokenizer.open_streams
+        assert not cluster.tokenizer.parsed
 
 
 async def test_ids_can_come_with_the_text(make_cluster) -> None:
@@ -210,7 +210,7 @@ async def test_a_slow_reader_holds_the_worker_back_and_gets_everything(cluster) 
     pieces = re.findall(rb'"token_ids":(\[[^]]*\])', b"".join(parts))
     assert [token for piece in pieces for token in json.loads(piece)] == [*sent, END]
     writer.close()
-    await cluster.idle_workers()
+    await cluster.idle()
 
 
 def test_a_token_stream_counts_merges_and_fails_as_told() -> None:
@@ -276,4 +276,4 @@ async def test_a_router_without_a_tokenizer_serves_token_ids_and_refuses_text(ma
 
         assert "no tokenizer" in (await expect_error(read(), INVALID))[0]
         assert not cluster.tokenizer.request_ids
-        await cluster.idle_workers()
+        await cluster.idle()

@@ -68,8 +68,8 @@ class OldTokenizer(FakeTokenizer):
 async def client_of(wait_until, *fakes: FakeTokenizer, up: bool = True) -> AsyncIterator[Client]:
     for fake in fakes:
         await fake.start()
-    replicas = [TokenizerReplica(fake.address, Dialer()) for fake in fakes]
-    tasks = [asyncio.ensure_future(replica.monitor(0.05, lambda _: None)) for replica in replicas]
+    replicas = [TokenizerReplica(fake.address, Dialer(), lambda: None) for fake in fakes]
+    tasks = [asyncio.ensure_future(replica.monitor(0.05, lambda: None)) for replica in replicas]
     sessions = [asyncio.ensure_future(replica.encodings.run()) for replica in replicas]
     tasks += sessions
     try:

@@ -6,14 +6,11 @@ from typing import cast
 
 import pytest
 
-from sapwood.v1 import tokenizer_pb2, worker_pb2
+from sapwood.v1 import worker_pb2
 from sapwood_common.http2.client.duplex_call import DuplexCall
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES, Dialer
 from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.session import StreamSink, WorkerSession
-from sapwood_router.request.output import OutputOptions
-from sapwood_router.tokenizer.detokenize_session import DetokenizeSession
-from sapwood_router.tokenizer.replica import TokenizerReplica
 
 MOST = MAX_MESSAGE_BYTES / 8
 REQUESTS = 128
@@ -74,20 +71,6 @@ async def test_a_request_may_come_in_parts_beside_others(count: int) -> None:
     ]
     assert [list(item.request.token_ids) for item in submits] == [[1], [*tokens, 8, 9], [2]]
     assert submits[1].request.tenant == "t"
-
-
-async def test_many_large_tools_for_the_detokenizer_go_in_several_messages() -> None:
-    call = WrittenCall()
-    replica = TokenizerReplica("127.0.0.1:1", Dialer())
-    session = DetokenizeSession(replica, 1.0, lambda session, first: None)
-    session._call = cast(DuplexCall, call)
-    for _ in range(REQUESTS):
-        session.open(OutputOptions(tools="x" * MEGABYTE), whole=False).push([1, 2])
-    await call.all_written()
-    assert max(map(len, call.written)) < MOST
-    inputs = [item for message in call.written for item in tokenizer_pb2.DetokenizeRequest.FromString(message).inputs]
-    assert sorted(item.stream_id for item in inputs) == list(range(1, REQUESTS + 1))
-    assert all(item.token_ids == [1, 2] for item in inputs)
 
 
 @pytest.mark.parametrize("count", [1024, 1025])

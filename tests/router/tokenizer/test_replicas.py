@@ -1,4 +1,4 @@
-"""Several replicas of the tokenizer: one that dies or hangs under load costs no request, and nothing comes twice."""
+"""Several replicas of the tokenizer: one that dies or hangs under load costs no request."""
 
 import asyncio
 import contextlib
@@ -11,12 +11,17 @@ import pytest
 
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
+from sapwood_router.tokenizer.replica import TokenizerReplica
 from sapwood_router.transport.name_lookup import addresses_behind, name_in
 from sapwood_testing.router.fake_tokenizer import FakeTokenizer
 from sapwood_testing.router.fake_worker import FakeWorker
 
 TEXT = "Ünïcode " * 20
 REQUESTS = 12
+
+
+def replicas_of(router: RouterApplication) -> tuple[TokenizerReplica, ...]:
+    return router._tokenizers.of(None).replicas.all()
 
 
 @contextlib.asynccontextmanager
@@ -30,8 +35,7 @@ async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup
     await router.start()
     try:
         await wait_until(lambda: router.problem() is None)
-        # Streams spread only over calls that are known to stand.
-        await wait_until(lambda: all(session.up for session in router._tokenizers.of(None).outputs._sessions.values()))
+        await wait_until(lambda: all(replica.encodings.up for replica in replicas_of(router)))
         url = f"http://127.0.0.1:{router.http_port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
             yield router, client
@@ -45,25 +49,21 @@ async def complete(client: openai.AsyncOpenAI) -> str:
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
-async def test_streams_move_to_another_replica_and_new_requests_go_there(wait_until) -> None:
+async def test_running_streams_go_on_when_every_replica_is_lost(wait_until) -> None:
     fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
-    worker.script.delay = 0.003
-    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50  # none ends before all have begun
+    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50
     for fake in fakes:
         await fake.start()
     addresses = ",".join(fake.address for fake in fakes)
     async with running_router(wait_until, addresses, worker) as (router, client):
         answers = [asyncio.ensure_future(complete(client)) for _ in range(REQUESTS)]
-        await wait_until(lambda: all(len(fake.open_streams) == REQUESTS / 2 for fake in fakes))
-        await fakes[0].kill()
+        await wait_until(lambda: len(worker.calls) == REQUESTS)
+        for fake in fakes:
+            await fake.kill()
+        await wait_until(lambda: router.problem() is not None)
         worker.script.gate.set()
         assert await asyncio.gather(*answers) == [TEXT] * REQUESTS
-        assert router.problem() is None
-        assert await complete(client) == TEXT
-        await fakes[1].kill()
-        await wait_until(lambda: router.problem() is not None)
         await fakes[0].start()
-        await wait_until(lambda: router.problem() is None)
         assert await complete(client) == TEXT
         await fakes[0].kill()
 
@@ -89,25 +89,6 @@ async def test_a_call_that_the_tokenizer_resets_is_made_again(wait_until) -> Non
         assert fake.resets == 1
     finally:
         await fake.kill()
-
-
-async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> None:
-    fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
-    worker.script.delay = 0.003
-    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50
-    for fake in fakes:
-        await fake.start()
-    addresses = ", ".join(fake.address for fake in fakes)
-    async with running_router(wait_until, addresses, worker) as (_, client):
-        answers = [asyncio.ensure_future(complete(client)) for _ in range(4)]
-        await wait_until(lambda: all(len(fake.open_streams) == 2 for fake in fakes))
-        for fake in fakes:
-            await fake.kill()
-        worker.script.gate.set()
-        await asyncio.sleep(0.2)
-        await fakes[1].start()
-        assert await asyncio.gather(*answers) == [TEXT] * 4
-        await fakes[1].kill()
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
@@ -149,23 +130,23 @@ async def test_while_the_only_one_is_stopped_requests_wait_for_the_grace_and_are
             assert router.problem() is not None
             only.process.send_signal(signal.SIGCONT)
             await wait_until(lambda: router.problem() is None)
-            await wait_until(lambda: all(s.up for s in router._tokenizers.of(None).outputs._sessions.values()))
+            await wait_until(lambda: all(replica.encodings.up for replica in replicas_of(router)))
             assert await complete(client) == TEXT
 
 
-async def test_a_replica_that_drains_finishes_its_streams_where_there_is_no_other(wait_until, start_tokenizer) -> None:
+async def test_the_only_replica_may_stop_while_a_stream_runs(wait_until, start_tokenizer) -> None:
     worker = FakeWorker()
-    worker.script.delay = 0.01
+    worker.script.gate, worker.script.gate_after = asyncio.Event(), 3
     worker.script.tokens = list
     with start_tokenizer() as only:
         async with running_router(wait_until, only.address, worker) as (_, client):
-            stream = await client.completions.create(model="fake", prompt=TEXT, stream=True, max_tokens=1000)
-            texts = [chunk.choices[0].text async for chunk in _first(stream, 3)]
+            answer = asyncio.ensure_future(complete(client))
+            await wait_until(lambda: worker.calls)
             only.process.send_signal(signal.SIGTERM)
-            texts += [chunk.choices[0].text async for chunk in stream]
-            assert "".join(texts) == TEXT
             await wait_until(lambda: only.process.poll() is not None, 60)
             assert only.process.returncode == 0
+            worker.script.gate.set()
+            assert await answer == TEXT
 
 
 async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_without_a_failed_request(
@@ -201,8 +182,7 @@ async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_with
                 await wait_until(lambda: failed or done >= goal)
 
             def at_work() -> set[str]:
-                sessions = router._tokenizers.of(None).outputs._sessions
-                return {replica.address for replica, session in sessions.items() if session.load}
+                return {replica.address for replica in replicas_of(router) if replica.encodings.up}
 
             users = [asyncio.ensure_future(user()) for _ in range(8)]
             await wait_until(lambda: at_work() == named)
@@ -232,11 +212,6 @@ def test_what_is_a_name_and_what_is_an_address() -> None:
 
 async def test_of_both_families_one_is_taken() -> None:
     assert await addresses_behind("localhost", 7) in ({"127.0.0.1:7"}, {"[::1]:7"})
-
-
-async def _first(stream, count: int):
-    for _ in range(count):
-        yield await anext(aiter(stream))
 
 
 @pytest.mark.parametrize("kind", ["texts", "grammars"])

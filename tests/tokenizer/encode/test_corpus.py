@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.status import from_rpc_error
-from sapwood_tokenizer.decode.detokenizer import Detokenizer
+from sapwood_text.detokenizer import Detokenizer
+from sapwood_text.vocabulary import TokenTable
 from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder, EncoderOptions
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.token_bytes import token_table
 
 NAMES = ("demo", "deepseek", "llama3", "qwen3", pytest.param("mistral", marks=pytest.mark.slow))
 CODE = Path(argparse.__file__).read_text()
@@ -68,8 +69,8 @@ def loaded(request: pytest.FixtureRequest) -> LoadedTokenizer:
 
 
 @pytest.fixture(scope="module")
-def table(loaded: LoadedTokenizer) -> TokenBytes:
-    return TokenBytes(loaded.tokenizer)
+def table(loaded: LoadedTokenizer) -> TokenTable:
+    return token_table(loaded.tokenizer)
 
 
 @pytest.fixture(
@@ -83,7 +84,7 @@ def encoder(loaded: LoadedTokenizer, request: pytest.FixtureRequest) -> Iterator
     made.close()
 
 
-def streamed(table: TokenBytes, ids: list[int], size: int) -> str:
+def streamed(table: TokenTable, ids: list[int], size: int) -> str:
     detokenizer = Detokenizer(table, [], frozenset())
     pieces = [detokenizer.push(ids[at : at + size]).text for at in range(0, len(ids), size)]
     return "".join(pieces) + detokenizer.finish().text
@@ -91,7 +92,7 @@ def streamed(table: TokenBytes, ids: list[int], size: int) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_texts_of_all_kinds_become_the_librarys_tokens_and_come_back(
-    encoder: Encoder, loaded: LoadedTokenizer, table: TokenBytes, kind: str
+    encoder: Encoder, loaded: LoadedTokenizer, table: TokenTable, kind: str
 ) -> None:
     library = loaded.tokenizer
     texts = KINDS[kind]
@@ -107,7 +108,7 @@ async def test_texts_of_all_kinds_become_the_librarys_tokens_and_come_back(
 @settings(max_examples=30, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 9))
 def test_any_text_comes_back_as_the_library_decodes_it(
-    loaded: LoadedTokenizer, table: TokenBytes, text: str, size: int
+    loaded: LoadedTokenizer, table: TokenTable, text: str, size: int
 ) -> None:
     ids = loaded.tokenizer.encode(text, add_special_tokens=False).ids
     decoded = loaded.tokenizer.decode(ids, skip_special_tokens=False)
@@ -129,7 +130,7 @@ async def test_a_megabyte_of_anything_is_encoded_as_the_library_does(
     encoder.close()
 
 
-def test_a_long_text_streams_back(loaded: LoadedTokenizer, table: TokenBytes) -> None:
+def test_a_long_text_streams_back(loaded: LoadedTokenizer, table: TokenTable) -> None:
     text = ("".join(KINDS["code"]) + "".join(KINDS["cjk"])) * 30
     text = text[: MIB // 4]
     ids = loaded.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -7,19 +7,19 @@ from tokenizers import Tokenizer
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.telemetry.logs import request_id_var
-from sapwood_tokenizer.decode.detokenizer import Detokenizer
-from sapwood_tokenizer.decode.output_stream import OutputStream, StreamOptions
-from sapwood_tokenizer.output.output_parser import OutputParser
+from sapwood_text.detokenizer import Detokenizer
+from sapwood_text.output_parser import OutputParser
+from sapwood_text.parsed_stream import ParsedStream, StreamOptions
 from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.serve.open_streams import OpenStreams
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.token_bytes import token_table
 
 
 def make_call(tokenizer: Tokenizer, most: int = 100) -> DetokenizeCall:
-    table = TokenBytes(tokenizer)
+    table = token_table(tokenizer)
 
-    def open_stream(options: StreamOptions) -> OutputStream:
-        return OutputStream(Detokenizer(table, options.stop, frozenset()), OutputParser(options.parsers))
+    def open_stream(options: StreamOptions) -> ParsedStream:
+        return ParsedStream(Detokenizer(table, options.stop, frozenset()), OutputParser(options.parsers))
 
     return DetokenizeCall(open_stream, tokenizer.get_vocab_size(), OpenStreams(most, 1000))
 
@@ -69,15 +69,15 @@ def test_more_streams_than_allowed_are_refused_one_by_one(byte_level: Tokenizer)
 
 
 def test_a_fault_in_one_stream_ends_that_stream_alone(byte_level: Tokenizer) -> None:
-    table = TokenBytes(byte_level)
-    made: list[OutputStream] = []
+    table = token_table(byte_level)
+    made: list[ParsedStream] = []
 
-    class Broken(OutputStream):
+    class Broken(ParsedStream):
         def push(self, token_ids):  # type: ignore[no-untyped-def]
             raise RecursionError
 
-    def open_stream(options: StreamOptions) -> OutputStream:
-        kind = OutputStream if made else Broken
+    def open_stream(options: StreamOptions) -> ParsedStream:
+        kind = ParsedStream if made else Broken
         made.append(kind(Detokenizer(table, [], frozenset()), OutputParser(options.parsers)))
         return made[-1]
 

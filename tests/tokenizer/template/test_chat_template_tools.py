@@ -4,7 +4,7 @@ import pytest
 
 from sapwood.v1.common_pb2 import ChatMessage, ToolCall
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_tokenizer.output.tool_parser.tools import load_tools
+from sapwood_text.tool_parser.tools import load_tools
 from sapwood_tokenizer.serve.chat_messages import CallArguments, to_messages
 from sapwood_tokenizer.template.chat_template import ChatTemplate
 

@@ -9,7 +9,7 @@ from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.models.prompts import Prompts
 from sapwood_tokenizer.template.chat_template import ChatTemplate
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.token_bytes import token_table
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_ids_without_text(directory: 
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 512}))
     loaded = load_tokenizer(directory)
     assert loaded.vocab_size == 512
-    assert TokenBytes(loaded.tokenizer).of(500) == b""
+    assert token_table(loaded.tokenizer).of(500) == b""
 
 
 def test_templates_get_the_tokenizers_own_end_token(directory: Path) -> None:

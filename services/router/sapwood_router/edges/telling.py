@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from sapwood_common.pacing.heavy_work import Stint
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.logprobs import Likelihoods
-from sapwood_router.request.tokens import TokenTable, pieces
+from sapwood_router.request.tokens import pieces
 from sapwood_router.tokenizer.client import TokenizerClient
+from sapwood_text.vocabulary import Vocabulary
 
 _AT_ONCE = 32
 """Tokens that are told of in one piece: about a millisecond with the most alternatives."""
@@ -40,18 +41,10 @@ class Telling:
             self._told += len(some)
             yield some, found
 
-    async def table(
-        self, context: RequestContext, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]
-    ) -> TokenTable:
-        """What the tokens of a request and their alternatives stand for.
+    async def vocabulary(self, context: RequestContext) -> Vocabulary:
+        """What the tokens of a request stand for.
 
         Raises:
             SapwoodError: The tokenizer does not say.
         """
-        needed: set[int] = set()
-        async for some, found in self.pieces(ids, logprobs):
-            needed.update(some)
-            for each in found:
-                if each is not None:
-                    needed.update(each.top_ids)
-        return await self._tokenizer.token_bytes(needed, context.request_id, context.deadline, self._stint)
+        return await self._tokenizer.vocabulary(context.request_id, context.deadline)

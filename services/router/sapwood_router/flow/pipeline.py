@@ -33,6 +33,7 @@ from sapwood_router.flow.stages.select import Selector
 from sapwood_router.flow.token_stream import TokenStream
 from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.request.context import Delta, FinishReason, RequestContext, Usage
+from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 from sapwood_router.request.session import SessionTurn
 from sapwood_router.request.tokens import MANY, pieces
@@ -320,18 +321,26 @@ class Run:
             pages = await self._look_ahead() if len(context.token_ids) > MANY else None
         if self._index:  # the prompts of many came back together
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
+        stream = await self._open_stream()
         if self._closed:
             raise RequestCancelledError("the client left")
-        stream: OutputStream
-        if context.detokenize:
-            stream = pipeline.tokenizers.of(context.model).outputs.open(context.output, whole=context.whole)
-        else:
-            stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
         self._attempts = GenerationAttempts(pipeline, context, stream, self._watch, place, pages)
         self._stream = stream
         stream.follow(self.flush)
         self._attempts.start()
+
+    async def _open_stream(self) -> OutputStream:
+        context = self._context
+        if not context.detokenize:
+            return TokenStream(whole=context.whole)
+        if len(context.output.tools) >= _LONG:  # which are read
+            await self._pipeline.heavy.turn(context.caller.tenant, goes_on=True)
+        streams = self._pipeline.tokenizers.of(context.model).streams
+        try:
+            return await streams.open(context.output, context.request_id, context.deadline, whole=context.whole)
+        except SapwoodError as error:
+            raise to_client_field(error, context.fields) from error
 
     async def _look_ahead(self) -> PromptPages:
         """Hashes and packs a very long prompt piece by piece, so that no later stage has to do it in one go."""

@@ -8,7 +8,6 @@ from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodEr
 from sapwood_router.request.context import FieldNames
 
 _SAMPLING = "sampling."
-_OPTIONS = "options."
 _TOOL_CALLS = "tool_calls."
 _PART_OF_CALL = re.compile(r"(?<=\.tool_calls\[)(\d+\]\.)(?=name$|arguments$)")
 _REASONING = re.compile(r"(?<=\.)reasoning$")
@@ -27,14 +26,6 @@ def to_client_field(error: SapwoodError, fields: FieldNames) -> SapwoodError:
             return InternalError(f"a service refused its request: {error.field}: {error.message}")
         return type(error)(error.message, retry_after=error.retry_after)
     return type(error)(error.message, field=name, retry_after=error.retry_after)
-
-
-def detokenizer_error(error: SapwoodError) -> SapwoodError:
-    """The error of a detokenizer stream as the client is told it: of what it is given, stop and tools are the client's."""
-    name = (error.field or "").removeprefix(_OPTIONS)
-    if name.startswith(("stop", "tools")):
-        return type(error)(error.message, field=name)
-    return InternalError(f"the tokenizer failed: {error.message}")
 
 
 def _translate(field: str, fields: FieldNames) -> str | None:

@@ -35,15 +35,3 @@ def gather_many(token_ids: Sequence[int]) -> Steps[TokenIds]:
         gathered.extend(piece)
         yield
     return gathered
-
-
-class TokenTable(dict[int, bytes]):
-    """What single tokens stand for, as far as the tokenizer was asked: their bytes.
-
-    Attributes:
-        special: Those of them that are special tokens, which text leaves out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.special: set[int] = set()

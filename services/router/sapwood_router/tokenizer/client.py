@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
-from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, PromptTooLongError, UnavailableError
+from sapwood_common.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    PromptTooLongError,
+    SapwoodError,
+    UnavailableError,
+)
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts
 from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_common.pacing.steps import Steps, in_turns
+from sapwood_common.status import from_rpc_error
 from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
 from sapwood_router.request.structure import CompiledGrammar
-from sapwood_router.request.tokens import MANY, TokenIds, TokenTable, gather, gather_many, pieces
+from sapwood_router.request.tokens import MANY, TokenIds, gather, gather_many
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 from sapwood_router.tokenizer.shared_answers import SharedAnswers
+from sapwood_text.vocabulary import TokenTable, Vocabulary, packed_tokens
 
 MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
-_TOKENS_A_REQUEST = 16384
+_VOCABULARY_SECONDS = 60.0
+"""Seconds in which the service has to give its vocabulary."""
+_TOKENS_A_REQUEST = 16_384
 _TURNS_AT_ONCE = 16
 """Turns of a conversation that are written into its message in one step."""
 _AT_ONCE = nullcontext()
@@ -71,6 +82,7 @@ class TokenizerInfo:
         hides_tools: Whether its chat template does not show tools to the model.
         template_variables: What requests may set in its chat template to an effect.
         prompts: Texts that go before those to embed.
+        vocabulary_fingerprint: Equal for equal vocabularies; empty: it is too old to give its vocabulary.
     """
 
     vocab_size: int
@@ -81,6 +93,7 @@ class TokenizerInfo:
     hides_tools: bool
     template_variables: frozenset[str] = frozenset()
     prompts: Prompts = NO_PROMPTS
+    vocabulary_fingerprint: bytes = b""
 
 
 class TokenizerClient:
@@ -110,7 +123,11 @@ class TokenizerClient:
         self._turn = 0
         self._large = LargeTexts()
         self._info: TokenizerInfo | None = None
-        self._token_bytes = TokenTable()
+        self._vocabulary: tuple[bytes, Vocabulary] | None = None
+        """The last one that was fetched, behind its fingerprint."""
+        self._checked: TokenizerInfo | None = None
+        """What the service said of itself when its vocabulary was this one."""
+        self._fetching: SharedAnswers[Vocabulary] = SharedAnswers()
         self._compiling: SharedAnswers[CompiledGrammar] = SharedAnswers()
 
     @property
@@ -277,6 +294,7 @@ class TokenizerClient:
             answer.hides_tools,
             frozenset(answer.template_variables),
             Prompts(dict(answer.prompts), answer.default_prompt_name),
+            answer.vocabulary_fingerprint,
         )
         return self._info
 
@@ -295,34 +313,93 @@ class TokenizerClient:
 
         return await self._compiling.get((request_id, deadline, request.SerializeToString(deterministic=True)), ask)
 
-    async def token_bytes(
-        self, token_ids: Iterable[int], request_id: str, deadline: float, stint: Stint | None = None
-    ) -> TokenTable:
-        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`.
+    async def vocabulary(self, request_id: str, deadline: float) -> Vocabulary:
+        """The model's tokens. The service is asked once; after :meth:`forget` it is asked whether they are still the same."""
+        if self._vocabulary is not None and self._info is not None and self._checked is self._info:
+            return self._vocabulary[1]
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._fetching.get((), lambda: self._fetch(request_id))
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed before the tokenizer gave its vocabulary") from None
 
-        Args:
-            token_ids: The tokens.
-            request_id: For the service's log.
-            deadline: On the event loop's clock.
-            stint: Whose turns the pieces have where there are very many; None: there are not.
-        """
-        table = self._token_bytes
-        unknown: set[int] = set()
-        for part in pieces([*token_ids], _TOKENS_A_REQUEST):
-            if stint is not None and len(part) == _TOKENS_A_REQUEST:
-                await stint.pause()
-            unknown.update(token for token in part if token not in table)
-        for part in pieces([*unknown], _TOKENS_A_REQUEST):
-            request = tokenizer_pb2.GetTokenBytesRequest(token_ids=part)
+    async def prefetch(self) -> None:
+        """Fetches the vocabulary if there is one, so that no request waits for it."""
+        with suppress(SapwoodError):
+            await self.vocabulary("-", asyncio.get_running_loop().time() + _VOCABULARY_SECONDS)
+
+    async def _fetch(self, request_id: str) -> Vocabulary:
+        deadline = asyncio.get_running_loop().time() + _VOCABULARY_SECONDS
+        while True:
+            info = await self.info(request_id, deadline)
+            fingerprint = info.vocabulary_fingerprint
+            if self._vocabulary is None or not fingerprint or self._vocabulary[0] != fingerprint:
+                if fingerprint:
+                    vocabulary = await self._fetch_parts(fingerprint, request_id, deadline)
+                else:
+                    vocabulary = await self._ask_for_each(info.vocab_size, request_id, deadline)
+                if vocabulary is None:  # the service was replaced meanwhile, or a replica is of another model
+                    self.forget()
+                    await asyncio.sleep(_PAUSE)
+                    continue
+                self._vocabulary = fingerprint, vocabulary
+            self._checked = info
+            return self._vocabulary[1]
+
+    async def _ask_for_each(self, size: int, request_id: str, deadline: float) -> Vocabulary:
+        """The vocabulary of a service that is too old to give it: the bytes of each token, and what becomes of a first space."""
+        spelled: list[bytes] = []
+        special: dict[int, str] = {}
+        for first in range(0, size, _TOKENS_A_REQUEST):
+            request = tokenizer_pb2.GetTokenBytesRequest(token_ids=range(first, min(first + _TOKENS_A_REQUEST, size)))
             answer = await self._call(lambda replica: replica.stub.GetTokenBytes, request, request_id, deadline)
-            table.update(zip(part, answer.tokens, strict=True))
-            table.special.update(answer.special)
-        return table
+            spelled += answer.tokens
+            special.update((token, spelled[token].decode("utf-8", "replace")) for token in answer.special)
+            await asyncio.sleep(0)
+        word = next((token for token, text in enumerate(spelled) if text[:1] == b" " and text[1:].isalpha()), None)
+        strips = word is not None and not (await self._decoded(word, deadline)).startswith(" ")
+        table = TokenTable(packed_tokens(b"".join(spelled), map(len, spelled)), strips_leading_space=strips)
+        return Vocabulary(table, size, special)
+
+    async def _decoded(self, token_id: int, deadline: float) -> str:
+        """The text of one token, as the service decodes it."""
+        wanted = tokenizer_pb2.DetokenizeInput(
+            stream_id=1, options=tokenizer_pb2.DetokenizeOptions(), token_ids=[token_id], end=True
+        )
+
+        async def ask(replica: TokenizerReplica) -> str:
+            left = deadline - asyncio.get_running_loop().time()
+            call = replica.stub.Detokenize(iter([tokenizer_pb2.DetokenizeRequest(inputs=[wanted])]), timeout=left)
+            try:
+                return "".join([output.text async for answer in call for output in answer.outputs])
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+
+        return await self._patiently(ask, deadline)
+
+    async def _fetch_parts(self, fingerprint: bytes, request_id: str, deadline: float) -> Vocabulary | None:
+        """The vocabulary with this fingerprint; None if the service has another."""
+        tokens: list[bytes] = []
+        lengths = array("I")
+        special: dict[int, str] = {}
+        while True:
+            request = tokenizer_pb2.GetVocabularyRequest(first=len(lengths))
+            part = await self._call(lambda replica: replica.stub.GetVocabulary, request, request_id, deadline)
+            if part.fingerprint != fingerprint:
+                return None
+            tokens.append(part.tokens)
+            lengths.extend(part.lengths)
+            names = (name.decode("utf-8", "surrogateescape") for name in part.special_names)
+            special.update(zip(part.special, names, strict=True))
+            if len(lengths) >= part.size or not part.lengths:
+                table = TokenTable(
+                    packed_tokens(b"".join(tokens), lengths), strips_leading_space=part.strips_leading_space
+                )
+                return Vocabulary(table, part.size, special)
 
     def forget(self) -> None:
         """The service may have been replaced: what it said of itself holds no longer."""
         self._info = None
-        self._token_bytes = TokenTable()
 
     async def _tokenize(
         self,

@@ -1,4 +1,4 @@
-"""What the tokenizer service is asked, as messages, and what it answers, as plain values."""
+"""What the tokenizer service is asked, as messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_router.request.arguments import whole_arguments
 from sapwood_router.request.context import ChatPrompt, RequestContext, Turn
-from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.request.structure import AnswerGrammar
 
 
@@ -55,28 +54,3 @@ def to_turns(turns: Sequence[Turn]) -> list[common_pb2.ChatMessage]:
         )
         for turn in turns
     ]
-
-
-def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:
-    """The options that open a detokenizer stream."""
-    return tokenizer_pb2.DetokenizeOptions(
-        stop=options.stop,
-        skip_special_tokens=options.skip_special_tokens,
-        tool_parser=options.tool_parser,
-        reasoning_parser=options.reasoning_parser,
-        reasoning_open=options.reasoning_open,
-        tools=options.tools,
-        tool_call_id_seed=options.call_id_seed,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-    )
-
-
-def output_of(message: tokenizer_pb2.DetokenizeOutput) -> Output:
-    """What a detokenizer stream gave."""
-    output = Output(message.text, message.reasoning)
-    if message.tool_calls:
-        output.tool_calls = [
-            ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls
-        ]
-    return output

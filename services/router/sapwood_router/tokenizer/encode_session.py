@@ -38,14 +38,18 @@ class EncodeSession(SharedCall):
     Args:
         address: Where the replica is.
         dialer: Connects to it.
+        on_lost: Called when the call is lost.
         on_stuck: Called when what is sent there does not arrive.
     """
 
     MOST_BYTES = 256 * 1024
     """The most an item may have; what is larger would hold up the others and goes in a call of its own."""
 
-    def __init__(self, address: str, dialer: Dialer, on_stuck: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, address: str, dialer: Dialer, on_lost: Callable[[], None], on_stuck: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(address, _METHOD, dialer)
+        self._on_lost = on_lost
         self._on_stuck = on_stuck
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Result]] = {}
@@ -110,6 +114,7 @@ class EncodeSession(SharedCall):
         self._end_if_finished()
 
     def _lost(self, end: CallEndedError) -> float:
+        self._on_lost()
         if self._waiting:
             logger.info("the encoding call to %s was lost with %d items: %s", self._address, self.load, end)
         self._fail_all(f"tokenizer {self._address}: {end}")

@@ -37,6 +37,7 @@ class TokenizerReplica:
     Args:
         address: Where it is.
         dialer: Connects to it.
+        on_lost: Called when the call that encodes is lost.
         problem: What is known of it.
 
     Attributes:
@@ -47,12 +48,14 @@ class TokenizerReplica:
         ConfigError: The TLS files are of no use.
     """
 
-    def __init__(self, address: str, dialer: Dialer, problem: str | None = "not checked yet") -> None:
+    def __init__(
+        self, address: str, dialer: Dialer, on_lost: Callable[[], None], problem: str | None = "not checked yet"
+    ) -> None:
         self.address = address
         self.dialer = dialer
         self.channel = channel = dialer.open(address)
         self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        self.encodings = EncodeSession(address, dialer, self._drop_calls)
+        self.encodings = EncodeSession(address, dialer, on_lost, self._drop_calls)
         self._problem = problem
         """What its health checks say: why it cannot be used."""
         self.heard = -math.inf
@@ -72,11 +75,6 @@ class TokenizerReplica:
     def load(self) -> int:
         """Unary calls and items under way."""
         return len(self._running) + self.encodings.load
-
-    @property
-    def answers(self) -> bool:
-        """Whether it is well, or drains: what it has it finishes."""
-        return self.problem in (None, NOT_SERVING)
 
     async def tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, request_id: str, deadline: float
@@ -149,10 +147,10 @@ class TokenizerReplica:
         """Returns once no call is under way."""
         await self._free.wait()
 
-    async def monitor(self, interval: float, on_change: Callable[[TokenizerReplica], None]) -> None:
+    async def monitor(self, interval: float, on_change: Callable[[], None]) -> None:
         """Keeps ``problem`` true for ever; cancel it to stop.
 
-        ``on_change`` is called when the replica comes or goes, and when one that drained does not answer any more.
+        ``on_change`` is called when the replica comes or goes.
 
         A replica that does not answer its checks, or that large packets do not reach, loses its calls; others can take them.
         """
@@ -163,11 +161,11 @@ class TokenizerReplica:
                 problem = await check(self._health, SERVICE)
             except TimeoutError:
                 problem, hangs = "health checks time out", True
-            answered, self._problem = known in (None, NOT_SERVING), problem
+            self._problem = problem
             problem = self.problem
             changed = (problem is None) != (known is None)
             known = problem
-            if self.answers:
+            if problem in (None, NOT_SERVING):
                 self.heard = asyncio.get_running_loop().time()
             if hangs:
                 self.encodings.abandon("health checks time out")
@@ -176,8 +174,7 @@ class TokenizerReplica:
                 self.encodings.probe()  # a call says nothing of how its bytes get there
             if changed:
                 logger.info("tokenizer %s is %s", self.address, "up" if problem is None else f"down: {problem}")
-            if changed or (answered and not self.answers):
-                on_change(self)
+                on_change()
             await asyncio.sleep(interval if problem is None else min(interval, _DOWN_INTERVAL))
 
     def _drop_calls(self) -> None:

@@ -1,8 +1,7 @@
 """The replicas of the tokenizer as they come and go: given by address, or found behind a name that stands for all of them.
 
-A replica that is no longer behind its name gets nothing new. Its streams go to another at once, or finish on it where there is
-none that is up, and its calls end; then its connection is closed. So does the connection of each replica, in favour of a new one,
-when the TLS files have changed.
+A replica that is no longer behind its name gets nothing new. What it has it finishes; then its connection is closed. So is the
+connection of each replica, in favour of a new one, when the TLS files have changed.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.channel import Dialer
-from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
-from sapwood_router.tokenizer.detokenize_session import DetokenizeSession
 from sapwood_router.tokenizer.replica import TokenizerReplica
 from sapwood_router.transport.name_lookup import Lookup, follow_name, name_in
 
@@ -31,9 +28,9 @@ class TokenizerReplicas:
     Args:
         targets: ``host:port`` of each replica, or of all behind a host name.
         dialer: Connects to them; to one behind a name checking its certificate for that name.
-        detokenizers: Told of each replica; carries the streams.
         health_interval: Seconds between two checks of each.
         on_change: Called when the set or a replica's health has changed.
+        on_lost: Called when a connection is lost: the service that answers next may be another.
         spawn: Runs a task until the router stops.
         lookup: Asks for the addresses behind a name.
     """
@@ -42,17 +39,17 @@ class TokenizerReplicas:
         self,
         targets: Iterable[str],
         dialer: Dialer,
-        detokenizers: DetokenizePool,
         health_interval: float,
         on_change: Callable[[], None],
+        on_lost: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], object],
         lookup: Lookup,
     ) -> None:
         self._targets = tuple(targets)
         self._dialer = dialer
-        self._detokenizers = detokenizers
         self._health_interval = health_interval
         self._on_change = on_change
+        self._on_lost = on_lost
         self._spawn = spawn
         self._lookup = lookup
         self._found: dict[str, tuple[TokenizerReplica, ...]] = {}
@@ -101,9 +98,8 @@ class TokenizerReplicas:
                 logger.warning("new TLS files are not taken up: %s", error)
 
     def _open(self, address: str, dialer: Dialer, problem: str | None = "not checked yet") -> TokenizerReplica:
-        replica = TokenizerReplica(address, dialer, problem)
-        session = self._detokenizers.add(replica)
-        self._spawn(self._serve(replica, session), f"tokenizer {address}")
+        replica = TokenizerReplica(address, dialer, self._on_lost, problem)
+        self._spawn(self._serve(replica), f"tokenizer {address}")
         return replica
 
     def _replace(self, target: str, replicas: tuple[TokenizerReplica, ...]) -> None:
@@ -111,23 +107,16 @@ class TokenizerReplicas:
         self._found[target] = replicas
         for gone in before:
             if gone not in replicas:
-                self._detokenizers.retire(gone)
                 gone.encodings.finish()
         logger.info("tokenizers at %s: %s", target, ", ".join(replica.address for replica in replicas))
         self._on_change()
 
-    async def _serve(self, replica: TokenizerReplica, session: DetokenizeSession) -> None:
-        """Carries its streams and its items, and watches its health, until it has left with nothing running."""
-        monitor = asyncio.ensure_future(replica.monitor(self._health_interval, self._changed))
+    async def _serve(self, replica: TokenizerReplica) -> None:
+        """Carries its items, and watches its health, until it has left with nothing running."""
+        monitor = asyncio.ensure_future(replica.monitor(self._health_interval, self._on_change))
         try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(session.run())
-                both.create_task(replica.encodings.run())
+            await replica.encodings.run()
             await replica.idle()
         finally:
             monitor.cancel()
             await replica.channel.close()
-
-    def _changed(self, replica: TokenizerReplica) -> None:
-        self._detokenizers.replica_changed(replica)
-        self._on_change()

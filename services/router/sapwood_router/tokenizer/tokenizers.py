@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood_common.errors import DeadlineExceededError, SapwoodError
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.tokens import pieces
 from sapwood_router.tokenizer.client import TokenizerClient
-from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
 from sapwood_router.tokenizer.replicas import TokenizerReplicas
-
-_AT_ONCE = 16_384
-"""Tokens that are handed over in one turn of the event loop."""
+from sapwood_router.tokenizer.text_stream import TextStreams
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +21,34 @@ class Tokenizer:
     Attributes:
         replicas: As they come and go.
         client: Makes tokens of prompts.
-        outputs: Makes text of tokens.
+        streams: Make text of tokens.
     """
 
     replicas: TokenizerReplicas
     client: TokenizerClient
-    outputs: DetokenizePool
+    streams: TextStreams
 
-    async def text_of(self, token_ids: Sequence[int], deadline: float, *, skip_special_tokens: bool) -> str:
-        """What tokens say where a model writes them. ``deadline`` is on the event loop's clock.
+    async def text_of(
+        self, token_ids: Sequence[int], request_id: str, deadline: float, *, skip_special_tokens: bool
+    ) -> str:
+        """What tokens say where a model writes them; each must be below the vocabulary's size.
+
+        Args:
+            token_ids: The tokens.
+            request_id: For the service's log.
+            deadline: On the event loop's clock.
+            skip_special_tokens: Whether special tokens are left out.
 
         Raises:
             SapwoodError: The service's own error; UnavailableError if it is gone; DeadlineExceededError.
         """
-        stream = self.outputs.open(OutputOptions(skip_special_tokens=skip_special_tokens), whole=True)
+        options = OutputOptions(skip_special_tokens=skip_special_tokens)
+        stream = await self.streams.open(options, request_id, deadline, whole=True)
         written = asyncio.Event()
         stream.follow(written.set)
         try:
             async with asyncio.timeout_at(deadline):
-                for piece in pieces(token_ids, _AT_ONCE):
-                    stream.push(piece)
-                    await asyncio.sleep(0)
-                stream.push((), end=True)
+                stream.push(token_ids, end=True)
                 await written.wait()
             return stream.take().output.text
         except TimeoutError:
@@ -88,7 +90,6 @@ class Tokenizers:
                 return self._usual
         return self._of_models.get(model, self._usual)
 
-    def start(self) -> None:
-        """Begins to look for all replicas."""
-        for tokenizer in (self._usual, *self._of_models.values()):
-            tokenizer.replicas.start()
+    def all(self) -> Iterable[Tokenizer]:
+        """Each of them."""
+        return (self._usual, *self._of_models.values())

@@ -21,7 +21,7 @@ from sapwood_common.grammar.convert import to_grammar
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_json
 from sapwood_tokenizer.config import TokenizerConfig
-from sapwood_tokenizer.output.grammar.source import ModelFormat, output_source
+from sapwood_tokenizer.grammar.source import ModelFormat, output_source
 from sapwood_tokenizer.serve.convert import checked_salt, to_calls_wanted
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 
@@ -50,6 +50,11 @@ class Grammars:
         self._compiler = (
             None if vocabulary is None else GrammarCompiler(self._fingerprint, vocabulary.special_names, limits)
         )
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What is equal for equal vocabularies; empty if there is none."""
+        return self._fingerprint
 
     async def compile(
         self, request: tokenizer_pb2.CompileGrammarRequest, time_remaining: float | None

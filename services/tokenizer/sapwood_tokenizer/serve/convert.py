@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
 from sapwood.v1 import tokenizer_pb2
-from sapwood_common.contract.limits import LONGEST_SALT, MOST_STOPS
+from sapwood_common.contract.limits import LONGEST_SALT, LONGEST_STOP, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.status import code_number, reason_of
-from sapwood_tokenizer.decode.output_stream import StreamOptions
+from sapwood_text.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
+from sapwood_text.output_parser import ParserOptions
+from sapwood_text.parsed_stream import StreamOptions
+from sapwood_text.tool_parser.tools import Tools
+from sapwood_text.vocabulary import Vocabulary
 from sapwood_tokenizer.encode.encode_cache import CacheStats
 from sapwood_tokenizer.encode.encoder import EncodeOptions
 from sapwood_tokenizer.encode.pair_template import PairTemplate
-from sapwood_tokenizer.output.grammar.source import CallsWanted
-from sapwood_tokenizer.output.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
-from sapwood_tokenizer.output.output_parser import ParserOptions
-from sapwood_tokenizer.output.tool_parser.tools import Tools
+from sapwood_tokenizer.grammar.source import CallsWanted
 
-LONGEST_STOP_STRING = 1024
+_MOST_TOKENS_A_PART = 65_536
+"""Tokens of a vocabulary in one message."""
 _TOKENS_AT_ONCE = 32_768
 """Tokens that go into a message in one piece, which takes 2 ms."""
 
@@ -59,6 +62,28 @@ def to_calls_wanted(message: tokenizer_pb2.ToolCallGrammar) -> CallsWanted:
     )
 
 
+def fingerprint_of(vocabulary: Vocabulary, tokens: bytes) -> bytes:
+    """What is equal for equal vocabularies; ``tokens`` is so for the bytes of the tokens."""
+    rest = f"{vocabulary.size} {vocabulary.table.strips_leading_space} {sorted(vocabulary.special.items())}"
+    return hashlib.blake2b(tokens + rest.encode(errors="replace"), digest_size=16).digest()
+
+
+def vocabulary_part(vocabulary: Vocabulary, fingerprint: bytes, first: int) -> tokenizer_pb2.GetVocabularyResponse:
+    """The tokens from ``first`` on, as many as one message takes; takes tens of milliseconds."""
+    ids = range(first, min(first + _MOST_TOKENS_A_PART, vocabulary.size))
+    tokens = [vocabulary.table.spell(token) for token in ids]
+    special = {token: name for token, name in vocabulary.special.items() if token in ids}
+    return tokenizer_pb2.GetVocabularyResponse(
+        fingerprint=fingerprint,
+        size=vocabulary.size,
+        strips_leading_space=vocabulary.table.strips_leading_space,
+        tokens=b"".join(tokens),
+        lengths=map(len, tokens),
+        special=special.keys(),
+        special_names=(name.encode("utf-8", "surrogateescape") for name in special.values()),
+    )
+
+
 async def add_tokens(field: MutableSequence[int], token_ids: Sequence[int]) -> None:
     """Adds tokens to a field of a response; others go on now and then where there are very many."""
     for at in range(0, len(token_ids), _TOKENS_AT_ONCE):
@@ -94,10 +119,8 @@ def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) ->
     if len(options.stop) > MOST_STOPS:
         raise InvalidArgumentError(f"more than {MOST_STOPS} stop strings", field="options.stop")
     for stop in options.stop:
-        if not 1 <= len(stop) <= LONGEST_STOP_STRING:
-            raise InvalidArgumentError(
-                f"a stop string must have 1 to {LONGEST_STOP_STRING} characters", field="options.stop"
-            )
+        if not 1 <= len(stop) <= LONGEST_STOP:
+            raise InvalidArgumentError(f"a stop string must have 1 to {LONGEST_STOP} characters", field="options.stop")
     with within_options():
         tools = Tools.from_json(options.tools)
     return StreamOptions(

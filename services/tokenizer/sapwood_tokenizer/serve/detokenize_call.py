@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodError
 from sapwood_common.telemetry.logs import is_valid_request_id, request_id_var
-from sapwood_tokenizer.decode.output_stream import OutputStream, StreamOptions
+from sapwood_text.parsed_stream import ParsedStream, StreamOptions
 from sapwood_tokenizer.serve.convert import add_events, to_stream_options, within_options, write_error
 from sapwood_tokenizer.serve.open_streams import OpenStreams
 
 logger = logging.getLogger(__name__)
 
-OpenStream = Callable[[StreamOptions], OutputStream]
+OpenStream = Callable[[StreamOptions], ParsedStream]
 
 _TOKENS_A_STEP = 1024
 """Tokens decoded without a break: a few milliseconds of work."""
@@ -25,7 +25,7 @@ _INPUTS_A_STEP = 256
 
 @dataclass(slots=True)
 class _Open:
-    stream: OutputStream
+    stream: ParsedStream
     option_bytes: int
     name: str
 

@@ -15,7 +15,7 @@ import sys
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.child_pool import Answer, serve_parent
 from sapwood_common.errors import ConfigError, InvalidArgumentError
-from sapwood_tokenizer.output.tool_parser.tools import load_tools
+from sapwood_text.tool_parser.tools import load_tools
 from sapwood_tokenizer.serve.chat_messages import to_messages, to_variables
 from sapwood_tokenizer.template.chat_template import ChatTemplate, Form
 

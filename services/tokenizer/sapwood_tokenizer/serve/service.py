@@ -14,29 +14,29 @@ from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, UnimplementedError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.settings.flags import service_flag
-from sapwood_tokenizer.decode.detokenizer import Detokenizer
-from sapwood_tokenizer.decode.output_stream import OutputStream, StreamOptions
+from sapwood_text.parsed_stream import ParsedStream, StreamOptions, open_stream
+from sapwood_text.reasoning_parser import registry as reasoning_parsers
+from sapwood_text.tool_parser import registry as tool_parsers
+from sapwood_text.vocabulary import Vocabulary
 from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder
 from sapwood_tokenizer.encode.pair_template import PairTemplate
-from sapwood_tokenizer.output.output_parser import OutputParser
-from sapwood_tokenizer.output.parser_defaults import ParserDefaults
-from sapwood_tokenizer.output.reasoning_parser import registry as reasoning_parsers
-from sapwood_tokenizer.output.tool_parser import registry as tool_parsers
 from sapwood_tokenizer.serve.compile_grammar import Grammars
 from sapwood_tokenizer.serve.convert import (
     add_offsets,
     add_tokens,
     checked_salt,
+    fingerprint_of,
     to_cache_stats,
     to_encode_options,
     to_pair_template,
+    vocabulary_part,
 )
 from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.serve.encode_call import EncodeCall
 from sapwood_tokenizer.serve.open_streams import OpenStreams
 from sapwood_tokenizer.serve.renderer import Renderer
+from sapwood_tokenizer.template.parser_defaults import ParserDefaults
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
     Args:
         loaded: The tokenizer.
-        table: The bytes of each token, for decoding answers; None: the model gives no answers.
+        vocabulary: The tokens, for decoding answers; None: the model gives no answers.
         model: The name clients use.
         parsers: The parsers that fit the model.
         encoder: Encodes texts.
@@ -83,7 +83,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     def __init__(
         self,
         loaded: LoadedTokenizer,
-        table: TokenBytes | None,
+        vocabulary: Vocabulary | None,
         model: str,
         parsers: ParserDefaults,
         encoder: Encoder,
@@ -104,10 +104,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._limits = limits
         self._encoder = encoder
         self._renderer = renderer
-        self._table = table
+        self._vocabulary = vocabulary
         self._pair = pair
         self._warned_of_tools = False
-        self._skipped: dict[frozenset[str], frozenset[int]] = {}
+        self._fingerprint = b"" if vocabulary is None else fingerprint_of(vocabulary, grammars.fingerprint)
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
 
     @property
@@ -234,12 +234,17 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.GetTokenBytesResponse:
         if len(request.token_ids) > _MOST_TOKENS:
             raise InvalidArgumentError(f"more than {_MOST_TOKENS} tokens in one request", field="token_ids")
-        if self._table is None:
-            raise UnimplementedError("this tokenizer's tokens cannot be decoded")
+        vocabulary = self._decodable()
         return tokenizer_pb2.GetTokenBytesResponse(
-            tokens=map(self._table.of, request.token_ids),
-            special=sorted(self._loaded.special_ids.intersection(request.token_ids)),
+            tokens=map(vocabulary.table.of, request.token_ids),
+            special=sorted(vocabulary.special_ids.intersection(request.token_ids)),
         )
+
+    async def GetVocabulary(
+        self, request: tokenizer_pb2.GetVocabularyRequest, context: Context
+    ) -> tokenizer_pb2.GetVocabularyResponse:
+        """A part of the vocabulary, put together in a thread: it has tens of thousands of tokens."""
+        return await asyncio.to_thread(vocabulary_part, self._decodable(), self._fingerprint, request.first)
 
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
         loaded = self._loaded
@@ -262,28 +267,18 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             template_variables=() if self._renderer is None else self._renderer.variables,
             prompts=loaded.prompts.texts,
             default_prompt_name=loaded.prompts.default,
+            vocabulary_fingerprint=self._fingerprint,
         )
 
-    def _open_stream(self, options: StreamOptions) -> OutputStream:
-        if self._table is None:
+    def _open_stream(self, options: StreamOptions) -> ParsedStream:
+        return open_stream(self._decodable(), options)
+
+    def _decodable(self) -> Vocabulary:
+        if self._vocabulary is None:
             raise UnimplementedError(
                 "the tokens of this model cannot be decoded one by one; the service's log says why"
             )
-        parser = OutputParser(options.parsers)
-        skipped = self._skipped_for(parser.special_tokens) if options.skip_special_tokens else frozenset[int]()
-        detokenizer = Detokenizer(
-            self._table, options.stop, skipped, include_stop=options.include_stop, min_tokens=options.min_tokens
-        )
-        return OutputStream(detokenizer, parser)
-
-    def _skipped_for(self, needed: frozenset[str]) -> frozenset[int]:
-        # Streams whose parsers need the same tokens share a set, since models have thousands of special tokens.
-        found = self._skipped.get(needed)
-        if found is None:
-            ids = map(self._loaded.tokenizer.token_to_id, needed)
-            found = self._loaded.special_ids.difference(index for index in ids if index is not None)
-            self._skipped[needed] = found
-        return found
+        return self._vocabulary
 
 
 def _size_of(request: tokenizer_pb2.ApplyChatTemplateRequest) -> int:

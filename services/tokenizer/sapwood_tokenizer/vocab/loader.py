@@ -20,9 +20,10 @@ from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.model_files import model_name, resolve_model
 from sapwood_common.models.progress import logged
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts, read_prompts
+from sapwood_text.vocabulary import Vocabulary
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.special_tokens import token_text
-from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.token_bytes import token_table
 from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary, refuse_settings
 
 logger = logging.getLogger(__name__)
@@ -198,19 +199,21 @@ def _end_ids_of_model(directory: Path, generation: dict[str, Any], model: dict[s
     return []
 
 
-def table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
-    """The bytes of each token, for decoding answers; None if the model gives none and the tokenizer's decoder is unknown.
+def vocabulary_of(loaded: LoadedTokenizer) -> Vocabulary | None:
+    """The tokens of a model, for decoding answers; None if the model gives none and the tokenizer's decoder is unknown.
 
     Raises:
         ConfigError: The decoder is unknown and the model gives answers; the message names the file and says why.
     """
     try:
-        return TokenBytes(loaded.tokenizer, loaded.origin)
+        table = token_table(loaded.tokenizer, loaded.origin)
     except ConfigError as error:
         if not loaded.only_encodes:
             raise
         logger.info("%s; Detokenize is refused", error)
         return None
+    special = {index: _text_of(loaded.tokenizer, index) for index in sorted(loaded.special_ids)}
+    return Vocabulary(table, loaded.vocab_size, special)
 
 
 def _only_encodes(tokenizer: Tokenizer, architectures: Any) -> bool:

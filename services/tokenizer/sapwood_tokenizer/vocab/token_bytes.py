@@ -1,10 +1,9 @@
-"""The bytes that each token stands for.
+"""The bytes that each token of a ``tokenizers`` vocabulary stands for.
 
 The decoders of language models' tokenizers are of two kinds, and in both a text is the concatenation of its tokens' bytes:
 byte-level BPE (GPT-2: each byte written as a printable character) and SentencePiece with byte fallback (U+2581 for a space,
-``<0xE2>`` for a byte). So decoding a stream takes one look-up for each token and an incremental UTF-8 decoder, O(1) for each
-token, and no window is decoded again. A tokenizer with another kind of decoder (word-level, WordPiece) is refused when the
-service starts, unless its model makes embeddings only.
+``<0xE2>`` for a byte). A tokenizer with another kind of decoder (word-level, WordPiece) is refused when the service starts,
+unless its model makes embeddings only.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from tokenizers import Tokenizer
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import byte_level_bytes, sentencepiece_bytes
+from sapwood_text.vocabulary import TokenTable
 
 _SPACE = "\u2581"
 
 
-class TokenBytes:
-    """Looks up the bytes of a token.
-
-    Attributes:
-        strips_leading_space: Whether one space at the start of a text is not part of it (SentencePiece's dummy prefix).
+def token_table(tokenizer: Tokenizer, origin: str = "the tokenizer") -> TokenTable:
+    """The bytes of each token.
 
     Args:
         tokenizer: The tokenizer.
@@ -33,50 +30,26 @@ class TokenBytes:
     Raises:
         ConfigError: Its decoder is of neither kind.
     """
-
-    def __init__(self, tokenizer: Tokenizer, origin: str = "the tokenizer") -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
-        steps = _decoder_steps(tokenizer)
-        kinds = [step["type"] for step in steps]
-        self._byte_level = kinds == ["ByteLevel"]
-        if not self._byte_level and not (steps and all(map(_is_understood, steps))):
-            raise ConfigError(
-                f"{origin}: its decoder ({'+'.join(kinds) or 'none'}) is not supported: answers are decoded token by token, "
-                "which takes byte-level BPE or SentencePiece"
-            )
-        self.strips_leading_space = any(
-            (step["type"] == "Strip" and step["start"] == 1)
-            or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
-            for step in steps
+    steps = _decoder_steps(tokenizer)
+    kinds = [step["type"] for step in steps]
+    byte_level = kinds == ["ByteLevel"]
+    if not byte_level and not (steps and all(map(_is_understood, steps))):
+        raise ConfigError(
+            f"{origin}: its decoder ({'+'.join(kinds) or 'none'}) is not supported: answers are decoded token by token, "
+            "which takes byte-level BPE or SentencePiece"
         )
+    bytes_of = byte_level_bytes if byte_level else sentencepiece_bytes
 
-    def of(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an id that no token has."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._compute(token_id)
-        return found
+    def spell(token_id: int) -> bytes:
+        token = tokenizer.id_to_token(token_id)
+        return b"" if token is None else bytes_of(token)
 
-    def text(self, token_id: int) -> str | None:
-        """The text of a token where its bytes are whole characters, else None."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            pass
-        try:
-            text = self.of(token_id).decode()
-        except UnicodeDecodeError:
-            text = None
-        self._texts[token_id] = text
-        return text
-
-    def _compute(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        return byte_level_bytes(token) if self._byte_level else sentencepiece_bytes(token)
+    strips = any(
+        (step["type"] == "Strip" and step["start"] == 1)
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
+    return TokenTable(spell, strips_leading_space=strips)
 
 
 def _is_understood(step: dict[str, Any]) -> bool:

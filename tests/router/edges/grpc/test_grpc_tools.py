@@ -6,6 +6,7 @@ import grpc
 
 from sapwood.v1 import common_pb2, router_pb2
 from sapwood_testing.router.fake_tokenizer import encode
+from sapwood_text.tool_parser.tools import Tools
 
 TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -39,16 +40,16 @@ async def test_reasoning_and_calls_stream_beside_the_text(cluster) -> None:
     for worker in cluster.workers:
         worker.script.tokens = lambda prompt: encode(OUTPUT)[1:]
     check_whole([r async for r in cluster.stub.Generate(chat(request_id="one"))])
-    options = cluster.tokenizer.options[-1]
-    assert options.tools == TOOLS
-    assert options.tool_call_id_seed == cluster.calls()[-1].request.request_id
+    options = cluster.tokenizer.parsed[-1]
+    assert options.tools == Tools.from_json(TOOLS)
+    assert options.id_seed == cluster.calls()[-1].request.request_id
     responses = [r async for r in cluster.stub.Generate(chat(tools=""))]
     assert not any(r.tool_calls for r in responses)
     assert "".join(r.text for r in responses).endswith("</call>!")
     await cluster.idle()
 
 
-async def test_a_restart_of_the_tokenizer_repeats_nothing_in_any_channel(cluster) -> None:
+async def test_a_restart_of_the_tokenizer_changes_nothing_in_any_channel(cluster) -> None:
     for worker in cluster.workers:
         worker.script.tokens = lambda prompt: encode(OUTPUT)[1:]
         worker.script.delay = 0.001

@@ -119,7 +119,8 @@ async def test_options_reach_the_worker(cluster) -> None:
         0.1,
         1.1,
     ]
-    assert list(cluster.tokenizer.options[-1].stop) == ["X"]
+    stopped = {"messages": HI, "options": {"stop": ["hi"]}, "stream": False}
+    assert (await cluster.http.post(CHAT, json=stopped)).json()["message"]["content"] == "<user>"
     answer = await cluster.http.post(CHAT, json={"messages": HI, "options": {"mirostat": 2, "num_predict": -1}})
     assert answer.headers["x-sapwood-ignored"] == "options.mirostat"
     assert not cluster.calls()[-1].request.sampling.HasField("max_tokens")

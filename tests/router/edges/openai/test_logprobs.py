@@ -19,7 +19,7 @@ from sapwood_router.edges.openai.logprobs import ChatWriter, CompletionWriter, t
 from sapwood_router.request.context import Delta
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output
-from sapwood_router.request.tokens import TokenTable
+from sapwood_text.vocabulary import TokenTable, Vocabulary
 
 IDS = list(range(40, 340))
 NAMES = {token: chr(token) for token in range(40, 350)}
@@ -28,10 +28,8 @@ NAMES = {token: chr(token) for token in range(40, 350)}
 class Tokenizer:
     """Knows characters."""
 
-    async def token_bytes(self, needed: Any, *rest: Any) -> TokenTable:
-        table = TokenTable()
-        table.update({token: NAMES[token].encode() for token in needed})
-        return table
+    async def vocabulary(self, *_: Any) -> Vocabulary:
+        return Vocabulary(TokenTable(lambda token: NAMES[token].encode()), 350, {})
 
 
 def annotator(stint: Any, make_writer: Any, **more: Any) -> Annotator:

@@ -70,10 +70,10 @@ async def test_calls_are_looked_for_only_where_tools_are_on_offer(cluster) -> No
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop"), request
         assert "tool_calls" not in choice["message"]
         assert cluster.tokenizer.chats[-1].tools == ""
-        assert cluster.tokenizer.options[-1].tool_parser == ""
+        assert cluster.tokenizer.parsed[-1].tool_parser == ""
     await cluster.http.post(CHAT, json={"messages": HI, "tools": TOOLS})
     assert json.loads(cluster.tokenizer.chats[-1].tools) == TOOLS
-    assert json.loads(cluster.tokenizer.options[-1].tools) == TOOLS
+    assert list(cluster.tokenizer.parsed[-1].tools) == [tool["function"]["name"] for tool in TOOLS]
 
 
 async def test_variables_for_the_chat_template_reach_the_tokenizer(cluster) -> None:
@@ -125,7 +125,7 @@ async def test_the_ids_of_calls_differ_even_where_a_request_id_is_used_again(clu
         .message.tool_calls
     ]
     assert len(set(ids)) == 4
-    assert cluster.tokenizer.options[-1].tool_call_id_seed.startswith("same.")
+    assert cluster.tokenizer.parsed[-1].id_seed.startswith("same.")
 
 
 @pytest.mark.parametrize("opened", [None, True])
@@ -142,7 +142,7 @@ async def test_reasoning_is_told_from_the_answer(cluster, opened) -> None:
     assert "".join(filter(None, reasoning)) == thoughts
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
     assert len(list(filter(None, reasoning))) > 2
-    assert cluster.tokenizer.options[-1].HasField("reasoning_open") == (opened is not None)
+    assert cluster.tokenizer.parsed[-1].reasoning_open == opened
 
 
 @pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}, {"logprobs": True}])
@@ -263,6 +263,7 @@ async def test_what_asks_for_nothing_is_taken(cluster) -> None:
 
 async def test_what_no_parser_finds_is_text(cluster) -> None:
     cluster.tokenizer.tool_parser = ""
+    cluster.ask_tokenizer_again()
     text = "<call weather>{}</call>"
     cluster.answer_with(text)
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
@@ -310,12 +311,13 @@ async def test_a_forced_call_has_a_grammar(cluster) -> None:
 
 async def test_a_call_can_be_forced_where_the_model_has_no_format_of_its_own(cluster) -> None:
     cluster.tokenizer.tool_parser = ""
+    cluster.ask_tokenizer_again()
     cluster.answer_with("<call weather>{}</call>")
     answer = await cluster.openai.chat.completions.create(
         model="fake", messages=HI, tools=TOOLS, tool_choice="required"
     )
     assert cluster.tokenizer.grammars[-1].tool_calls.tool_parser == ""
-    assert cluster.tokenizer.options[-1].tool_parser == "fake_calls"
+    assert cluster.tokenizer.parsed[-1].tool_parser == "fake_calls"
     assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
 
 
@@ -357,6 +359,7 @@ async def test_who_offers_tools_to_a_template_without_any_is_told(make_cluster) 
         assert "x-sapwood-notice" not in (await one.http.post(CHAT, json=chat)).headers
     async with make_cluster(workers=1) as one:
         one.tokenizer.hides_tools = True
+        one.ask_tokenizer_again()
         for path, body in ((CHAT, chat), ("/v1/messages", messages)):
             for stream in (False, True):
                 answer = await one.http.post(path, json={**body, "stream": stream})

@@ -17,8 +17,8 @@ from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output, ToolCallDelta
-from sapwood_router.request.tokens import TokenTable
 from sapwood_testing.router.fake_tokenizer import encode
+from sapwood_text.vocabulary import TokenTable, Vocabulary
 
 WISH = {"model": "fake", "input": "hi", "include": ["message.output_text.logprobs"]}
 TOOLS = [{"type": "function", "name": "time", "parameters": {}}]
@@ -131,13 +131,14 @@ async def test_the_tokens_of_calls_between_texts_are_not_told(make_cluster: Any,
     ],
 )
 async def test_what_looks_like_the_text_is_not_told(outputs: list[tuple[list[str], Output]], places: list[int]) -> None:
-    table = TokenTable()
+    spelled: dict[int, bytes] = {}
+    special: dict[int, str] = {}
 
     class Tokenizer:
         """Knows every token; each is used once."""
 
-        async def token_bytes(self, *_: object) -> TokenTable:
-            return table
+        async def vocabulary(self, *_: object) -> Vocabulary:
+            return Vocabulary(TokenTable(spelled.__getitem__), len(spelled), special)
 
     stint = HeavyWork().stint("tenant")
     context: Any = SimpleNamespace(request_id="one", deadline=0.0)
@@ -145,9 +146,9 @@ async def test_what_looks_like_the_text_is_not_told(outputs: list[tuple[list[str
     told = TextLogprobs(context, Telling(tokenizer, stint))
     found = []
     for tokens, output in outputs:
-        ids = [*range(len(table), len(table) + len(tokens))]
-        table.update({token: text.encode("latin-1") for token, text in zip(ids, tokens, strict=True)})
-        table.special |= {token for token, text in zip(ids, tokens, strict=True) if text == "<s>"}
+        ids = [*range(len(spelled), len(spelled) + len(tokens))]
+        spelled.update({token: text.encode("latin-1") for token, text in zip(ids, tokens, strict=True)})
+        special.update({token: text for token, text in zip(ids, tokens, strict=True) if text == "<s>"})
         delta = Delta(output, ids, logprobs=[TokenLogprobs(-token) for token in ids], text_tokens=len(ids))
         await told.read(delta)
         found += msgspec.json.decode(bytes(told.take()), type=list[ChatToken])

@@ -124,6 +124,7 @@ async def test_what_the_model_cannot_do_is_refused_and_the_parameter_named(make_
 async def test_a_tokenizer_that_joins_no_pairs_is_told(make_cluster) -> None:
     async with make_cluster(1) as cluster:
         cluster.tokenizer.joins_pairs = False
+        cluster.ask_tokenizer_again()
         await serve(cluster, ["fits"], worker_pb2.ACTIVATION_UNSPECIFIED)
         answer = await cluster.http.post(SCORE, json={"text_1": "a", "text_2": "b"})
         assert (answer.status_code, "two texts" in answer.text) == (400, True)

@@ -12,7 +12,7 @@ from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_router.edges.openai.parameters import sampling_of
 from sapwood_router.edges.sglang import request
 from sapwood_router.edges.sglang.request import NEUTRAL, SETTINGS_NEUTRAL, GenerateRequest
-from sapwood_testing.router.fake_tokenizer import encode
+from sapwood_testing.router.fake_tokenizer import BOS, encode
 
 GENERATE = "/generate"
 
@@ -122,7 +122,11 @@ async def test_settings_reach_the_worker_and_grammars_the_tokenizer(cluster) -> 
     assert (sampling.ignore_eos, sampling.frequency_penalty) == (True, 1.5)
     assert sampling.HasField("top_k") and sampling.top_k == 0, "all tokens are kept, whatever the model's default"
     assert cluster.tokenizer.grammars[-1].grammar.regex == "[a-z]+"
-    assert cluster.tokenizer.options[-1].skip_special_tokens is False
+    for worker in cluster.workers:
+        worker.script.tokens = lambda prompt: [BOS, *encode("ab")[1:]]
+    for skips, text in ((True, "ab"), (False, "<2>ab")):
+        asked = {"text": "x", "sampling_params": {"skip_special_tokens": skips}}
+        assert (await cluster.http.post(GENERATE, json=asked)).json()["text"] == text
 
 
 WRONG = [

@@ -20,7 +20,7 @@ async def test_a_text_becomes_tokens_and_they_become_the_text_again(cluster) -> 
     found = (await cluster.http.post("/tokenize", json={"model": "fake", "prompt": text})).json()
     assert found == {"count": len(encode(text)), "max_model_len": 100_000, "tokens": encode(text), "token_strs": None}
     again = (await cluster.http.post("/detokenize", json={"model": "fake", "tokens": found["tokens"]})).json()
-    assert again == {"prompt": text}
+    assert again == {"prompt": f"<{BOS}>{text}"}
     bare = await cluster.http.post("/tokenize", json={"prompt": "ab", "add_special_tokens": False})
     assert bare.json()["tokens"] == encode("ab")[1:]
     shown = await cluster.http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
@@ -38,7 +38,7 @@ async def test_many_tokens_are_looked_at_some_at_a_time(cluster, monkeypatch) ->
     monkeypatch.setattr("sapwood_router.edges.vllm.tokens.check_token_ids", look)
     text = "ab" * MANY
     found = await cluster.http.post("/detokenize", json={"tokens": encode(text)})
-    assert found.json() == {"prompt": text}
+    assert found.json() == {"prompt": f"<{BOS}>{text}"}
     assert (max(looked_at), sum(looked_at)) == (MANY // 4, 2 * MANY + 1)
     for wrong in (-1, 2**32):
         refused = await cluster.http.post("/detokenize", json={"tokens": [*encode(text), wrong]})
@@ -67,7 +67,7 @@ async def test_large_requests_have_a_turn_of_the_loop_for_each_piece_and_are_in_
     served = [answer for answer in found if answer.status_code == 200]
     assert len(served) >= 3  # one has its turn, two wait; others are told to come again
     assert {answer.status_code for answer in found} <= {200, 429}
-    assert all(answer.json() == {"prompt": text} for answer in served)
+    assert all(answer.json() == {"prompt": f"<{BOS}>{text}"} for answer in served)
     assert len(turns) >= len(served) * LARGE // (MANY // 4)
 
 

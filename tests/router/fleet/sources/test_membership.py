@@ -109,7 +109,7 @@ async def test_what_runs_on_a_removed_worker_goes_on_elsewhere(cluster, wait_unt
         tokens += response.token_ids
     assert tokens == [*countdown([90]), 1]
     assert len(cluster.router.registry.all()) == 1
-    await cluster.idle_workers()
+    await cluster.idle()
 
 
 @pytest.mark.parametrize("method", ["DrainWorker", "RemoveWorker"])

@@ -37,7 +37,7 @@ async def test_chats_and_completions_go_through_whole_and_streamed(make_own: Any
         assert "".join(chunk.choices[0].text for chunk in parts) == ANSWER
         assert last.choices == [] and last.usage.completion_tokens == len(ANSWER) + 1
         assert ended(front) == {"OK": 5}
-        await front.idle_workers()
+        await front.idle()
 
 
 async def test_tools_ids_and_unknown_parameters_reach_the_backend(make_own: Any, make_front: Any) -> None:

@@ -131,7 +131,7 @@ async def test_garbage_is_one_error(
             status, error = await told(front, {**ASK, "stream": stream})
             assert status in (500, 503) and error["message"], (name, error)
         assert len(hostile.received) == len(garbage) == sum(ended(front).values())
-        await front.idle_workers()
+        await front.idle()
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
                 break
         async with asyncio.timeout(60):
             await hostile.received[0].closed.wait()
-        await front.idle_workers()
+        await front.idle()
         await wait_until(lambda: ended(front) == {"CANCELLED": 1})
 
 

@@ -14,14 +14,14 @@ from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.request.logprobs import Likelihoods
 from sapwood_router.request.output import Output
-from sapwood_router.request.tokens import TokenTable
 from sapwood_router.tokenizer.tokenizers import Tokenizer
+from sapwood_text.vocabulary import Vocabulary
 
 
 class LogprobsWriter(Protocol):
     """Writes one choice's ``logprobs``."""
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> None:
+    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], vocabulary: Vocabulary) -> None:
         """Takes the next tokens."""
         ...
 
@@ -87,9 +87,9 @@ class Annotator:
                 logprobs = [None, *context.prompt_logprobs, *logprobs]
         if self._writers is None or not ids:
             return None
-        table, writer = await self._telling.table(context, ids, logprobs), self._writers[index]
+        vocabulary, writer = await self._telling.vocabulary(context), self._writers[index]
         async for some, found in self._telling.pieces(ids, logprobs):
-            writer.add(some, found, table)
+            writer.add(some, found, vocabulary)
         return writer.take()
 
     async def prompt_logprobs(self, index: int) -> Any:
@@ -102,9 +102,9 @@ class Annotator:
             return None
         context = self._contexts[index]
         ids, logprobs = context.token_ids, [None, *context.prompt_logprobs]
-        table, entries = await self._telling.table(context, ids, logprobs), JsonList()
+        vocabulary, entries = await self._telling.vocabulary(context), JsonList()
         async for some, found in self._telling.pieces(ids, logprobs):
-            entries.add(prompt_entries(some, found, table))
+            entries.add(prompt_entries(some, found, vocabulary))
         return entries.take()
 
     def _tokens(self, delta: Delta) -> tuple[list[int], list[Likelihoods | None]]:
@@ -118,5 +118,8 @@ class Annotator:
         if isinstance(prompt, TextPrompt):
             return prompt.text
         return await self._tokenizer.text_of(
-            context.token_ids, context.deadline, skip_special_tokens=context.output.skip_special_tokens
+            context.token_ids,
+            context.request_id,
+            context.deadline,
+            skip_special_tokens=context.output.skip_special_tokens,
         )

@@ -14,7 +14,7 @@ import msgspec
 
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.request.logprobs import Likelihoods
-from sapwood_router.request.tokens import TokenTable
+from sapwood_text.vocabulary import Vocabulary
 
 
 class TokenAlternative(msgspec.Struct):
@@ -62,16 +62,16 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-TokenName = Callable[[int, TokenTable], str]
+TokenName = Callable[[int, Vocabulary], str]
 """How tokens are shown."""
 
 
-def text_of(token: int, table: TokenTable) -> str:
+def text_of(token: int, vocabulary: Vocabulary) -> str:
     """A token's bytes as text."""
-    return table[token].decode("utf-8", "replace")
+    return vocabulary.bytes_of(token).decode("utf-8", "replace")
 
 
-def number_of(token: int, table: TokenTable) -> str:
+def number_of(token: int, vocabulary: Vocabulary) -> str:
     """A token by its id, as vLLM shows it where ``return_tokens_as_token_ids`` is set."""
     return f"token_id:{token}"
 
@@ -87,11 +87,11 @@ class ChatWriter:
         self._name = name
         self._tokens = JsonList()
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> None:
+    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], vocabulary: Vocabulary) -> None:
         """Takes the next tokens."""
         self._tokens.add(
             [
-                chat_token(token, found, table, self._name)
+                chat_token(token, found, vocabulary, self._name)
                 for token, found in zip(ids, logprobs, strict=False)
                 if found is not None
             ]
@@ -117,16 +117,16 @@ class CompletionWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._lists = {name: JsonList() for name in CompletionLogprobs.__struct_fields__}
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> None:
+    def add(self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None], vocabulary: Vocabulary) -> None:
         """Takes the next tokens; None for a token that has no probability: the first of a prompt."""
         made = CompletionLogprobs([], [], [], [])
         for token, found in zip(ids, logprobs, strict=False):
-            written = table[token]
-            made.tokens.append(self._name(token, table))
+            written = vocabulary.bytes_of(token)
+            made.tokens.append(self._name(token, vocabulary))
             made.token_logprobs.append(None if found is None else found.logprob)
-            made.top_logprobs.append(None if found is None else _alternatives(token, found, table, self._name))
+            made.top_logprobs.append(None if found is None else _alternatives(token, found, vocabulary, self._name))
             made.text_offset.append(self._offset)
-            if self._shows_special or token not in table.special:
+            if self._shows_special or token not in vocabulary.special_ids:
                 self._offset += len(self._decoder.decode(written))
         for name, items in self._lists.items():
             items.add(getattr(made, name))
@@ -136,7 +136,9 @@ class CompletionWriter:
         return msgspec.Raw(msgspec.json.encode({name: items.take() for name, items in self._lists.items()}))
 
 
-def prompt_entries(ids: Sequence[int], logprobs: Sequence[Likelihoods | None], table: TokenTable) -> PromptLogprobs:
+def prompt_entries(
+    ids: Sequence[int], logprobs: Sequence[Likelihoods | None], vocabulary: Vocabulary
+) -> PromptLogprobs:
     """A piece of ``prompt_logprobs`` as vLLM has it: nothing for the first token, for others themselves and the likeliest there.
 
     ``rank`` is null for a token that is not among those.
@@ -149,24 +151,24 @@ def prompt_entries(ids: Sequence[int], logprobs: Sequence[Likelihoods | None], t
         told = zip([token, *found.top_ids], [found.logprob, *found.top_logprobs], strict=True)
         ranks = {other: rank for rank, other in enumerate(found.top_ids, 1)}
         made.append(
-            {str(other): PromptToken(logprob, ranks.get(other), text_of(other, table)) for other, logprob in told}
+            {str(other): PromptToken(logprob, ranks.get(other), text_of(other, vocabulary)) for other, logprob in told}
         )
     return made
 
 
-def chat_token(token: int, found: Likelihoods, table: TokenTable, name: TokenName) -> ChatToken:
+def chat_token(token: int, found: Likelihoods, vocabulary: Vocabulary, name: TokenName) -> ChatToken:
     """A token of an answer."""
     alternatives = [
-        TokenAlternative(name(other, table), logprob, list(table[other]))
+        TokenAlternative(name(other, vocabulary), logprob, list(vocabulary.bytes_of(other)))
         for other, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
     ]
-    return ChatToken(name(token, table), found.logprob, list(table[token]), alternatives)
+    return ChatToken(name(token, vocabulary), found.logprob, list(vocabulary.bytes_of(token)), alternatives)
 
 
-def _alternatives(token: int, found: Likelihoods, table: TokenTable, name: TokenName) -> dict[str, float]:
+def _alternatives(token: int, found: Likelihoods, vocabulary: Vocabulary, name: TokenName) -> dict[str, float]:
     """The likeliest, and always the token itself."""
     made: dict[str, float] = {}
     for other, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
-        made.setdefault(name(other, table), logprob)  # the likeliest of those that look the same
-    made.setdefault(name(token, table), found.logprob)
+        made.setdefault(name(other, vocabulary), logprob)  # the likeliest of those that look the same
+    made.setdefault(name(token, vocabulary), found.logprob)
     return made

@@ -17,7 +17,7 @@ from sapwood_router.edges.openai.logprobs import chat_token, text_of
 from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import Delta, RequestContext
 from sapwood_router.request.logprobs import TokenLogprobs
-from sapwood_router.request.tokens import TokenTable
+from sapwood_text.vocabulary import Vocabulary
 
 
 class TextLogprobs:
@@ -47,8 +47,8 @@ class TextLogprobs:
         output = delta.output
         if not (self._ids and (output.reasoning or output.text)):
             return
-        table = await self._telling.table(self._context, self._ids, self._logprobs)
-        whole, starts = _spell(self._ids, table)
+        vocabulary = await self._telling.vocabulary(self._context)
+        whole, starts = _spell(self._ids, vocabulary)
         at = 0
         if output.reasoning:
             at = _end(whole, output.reasoning, at)
@@ -64,9 +64,9 @@ class TextLogprobs:
                 pairs = zip(some, found, strict=True)
                 self._found.add(
                     [
-                        chat_token(token, each, table, text_of)
+                        chat_token(token, each, vocabulary, text_of)
                         for token, each in pairs
-                        if each is not None and token not in table.special
+                        if each is not None and token not in vocabulary.special_ids
                     ]
                 )
         left = bisect_left(starts, at)
@@ -122,8 +122,8 @@ def _begin(whole: str, starts: list[int], text: str, at: int, *, last: bool) -> 
     return any_place
 
 
-def _spell(ids: list[int], table: TokenTable) -> tuple[str, list[int]]:
+def _spell(ids: list[int], vocabulary: Vocabulary) -> tuple[str, list[int]]:
     """What tokens say together, special ones nothing, and where in it each one begins."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    texts = [decoder.decode(b"" if token in table.special else table[token]) for token in ids]
+    texts = [decoder.decode(b"" if token in vocabulary.special_ids else vocabulary.bytes_of(token)) for token in ids]
     return "".join(texts), list(accumulate(map(len, texts[:-1]), initial=0))

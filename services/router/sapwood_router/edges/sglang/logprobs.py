@@ -16,8 +16,8 @@ from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.logprobs import Likelihoods
-from sapwood_router.request.tokens import TokenTable
 from sapwood_router.tokenizer.client import TokenizerClient
+from sapwood_text.vocabulary import Vocabulary
 
 Likelihood = tuple[float | None, int, str | None]
 """A token's log probability, its id and, if texts were asked for, its text. The first told of a prompt has no log probability,
@@ -99,10 +99,10 @@ async def tell(
     prompt = context.token_ids[wish.start :] if wish.start >= 0 else []
     of_prompt: list[Likelihoods | None] = [None, *context.prompt_logprobs[wish.start :]] if prompt else []
     of_answer = context.logprobs[: len(token_ids)]
-    table: TokenTable | None = None
+    vocabulary: Vocabulary | None = None
     telling = Telling(tokenizer, stint)
     if wish.texts:
-        table = await telling.table(context, [*prompt, *token_ids], [*of_prompt, *of_answer])
+        vocabulary = await telling.vocabulary(context)
     lists = [JsonList() for _ in range(4)]
     for ids, found, chosen, alternatives in (
         (prompt, of_prompt, lists[0], lists[1]),
@@ -110,17 +110,19 @@ async def tell(
     ):
         async for its, piece in telling.pieces(ids, found):
             pairs = zip(its, piece, strict=True)
-            chosen.add([_likelihood(None if each is None else each.logprob, token, table) for token, each in pairs])
+            chosen.add(
+                [_likelihood(None if each is None else each.logprob, token, vocabulary) for token, each in pairs]
+            )
             if wish.top:
-                alternatives.add([None if each is None else _alternatives(each, table) for each in piece])
+                alternatives.add([None if each is None else _alternatives(each, vocabulary) for each in piece])
     told.input_token_logprobs, told.output_token_logprobs = lists[0].take(), lists[2].take()
     if wish.top:
         told.input_top_logprobs, told.output_top_logprobs = lists[1].take(), lists[3].take()
 
 
-def _alternatives(found: Likelihoods, table: TokenTable | None) -> list[Likelihood]:
-    return [_likelihood(*pair, table) for pair in zip(found.top_logprobs, found.top_ids, strict=True)]
+def _alternatives(found: Likelihoods, vocabulary: Vocabulary | None) -> list[Likelihood]:
+    return [_likelihood(*pair, vocabulary) for pair in zip(found.top_logprobs, found.top_ids, strict=True)]
 
 
-def _likelihood(logprob: float | None, token: int, table: TokenTable | None) -> Likelihood:
-    return logprob, token, None if table is None else table[token].decode("utf-8", "replace")
+def _likelihood(logprob: float | None, token: int, vocabulary: Vocabulary | None) -> Likelihood:
+    return logprob, token, None if vocabulary is None else vocabulary.bytes_of(token).decode("utf-8", "replace")

@@ -118,8 +118,8 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             await exchange.breathe()
             tokens.append(msgspec.json.encode(list(piece))[1:-1])
             if request.return_token_strs:
-                table = await client.token_bytes(piece, *own)
-                shown.append(msgspec.json.encode([text_of(token, table) for token in piece])[1:-1])
+                vocabulary = await client.vocabulary(*own)
+                shown.append(msgspec.json.encode([text_of(token, vocabulary) for token in piece])[1:-1])
         length = pipeline.registry.context_length(model)
         strings = b"[%b]" % b",".join(shown) if request.return_token_strs else b"null"
         answer = b'{"count":%d,"max_model_len":%d,"tokens":[%b],"token_strs":%b}'
@@ -153,7 +153,7 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
                 tokens.extend(piece)
                 await exchange.breathe()
             request.tokens.clear()  # a list takes 9 times as much
-            text = await tokenizer.text_of(tokens, deadline, skip_special_tokens=False)
+            text = await tokenizer.text_of(tokens, exchange.request_id, deadline, skip_special_tokens=False)
         await exchange.breathe()
         answer = msgspec.json.encode(DetokenizeResponse(text))
         await exchange.breathe()

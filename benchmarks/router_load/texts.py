@@ -143,7 +143,7 @@ def _pair(engine: str, workers: Workers, model: Path, folder: Path) -> Iterator[
     )
     mock, workers.tokenizer_port = workers.tokenizer_port, port
     try:
-        wait_for(lambda: get(metrics, "/metrics")[0] == 200, "the tokenizer")
+        wait_for(lambda: get(metrics, "/metrics")[0] == 200, "the tokenizer", 300.0)
         with running(engine, workers, folder, policy="round_robin") as router:
             yield router, tokenizer
     finally:

@@ -10,9 +10,8 @@ from typing import Any
 import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.errors import InvalidArgumentError, PromptTooLongError
-from sapwood_common.models.prompts import Prompts
 from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, UnimplementedError
+from sapwood_common.models.prompts import Prompts
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser

@@ -8,6 +8,7 @@ whole text.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 
 class Markers:
@@ -39,6 +40,12 @@ class Markers:
         tail = len(text) - self._longest_prefix
         match = self._beginning.search(text, tail if tail > start else start)
         return len(text) - match.start() if match else 0
+
+
+@lru_cache(maxsize=256)
+def markers_of(*literals: str) -> Markers:
+    """The markers with these literals, which streams share."""
+    return Markers(*literals)
 
 
 def _beginning_of(literal: str) -> str:

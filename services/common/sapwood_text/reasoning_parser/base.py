@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sapwood_text.incremental.emitter import Emitter
-from sapwood_text.incremental.markers import Markers
+from sapwood_text.incremental.markers import Markers, markers_of
 from sapwood_text.incremental.parser import Script
 from sapwood_text.incremental.source import Emit, Source, Steps
 from sapwood_text.incremental.space_trimmer import SpaceTrimmer
@@ -64,7 +64,7 @@ class ReasoningFamily:
         is_open = self.starts_open if starts_open is None else starts_open
         ends = (self.closing, *self.implied_by)
         openers = tuple(opener for opener in calls.openers if opener not in ends) if calls else ()
-        marks = Markers(*ends, *openers)
+        marks = markers_of(*ends, *openers)
 
         def script(source: Source, out: Emitter) -> Steps[None]:
             source.start_recording()
@@ -96,7 +96,7 @@ class ReasoningFamily:
 
     def strays(self) -> Script:
         """The script that takes tags of the family that have no business there out of an answer's text."""
-        marks = Markers(self.opening, self.closing, *self.answer_tags)
+        marks = markers_of(self.opening, self.closing, *self.answer_tags)
 
         def script(source: Source, out: Emitter) -> Steps[None]:
             last = ""

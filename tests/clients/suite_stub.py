@@ -16,6 +16,7 @@ import tomllib
 import types
 import unittest
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,11 +112,16 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(base_url=SERVER, api_key=self.DUMMY_API_KEY, **{"max_retries": 0} | settings)
 
 
-def _tokenizer(*_: Any, **__: Any) -> Any:
+@cache
+def _demo_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     demo = Path(os.environ["DEMO"])
     return AutoTokenizer.from_pretrained(str(demo.parent), gguf_file=demo.name)
+
+
+def _tokenizer(*_: Any, **__: Any) -> Any:
+    return _demo_tokenizer()
 
 
 def _of_vllm() -> None:

@@ -34,7 +34,7 @@ class FleetControl:
             SapwoodError: A worker did not do so.
         """
 
-        async def flush(stub: worker_pb2_grpc.WorkerStub) -> int:
+        async def flush(stub: worker_pb2_grpc.WorkerAsyncStub) -> int:
             answer = await stub.FlushCache(worker_pb2.FlushCacheRequest(), timeout=_SECONDS)
             return answer.freed_pages
 
@@ -50,7 +50,7 @@ class FleetControl:
             SapwoodError: A worker did not do so.
         """
 
-        async def pause(stub: worker_pb2_grpc.WorkerStub) -> int:
+        async def pause(stub: worker_pb2_grpc.WorkerAsyncStub) -> int:
             await stub.Pause(worker_pb2.PauseRequest(retract=retract), timeout=_SECONDS)
             return 1
 
@@ -63,13 +63,13 @@ class FleetControl:
             SapwoodError: A worker did not do so.
         """
 
-        async def resume(stub: worker_pb2_grpc.WorkerStub) -> int:
+        async def resume(stub: worker_pb2_grpc.WorkerAsyncStub) -> int:
             await stub.Resume(worker_pb2.ResumeRequest(), timeout=_SECONDS)
             return 1
 
         await self._ask_all(resume)
 
-    async def _ask_all(self, ask: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[int]]) -> list[int]:
+    async def _ask_all(self, ask: Callable[[worker_pb2_grpc.WorkerAsyncStub], Awaitable[int]]) -> list[int]:
         async def ask_one(address: str) -> int:
             channel = self._dialer.open(address)
             try:

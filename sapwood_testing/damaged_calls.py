@@ -8,7 +8,7 @@ A case is an output with a right call, a damaged one and another right call, per
 * Nothing raises.
 * The result is the same for the whole output, for single characters, and for any other pieces of it.
 * All arguments are JSON objects.
-* No marker comes out as text. XML's ``</parameter>`` may where two damages left no other tag of the call before it.
+* No marker comes out as text. XML's tags of parameters may where two damages left no other tag of the call before them.
 * The right calls are found as they are, and the damaged one is at most one more.
 * Text before and behind the calls stays as it is; no more than that is text if nothing is damaged.
 * Reasoning that is not damaged stays as it is; a call drafted in it is none.
@@ -323,6 +323,7 @@ _WORDS = (
     "null",
     "'''",
 )
+_XML = ("<parameter name=", "</parameter>")
 _AFTER = ("", "", "", "\nThat is all.", "\n\nDone; see above.\n")
 _PROSE = ("", "", "I will look that up.\n", "So: ")
 
@@ -512,7 +513,7 @@ def check(case: Case) -> str:
         if not isinstance(found[-1][1], dict) and case.kind not in ("character", "twice"):
             return f"arguments are no object: {call.arguments}"
     for marker in case.markers:
-        if marker in whole.text and (case.kind, marker) != ("twice", "</parameter>"):
+        if marker in whole.text and not (case.kind == "twice" and marker in _XML):
             return f"{marker} is text: {whole.text}"
     left: Iterator[tuple[str, Arguments]] = iter(found)
     for wanted in case.calls:

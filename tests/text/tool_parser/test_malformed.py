@@ -109,6 +109,18 @@ EXAMPLES = [
         [("weather", '{"city": "a"}'), ("weather", '{"city": "], x"}')],
     ),
     (
+        "pythonic",
+        """[weather(city="it's\n[weather(city='a\\\\b', note="], x")]""",
+        "",
+        [("weather", '{"city": "it\'s"}'), ("weather", '{"city": "a\\\\b", "note": "], x"}')],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>b<|tool_call>call:f{n:1,a:<|"|>}, c<|"|>}<tool_call|>',
+        "",
+        [("f", '{"a":"b"}'), ("f", '{"n":1,"a":"}, c"}')],
+    ),
+    (
         "gemma4",
         '<|tool_call>call:f{a:<|"|>b<|tool_call>call:f{a:<|"|>}, c<|"|>}<tool_call|>',
         "",

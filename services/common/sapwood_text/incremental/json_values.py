@@ -57,8 +57,8 @@ class JsonReader:
         line: What the next call begins with, on a line of its own, in a format without markers: an object with a name
             (``{``) or a list of Python calls (``[``). It ends a value that is not closed.
         words: Whether a word that is neither Python's nor JSON's is a string; else it can be no element.
-        head: What a call begins with up to its first string, in a format that has no quotes before. A quote behind it opens a
-            string of the next call, and closes none.
+        head: What a call begins with up to one of its strings, in a format that may have no other quotes before. A quote
+            behind it opens a string of the next call, and closes none.
     """
 
     def __init__(
@@ -414,7 +414,7 @@ class JsonReader:
         while stop == "\\":
             stop = yield from source.until(self._closing[mark], keep)
             if stop == "\\":
-                before = source.take(len((yield from source.peek())))
+                keep(source.take(len((yield from source.peek()))))
         if self._head and self._head.search(before):
             stop = ""
         yield from source.whitespace()

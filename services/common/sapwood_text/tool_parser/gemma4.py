@@ -27,7 +27,9 @@ from sapwood_text.tool_parser.tools import Tools
 _CALL, _CALL_END = "<|tool_call>", "<tool_call|>"
 _RESPONSE = "<|tool_response>"
 _QUOTE = '<|"|>'
-_HEAD = re.compile(r"<\|tool_call>(?:\s*call)?\s*:?\s*[\w.\-]+\s*[{(]\s*\w+\s*[:=]\s*[\[{]*\Z")
+_HEAD = re.compile(
+    r"<\|tool_call>(?:\s*call)?\s*:?\s*[\w.\-]+\s*[{(]\s*(?:\w+\s*[:=].*,)?\s*\w+\s*[:=]\s*[\[{]*\Z", re.DOTALL
+)
 _MARKERS = CallMarkers.of(openers=(_CALL,), closers=(_CALL_END, _RESPONSE), quote=_QUOTE, head=_HEAD)
 _NAME = re.compile(r"[\w.\-]+")
 

@@ -26,7 +26,7 @@ _NAME = re.compile(r"[\w.\-]+")
 _KEYWORD = re.compile(r"\w+")
 _REST = re.compile(r"[^\n()<]+")
 _REST_LIMIT = 1024
-_HEAD = re.compile(r"\[\s*[\w.\-]+\(\s*\w+\s*=\s*[\[{(]*\Z")
+_HEAD = re.compile(r"\[\s*[\w.\-]+\(\s*(?:\w+\s*=.*[,\s])?\w+\s*=\s*[\[{(]*\Z", re.DOTALL)
 _JSON = JsonReader(_START, _END, "\n[", line="[", python=True, head=_HEAD)
 
 

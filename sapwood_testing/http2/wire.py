@@ -11,8 +11,7 @@ from h2.errors import ErrorCodes
 from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.connection import MOST_STREAMS, ServerConnection
 from sapwood_common.http2.server.limits.lifetime import Timeouts
-from sapwood_common.http2.server.limits.shared import SharedLimits
-from sapwood_common.http2.server.limits.stream_total import StreamTotal
+from sapwood_common.http2.server.limits.shared import SharedLimits, StreamTotal
 from sapwood_common.http2.server.stream import ServerStream
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError

@@ -14,8 +14,8 @@ import pytest
 
 from sapwood.cli.doctor.finding import Finding
 from sapwood.cli.doctor.machine import examine_disks, examine_memory
-from sapwood.cli.doctor.network import examine_hub, examine_ports
 from sapwood.cli.doctor.software import examine_protos, problems_of
+from sapwood.cli.doctor.verb import examine_hub, examine_ports
 from sapwood_testing.models.hub_server import HubServer
 
 ROOT = Path(__file__).resolve().parents[2]

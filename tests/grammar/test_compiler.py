@@ -13,8 +13,7 @@ import pytest
 
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
 from sapwood_common.grammar.artefact import GrammarArtefact
-from sapwood_common.grammar.compile_pool import CompilePool
-from sapwood_common.grammar.compiler import CompilerLimits, GrammarCompiler
+from sapwood_common.grammar.compiler import CompilePool, CompilerLimits, GrammarCompiler
 from sapwood_common.grammar.source import GrammarSource
 
 FINGERPRINT = b"fingerprint of 1"

@@ -8,8 +8,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.grammar.packed_tokens import PackedTokens
-from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_gguf, vocabulary_of_json
+from sapwood_common.grammar.vocabulary import (
+    PackedTokens,
+    TokenVocabulary,
+    load_vocabulary,
+    vocabulary_of_gguf,
+    vocabulary_of_json,
+)
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 from sapwood_tokenizer.vocab.token_bytes import token_table
 from sapwood_worker.model.grammar.forced import Spellings, forced_by

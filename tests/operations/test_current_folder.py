@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sapwood.cli.local.child import Child
-from sapwood_common.grammar.compile_pool import CompilePool
+from sapwood_common.grammar.compiler import CompilePool
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.python_process import python_command, python_environment
 from sapwood_testing.traps import lay_traps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 from sapwood.cli.errors import CliError
 from sapwood.cli.local.child import Child
 from sapwood.cli.local.gpus import VISIBLE
-from sapwood.cli.local.restarts import Restarts
 from sapwood.cli.services import Service, Services
 from sapwood_common.unix_socket import is_unix
 
@@ -269,3 +269,33 @@ def _reachable(address: str) -> str:
     """An address to connect to from here, for one that is listened on."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::") else address
+
+
+# Decides whether and when to restart a process that ended: with growing pauses, a limited number of times.
+MOST = 5
+WINDOW = 600.0
+_FIRST_DELAY = 0.5
+_LONGEST_DELAY = 30.0
+
+
+class Restarts:
+    """The restarts of one process: at most MOST in WINDOW seconds, each after twice the pause before the last one.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: deque[float] = deque()
+
+    def next_delay(self) -> float | None:
+        """Seconds until the restart, which is counted; None if there have been too many."""
+        now = self._clock()
+        while self._times and self._times[0] <= now - WINDOW:
+            self._times.popleft()
+        if len(self._times) >= MOST:
+            return None
+        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** len(self._times))
+        self._times.append(now)
+        return delay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sapwood.cli.local.restarts import MOST, WINDOW, Restarts
+from sapwood.cli.local.cluster import MOST, WINDOW, Restarts
 from sapwood_testing.clock import Clock
 
 

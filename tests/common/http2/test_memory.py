@@ -14,8 +14,7 @@ from sapwood_common.errors import ResourceExhaustedError
 from sapwood_common.http2.server import flow_control
 from sapwood_common.http2.server.limits import stream_total
 from sapwood_common.http2.server.limits.frame_rates import OVERLOAD, RULES
-from sapwood_common.http2.server.limits.stream_total import StreamTotal
-from sapwood_common.http2.server.unfolding import Unfoldings
+from sapwood_common.http2.server.limits.shared import StreamTotal, Unfoldings
 from sapwood_common.http2.wire import encoding, frames
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.heavy_work import HeavyWork

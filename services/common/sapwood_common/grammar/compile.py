@@ -1,4 +1,4 @@
-"""Compiles a source to the text of an artefact, with llguidance. Runs in a process that ``compile_pool`` may kill.
+"""Compiles a source to the text of an artefact, with llguidance. Runs in a process that ``compiler.py`` may kill.
 
 Compiling is: write the source in the engine's Lark syntax, build a parser over single bytes (which finds every error of the
 grammar, bounded by fuel), and walk it some steps, so that a grammar that matches nothing or whose lexer explodes early is

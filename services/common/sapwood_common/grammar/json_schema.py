@@ -1,6 +1,6 @@
 """A JSON schema, checked for what the grammar engine would let through or never end.
 
-Formats of dates and times are made strict (``formats``), exclusive bounds of numbers are written so that the engine keeps them
+Formats of dates and times are made strict, exclusive bounds of numbers are written so that the engine keeps them
 (``_keep_exclusive``), and two faults are found, each in time O(size of the schema):
 
 - A schema that no finite text satisfies (an object that requires itself). Least fixed point of an and-or graph: a schema is
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
-from sapwood_common.grammar.formats import PATTERNS
 from sapwood_common.grammar.source import GrammarOptions
 
 # One space, or a new line with an indent: what people and printers write. Left free, a small model fills pages with blanks.
@@ -405,3 +404,18 @@ def _resolve(reference: Any, root: dict[str, Any], otherwise: Any) -> Any:
         else:
             return otherwise
     return target
+
+
+# Expressions for the formats of dates and times, stricter than the engine's own, which admits leap seconds and February 29ths
+# that never were, and the year 0 (RFC 3339; Gregorian calendar).
+_YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY_OF_YEAR = (
+    r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = rf"({_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
+_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](|\.[0-9]{{1,9}})(Z|[+-]{_CLOCK})"
+
+PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""A regular expression for the whole text of each format."""

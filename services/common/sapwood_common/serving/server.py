@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Literal, Protocol, cast
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood_common.http2.server.gate import Gate
 from sapwood_common.http2.server.server import Http2Server
@@ -19,7 +19,6 @@ from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.serving.gate import ServiceGate
 from sapwood_common.serving.grpcio_server import GrpcioServer
-from sapwood_common.serving.health import HealthServicer
 from sapwood_common.serving.interceptor import MOST_FIELDS, MOST_FIELDS_OF_SERVICES, ServiceInterceptor
 from sapwood_common.serving.reflection import add_reflection
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
@@ -178,3 +177,47 @@ async def serve_until_stopped(
             complete = False
     logger.info("drained" if complete else f"still busy after {drain_timeout:g} s: stopping anyway")
     await server.stop()
+
+
+# The standard gRPC health service: Check, List and Watch.
+_State = health_pb2.HealthCheckResponse
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The states of services by name; ``""`` is the server as a whole.
+
+    grpcio-health-checking's own servicer holds a lock while it writes to a watcher: a watcher that reads nothing would keep a
+    server from saying that it drains. It has no List either.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        """Set at the next change; a new event then takes its place."""
+
+    def set(self, name: str, serving: bool) -> None:
+        """Sets a service's state; those who watch it are told."""
+        self._states[name] = _State.SERVING if serving else _State.NOT_SERVING
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
+        """The state of one service; NOT_FOUND for a name that is none."""
+        if request.service not in self._states:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here")
+        return _State(status=self._states[request.service])
+
+    async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
+        """The state of every service."""
+        states = {name: _State(status=state) for name, state in self._states.items()}
+        return health_pb2.HealthListResponse(statuses=states)
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:  # noqa: N802
+        """The state of one service now and after each change; SERVICE_UNKNOWN for a name that is none yet."""
+        told = None
+        while True:
+            changed, state = self._changed, self._states.get(request.service, _State.SERVICE_UNKNOWN)
+            if state != told:
+                told = state
+                yield _State(status=state)
+            await changed.wait()

@@ -12,8 +12,7 @@ from sapwood_common.errors import ResourceExhaustedError, UnauthenticatedError
 from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS
 from sapwood_common.http2.server.limits.frame_rates import REFUSED, RULES
 from sapwood_common.http2.server.limits.lifetime import Timeouts
-from sapwood_common.http2.server.limits.shared import SharedLimits
-from sapwood_common.http2.server.limits.stream_total import MOST_UNKNOWN
+from sapwood_common.http2.server.limits.shared import MOST_UNKNOWN, SharedLimits
 from sapwood_common.http2.server.stream import WINDOW
 from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.http2.wire import frames

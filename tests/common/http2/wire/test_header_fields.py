@@ -9,7 +9,7 @@ import pytest
 from h2.errors import ErrorCodes
 
 from sapwood_common.http2.wire import frames
-from sapwood_common.http2.wire.header_fields import weigh
+from sapwood_common.http2.wire.header_reader import weigh
 
 REFERENCE, TINY = b"\x82", b"\x0f\x2f\x81\x1f"
 

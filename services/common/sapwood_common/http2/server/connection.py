@@ -13,27 +13,86 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2.server.closed_transport import ClosedTransport
-from sapwood_common.http2.server.connection_owner import ConnectionOwner
+from sapwood_common.errors import ResourceExhaustedError, SapwoodError
 from sapwood_common.http2.server.flow_control import FlowControl
-from sapwood_common.http2.server.greeting import CONNECTION_WINDOW, Greeting, WrongProtocolError, server_greeting
 from sapwood_common.http2.server.incoming import IncomingFrames
 from sapwood_common.http2.server.limits import frame_rates
 from sapwood_common.http2.server.limits.frame_rates import FrameRates
-from sapwood_common.http2.server.limits.held_messages import HeldMessages
 from sapwood_common.http2.server.limits.lifetime import Due, Lifetime, Timeouts
 from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.stream import WINDOW, ServerStream
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import ConnectionFailedError
+from sapwood_common.http2.wire.header_reader import MOST_HEADER_BYTES
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.http2.wire.stream_ids import StreamIds
+from sapwood_common.pacing.body_memory import BodyMemory
+
+# How a connection begins: what the server says first, and whether the client speaks HTTP/2 at all (RFC 9113, 3.4).
+CONNECTION_WINDOW = 16 * 1024 * 1024
+"""Bytes that a client may send on all streams together before it is told that they were taken."""
+_WRONG_PROTOCOL = b"this port speaks gRPC over HTTP/2\n"
+
+
+class WrongProtocolError(Exception):
+    """The client speaks something else. ``answer`` says so in its protocol; empty if that is unknown."""
+
+    def __init__(self, answer: bytes) -> None:
+        super().__init__("the client does not speak HTTP/2")
+        self.answer = answer
+
+
+def server_greeting(most_streams: int) -> bytes:
+    """The server's settings and its window; ``most_streams`` is how many streams the client may have open."""
+    settings = (
+        (SettingCodes.MAX_CONCURRENT_STREAMS, most_streams),
+        (SettingCodes.INITIAL_WINDOW_SIZE, WINDOW),
+        (SettingCodes.MAX_HEADER_LIST_SIZE, MOST_HEADER_BYTES),
+    )
+    return frames.settings(settings) + frames.window_update(0, CONNECTION_WINDOW - frames.USUAL_WINDOW)
+
+
+class Greeting:
+    """Waits for the client's preface.
+
+    Attributes:
+        over: Whether it has come.
+    """
+
+    __slots__ = ("_received", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+        self._received = b""
+
+    def take(self, data: bytes) -> bytes:
+        """Takes what has come. Returns the frames after the preface; nothing before the head of the first one is here.
+
+        Raises:
+            WrongProtocolError: The client does not speak HTTP/2.
+            ConnectionFailedError: The first frame is not SETTINGS.
+        """
+        received = self._received = self._received + data
+        if not received.startswith(frames.PREFACE[: len(received)]):
+            answer = b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            raise WrongProtocolError(
+                answer % (len(_WRONG_PROTOCOL), _WRONG_PROTOCOL) if b"HTTP/1." in received else b""
+            )
+        start = len(frames.PREFACE)
+        if len(received) < start + frames.HEADER:
+            return b""
+        self._received = b""
+        self.over = True
+        if received[start + 3] != frames.SETTINGS or received[start + 4] & frames.ACK:
+            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        return received[start:]
+
 
 logger = logging.getLogger(__name__)
 
@@ -398,3 +457,122 @@ class ServerConnection(asyncio.Protocol):
     def _goaway(self, code: ErrorCodes, last: int, text: str = "") -> None:
         payload = last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
         self.send(frames.frame(frames.GOAWAY, 0, 0, payload))
+
+
+# A socket that takes everything and keeps nothing.
+class ClosedTransport(asyncio.Transport):
+    """Takes the place of a closed socket, so that calls that do not know yet may go on writing."""
+
+    def write(self, data: object) -> None:
+        """Drops the data."""
+
+    def is_closing(self) -> bool:
+        """True."""
+        return True
+
+    def close(self) -> None:
+        """Is closed already."""
+
+    def abort(self) -> None:
+        """Is closed already."""
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Has nothing to tell a protocol."""
+
+    def get_write_buffer_size(self) -> int:
+        """Zero bytes."""
+        return 0
+
+
+# The server, as its connections know it.
+ConnectionT_contra = TypeVar("ConnectionT_contra", contravariant=True)
+
+
+class ConnectionOwner(Protocol[ConnectionT_contra]):
+    """Is told what happens on connections. Its methods raise only what they name."""
+
+    def connection_made(self, connection: ConnectionT_contra) -> None:
+        """The connection has begun. It never does if its TLS handshake fails."""
+
+    def connection_lost(self, connection: ConnectionT_contra) -> None:
+        """The connection is over."""
+
+    def connection_failed(self, connection: ConnectionT_contra, error: ConnectionFailedError) -> None:
+        """The client broke the protocol, or a rule: the connection ends."""
+
+    def open_call(self, connection: ConnectionT_contra, stream: ServerStream, head: RequestHead) -> None:
+        """Begins a call whose head is well formed: names the stream's receiver, or ends the stream.
+
+        Raises:
+            ConnectionFailedError: The client sends too many calls of this kind.
+        """
+
+
+# Bounds the memory of one connection's messages: those in part, those not read yet, and large ones whose calls run.
+class HeavyStream(Protocol):
+    """A stream that holds much."""
+
+    def overload(self, error: SapwoodError) -> None:
+        """Drops what it holds; its call ends with the error."""
+        ...
+
+
+class Holder(Protocol):
+    """The connection whose messages are held."""
+
+    def count_overloaded(self) -> None:
+        """A call was ended because too many bytes were held."""
+        ...
+
+
+class HeldMessages:
+    """The messages of one connection. Its largest call ends where it holds too much, or where all do and it holds the most.
+
+    Args:
+        memory: The memory of all connections.
+        most_bytes: The most bytes that this one may hold.
+        holder: Told of each call that ends for it.
+
+    Attributes:
+        total: Bytes that are held now.
+        most: The most bytes that this one may hold.
+    """
+
+    def __init__(self, memory: BodyMemory, most_bytes: int, holder: Holder) -> None:
+        self.total = 0
+        self.most = most_bytes
+        self._memory = memory
+        self._holder = holder
+        self._sizes: dict[HeavyStream, int] = {}
+
+    def set(self, stream: HeavyStream, size: int) -> None:
+        """Notes that a stream holds ``size`` bytes from now on. It, or another one, may be overloaded by that."""
+        before = self._sizes.pop(stream, 0)
+        if size:
+            self._sizes[stream] = size
+        self.total += size - before
+        if size < before:
+            self._memory.shrink(self, before - size)
+        elif size > before:
+            self._memory.grow(self, size - before)
+            while self.total > self.most:
+                largest, freed = self._forget_largest()
+                self._memory.shrink(self, freed)
+                largest.overload(
+                    ResourceExhaustedError("the messages of this connection hold more than is allowed", retry_after=1.0)
+                )
+                self._holder.count_overloaded()
+
+    def fail(self, error: SapwoodError) -> None:
+        """Ends the largest call: all connections hold too much, and this one, which the memory has released, the most."""
+        largest, _ = self._forget_largest()
+        if self.total:
+            self._memory.grow(self, self.total)
+        largest.overload(ResourceExhaustedError(error.message, retry_after=error.retry_after))
+        self._holder.count_overloaded()
+
+    def _forget_largest(self) -> tuple[HeavyStream, int]:
+        largest = max(self._sizes, key=self._sizes.__getitem__)
+        size = self._sizes.pop(largest)
+        self.total -= size
+        return largest, size

@@ -12,9 +12,8 @@ from h2.errors import ErrorCodes
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_common.http2.server import flow_control
-from sapwood_common.http2.server.limits import stream_total
 from sapwood_common.http2.server.limits.frame_rates import OVERLOAD, RULES
-from sapwood_common.http2.server.limits.shared import StreamTotal, Unfoldings
+from sapwood_common.http2.server.limits.shared import LEAST, StreamTotal, Unfoldings
 from sapwood_common.http2.wire import encoding, frames
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.heavy_work import HeavyWork
@@ -283,7 +282,7 @@ async def test_calls_of_all_connections_have_a_bound_of_which_each_has_a_part(ma
     wires[1].send(frames.header_frames(21, request_block(), frames.USUAL_FRAME))
     assert 21 not in wires[1].calls
     total.connections = 1000
-    for stream in range(1, 2 * stream_total.LEAST, 2):
+    for stream in range(1, 2 * LEAST, 2):
         wires[2].open(stream)
     for wire in wires:
         wire.connection.connection_lost(None)

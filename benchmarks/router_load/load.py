@@ -34,6 +34,8 @@ class Result:
     broken: int = 0
     """Answers that ended early, or that were not complete."""
     ended_at: list[float] = field(default_factory=list)
+    events: int = 0
+    """Events of all streams, where they are counted."""
 
     def add(self, answer: Answer, whole: bool) -> None:
         self.statuses[answer.status] = self.statuses.get(answer.status, 0) + 1

@@ -122,6 +122,7 @@ async def _load(port: int, kind: _Kind, tokens: int, expected: str, count: int) 
             if not right:
                 print(f"  {answer.status}: {said} in place of {expected}"[:2000], file=sys.stderr)
             result.add(answer, right)
+            result.events += answer.body.count(b"\n\n")
         connection.close()
 
     await asyncio.gather(*(client() for _ in range(min(kind.concurrency, count))))
@@ -215,7 +216,11 @@ def _measure_kind(
                 own, other = (
                     (late - early) / count / kind.tokens * 1e6 for early, late in zip(before, after, strict=True)
                 )
-                print(f"  {kind.name}, {router.engine}: {own:.1f} + {other:.1f} us a token", file=sys.stderr)
+                events = result.events / count / kind.tokens
+                print(
+                    f"  {kind.name}, {router.engine}: {own:.1f} + {other:.1f} us a token, {events:.2f} events a token",
+                    file=sys.stderr,
+                )
                 for what, value in (("router", own), ("tokenizer", other), ("both", own + other)):
                     spent.setdefault((kind.name, what, router.engine), []).append(value)
 

@@ -32,13 +32,15 @@ def _raw(name: str, value: Callable[[], bytes]) -> Flood:
 def _asked(path: bytes, *headers: bytes) -> Callable[[int], Iterator[bytes]]:
     """The same request with a key again and again."""
     lines = b"".join(header + b"\r\n" for header in headers)
-    request = b"GET " + path + b" HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + KEY + b"\r\n" + lines + b"\r\n"
+    request = (
+        b"GET " + path + b" HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + KEY + b"\r\n" + lines + b"\r\n"
+    )
     return lambda _: itertools.repeat(request * max(1, 64 * 1024 // len(request)))
 
 
 def _chunked(end: bytes) -> Callable[[int], Iterator[bytes]]:
     """A completion's body in chunks of a byte."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + KEY
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + KEY
     head += b"\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     body = json.dumps({"model": "mock", "max_tokens": 1, "prompt": "a" * 20_000}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)

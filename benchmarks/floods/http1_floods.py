@@ -15,11 +15,11 @@ _BODY = b'{"model": "mock", "prompt": "hello", "max_tokens": 4}'
 
 
 def _get(path: bytes, *headers: bytes) -> bytes:
-    return b"".join((b"GET %b HTTP/1.1\r\nhost: x\r\n" % path, *(header + _END for header in headers), _END))
+    return b"".join((b"GET %b HTTP/1.1\r\nhost: localhost\r\n" % path, *(header + _END for header in headers), _END))
 
 
 def _post(*headers: bytes) -> bytes:
-    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n"
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer wrong\r\n"
     return b"".join((start, *(header + _END for header in headers), _END))
 
 
@@ -29,9 +29,7 @@ def _length(size: int) -> bytes:
 
 _HEALTH = _get(b"/health")
 _CHUNKED = _post(b"transfer-encoding: chunked")
-_ASKS = (
-    b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\norigin: http://a\r\naccess-control-request-method: POST\r\n\r\n"
-)
+_ASKS = b"OPTIONS /v1/completions HTTP/1.1\r\nhost: localhost\r\norigin: http://a\r\naccess-control-request-method: POST\r\n\r\n"
 _PACKED = gzip.compress(bytes(15 * _MB))
 _BOMB = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_PACKED), _PACKED)
 """A body in chunks: 15 KB that would become 15 MB."""

@@ -15,7 +15,7 @@ _TIMES = 100
 _CLIENT_HELLO = bytes.fromhex("16030100f8010000f403036a6a") + bytes(100)
 """The beginning of one: more is announced than comes."""
 _HEALTH = call_block(HEALTH)
-_POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 60000\r\n\r\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 60000\r\n\r\n"
 
 
 def _once(data: bytes) -> Callable[[int], Iterator[bytes]]:

@@ -20,7 +20,7 @@ _NO_WINDOW = frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)])
 
 def bodies(make: Callable[[], bytes], path: bytes = b"/v1/completions") -> Callable[[int], Iterator[bytes]]:
     """The same body again and again, of a request each; made only once it is sent, since all together take seconds."""
-    head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
     kept = cache(make)
     return lambda _: itertools.repeat(head % (KEY, len(kept())) + kept())
 

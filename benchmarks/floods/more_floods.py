@@ -73,7 +73,7 @@ def _numbers(count: int) -> bytes:
 def _gone(_: int) -> Iterator[bytes]:
     """A stream whose client leaves at once, and comes again with the last event that it saw."""
     body = b'{"model": "mock", "max_tokens": 2000, "stream": true, "prompt": "a"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\nlast-event-id: 7\r\n" % KEY
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\nlast-event-id: 7\r\n" % KEY
     yield head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 
 

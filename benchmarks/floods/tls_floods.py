@@ -13,7 +13,7 @@ from floods.wire import GREETING, HEALTH, call, call_block, client_tls, streams
 from sapwood_common.http2.wire import frames
 
 _PINGS = frames.frame(frames.PING, 0, 0, bytes(8)) * 20
-_GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+_GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def _hello(alpn: str | None) -> bytes:

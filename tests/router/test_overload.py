@@ -144,7 +144,8 @@ async def test_readers_that_never_read_hold_a_bounded_part_of_their_answer() -> 
             client.connect(("127.0.0.1", router.http_port))
             reader, writer = await asyncio.open_connection(sock=client, limit=1024)
             body = b'{"prompt": "a very long answer", "stream": true, "max_tokens": %d}' % length
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            head += b"content-length: %d\r\n\r\n"
             writer.write(head % len(body) + body)
             writer.transport.pause_reading()
             kept.append(reader)

@@ -81,7 +81,8 @@ async def test_readers_that_stall_and_clients_that_vanish_hold_up_nobody(cluster
         worker.script.chunk = 50
     host, port = "127.0.0.1", cluster.router.http_port
     body = msgspec.json.encode({"prompt": "a very long answer", "stream": True, "max_tokens": 100_000})
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     stalled = []
     for number in range(40):
         reader, writer = await asyncio.open_connection(host, port, limit=1024)

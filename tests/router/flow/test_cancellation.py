@@ -90,7 +90,7 @@ async def test_one_that_leaves_in_the_turn_in_which_its_worker_is_lost_leaves_no
 
 async def leave_after(cluster, body: bytes, path: str, wait_for: bytes | None, wait_until) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     writer.write(head + body)
     if wait_for is not None:
         await reader.readuntil(wait_for)
@@ -130,7 +130,7 @@ async def test_a_client_that_does_not_read_stops_the_worker_not_the_others(make_
         reader, writer = await asyncio.open_connection(sock=client, limit=1024)
         body = b'{"prompt": "b", "max_tokens": 9000000, "stream": true}'
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: "
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
             + str(len(body)).encode()
             + b"\r\n\r\n"
             + body

@@ -197,7 +197,9 @@ async def test_a_slow_reader_holds_the_worker_back_and_gets_everything(cluster) 
     client.connect(("127.0.0.1", cluster.router.http_port))
     reader, writer = await asyncio.open_connection(sock=client, limit=1024)
     body = json.dumps({"prompt": PROMPT, "max_tokens": len(sent) + 1, "stream": True, "detokenize": False}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    )
     parts = [await reader.read(100)]
     (seen,) = cluster.calls()
     before = -1

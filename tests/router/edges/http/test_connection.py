@@ -10,7 +10,10 @@ BODY = {"model": "fake", "prompt": "abcdef", "max_tokens": 4}
 
 def request(*, headers: str = "", **fields) -> bytes:
     body = json.dumps({**BODY, **fields}).encode()
-    return f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode()
+        + body
+    )
 
 
 async def connect(cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -55,7 +58,7 @@ async def test_of_requests_that_come_at_once_the_most_important_begins_first(clu
     streams = [await connect(cluster) for _ in range(count)]
     async with asyncio.timeout(120):
         for reader, writer in streams:  # by then it has accepted them
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await answer(reader)
         for number, (_, writer) in enumerate(streams):
             priority = "x-priority: 7\r\n" if number == count - 1 else ""
@@ -109,7 +112,7 @@ async def test_a_client_that_leaves_before_its_answer_ends_the_request(cluster, 
 @pytest.mark.parametrize("part", ["line", "header", "headers", "trailer"])
 async def test_heads_and_trailers_without_an_end_are_not_kept(cluster, part) -> None:
     reader, writer = await connect(cluster)
-    line = b"GET /" if part == "line" else b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    line = b"GET /" if part == "line" else b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     more = {"header": b"x-a: ", "trailer": b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx-a: "}
     writer.write(line + more.get(part, b""))
     piece = b"x-a: b\r\n" * 2048 if part == "headers" else b"a" * 16384

@@ -120,7 +120,7 @@ async def test_a_client_that_reads_nothing_does_not_outlive_the_deadline(make_cl
         _reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         if edge == "http":
             body = json.dumps({"prompt": "ab", "max_tokens": 200_000, "stream": True}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
         else:
             fields = {":method": "POST", ":scheme": "http", ":path": "/sapwood.v1.Router/Generate", ":authority": "x"}

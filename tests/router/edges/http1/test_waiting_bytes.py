@@ -25,7 +25,7 @@ async def test_what_waits_on_all_connections_has_a_bound_and_who_sent_most_gives
         assert (status, headers["connection"]) == (503, "close")
         assert bodies.held <= bodies.most
         small = await site.connect()
-        small.send(b"GET /small HTTP/1.1\r\nhost: x\r\n\r\n")
+        small.send(b"GET /small HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await small.answer())[0] == 200
         for client in clients:
             client.abort()
@@ -41,7 +41,7 @@ async def test_requests_that_wait_behind_one_that_is_answered_count_until_they_a
 
     async with serve(wait, bodies=bodies) as site:
         client = await site.connect()
-        request = b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"a" * 20 * KB + b"\r\n\r\n"
+        request = b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"a" * 20 * KB + b"\r\n\r\n"
         client.send(request * 3)
         await wait_until(lambda: bodies.held == 2 * len(request))
         release.set()
@@ -69,7 +69,7 @@ async def test_a_body_that_is_all_there_counts_until_its_turn_and_may_be_given_u
         clients = [await site.connect() for _ in range(3)]
         for client, size in zip(clients, (200 * KB, 90 * KB, 70 * KB), strict=True):
             before = len(sizes)
-            client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size, b"a" * size)
+            client.send(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size, b"a" * size)
             await wait_until(lambda before=before: len(sizes) > before)
         assert 160 * KB <= bodies.held <= bodies.most
         turn.set()
@@ -100,11 +100,11 @@ async def test_answers_that_clients_are_slow_to_read_count_and_the_largest_goes(
         slow = [await site.connect() for _ in range(6)]
         for client in slow:
             client.writer.transport.pause_reading()
-            client.send(b"GET /much HTTP/1.1\r\nhost: x\r\n%b\r\n" % ends)
+            client.send(b"GET /much HTTP/1.1\r\nhost: localhost\r\n%b\r\n" % ends)
         modest = await site.connect()
         await wait_until(lambda: len(failed) == 2)  # each counts a quarter of all memory
         assert bodies.held == bodies.most
-        modest.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        modest.send(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await modest.answer())[2] == b"little"
         for client in slow:
             client.writer.transport.resume_reading()

@@ -22,7 +22,8 @@ FURTHER = {
     "SECURITY.md": "project/security.md",
     "RELEASING.md": "project/releasing.md",
     "benchmarks/results/README.md": "reference/results.md",
-    "services/common/sapwood_common/http2/README.md": "reference/http2.md",
+    "services/common/sapwood_net/README.md": "reference/net.md",
+    "services/common/sapwood_net/http2/README.md": "reference/http2.md",
 }
 """Markdown outside of ``docs/`` that has a page, by its path in the repository."""
 

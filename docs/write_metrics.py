@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from sapwood_common.pacing.loop_lag import LoopLag
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.metrics import MetricSet, MetricSpec
 from sapwood_common.telemetry.tracing import Tracing
+from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.fleet.registry import Registry

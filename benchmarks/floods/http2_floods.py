@@ -11,7 +11,7 @@ from floods.flood import Flood
 from floods.wire import GENERATE, GREETING, HEALTH, REFLECTION, call, call_block, call_headers, message, streams
 from h2.settings import SettingCodes
 
-from sapwood_common.http2.wire import frames
+from sapwood_net.http2.wire import frames
 
 _HEALTH = call_block(HEALTH)
 _MANY = 16_000

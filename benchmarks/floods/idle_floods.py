@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from floods.flood import Flood
 from floods.wire import GREETING, HEALTH, call_block, call_headers, message
 
-from sapwood_common.http2.wire import frames
+from sapwood_net.http2.wire import frames
 
 _TIMES = 100
 """Connections for each of the attacker's."""

@@ -12,7 +12,7 @@ from floods.wire import GENERATE, GREETING, call, call_block, call_headers, mess
 from h2.settings import SettingCodes
 
 from sapwood.v1 import common_pb2, router_pb2
-from sapwood_common.http2.wire import frames
+from sapwood_net.http2.wire import frames
 
 _MOST = 16 * 1024 * 1024 - 1024
 _NO_WINDOW = frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)])

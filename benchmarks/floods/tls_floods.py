@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from floods.flood import Flood
 from floods.wire import GREETING, HEALTH, call, call_block, client_tls, streams
 
-from sapwood_common.http2.wire import frames
+from sapwood_net.http2.wire import frames
 
 _PINGS = frames.frame(frames.PING, 0, 0, bytes(8)) * 20
 _GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sapwood_common.http2.wire import frames
+from sapwood_net.http2.wire import frames
 
 HEALTH = "/grpc.health.v1.Health/Check"
 GENERATE = "/sapwood.v1.Router/Generate"

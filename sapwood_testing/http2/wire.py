@@ -9,18 +9,18 @@ from typing import Any
 from h2.errors import ErrorCodes
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.http2.server.connection import MOST_STREAMS, ServerConnection
-from sapwood_common.http2.server.limits.lifetime import Timeouts
-from sapwood_common.http2.server.limits.shared import SharedLimits, StreamTotal
-from sapwood_common.http2.server.stream import ServerStream
-from sapwood_common.http2.wire import frames
-from sapwood_common.http2.wire.frames import ConnectionFailedError
-from sapwood_common.http2.wire.header_reader import Headers
-from sapwood_common.http2.wire.request_head import RequestHead
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.tarpit import Tarpit
-from sapwood_common.pacing.time_share import TimeShare
-from sapwood_common.pacing.write_batch import WriteBatch
+from sapwood_net.http2.server.connection import MOST_STREAMS, ServerConnection
+from sapwood_net.http2.server.limits.lifetime import Timeouts
+from sapwood_net.http2.server.limits.shared import SharedLimits, StreamTotal
+from sapwood_net.http2.server.stream import ServerStream
+from sapwood_net.http2.wire import frames
+from sapwood_net.http2.wire.frames import ConnectionFailedError
+from sapwood_net.http2.wire.header_reader import Headers
+from sapwood_net.http2.wire.request_head import RequestHead
+from sapwood_net.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.tarpit import Tarpit
+from sapwood_net.pacing.time_share import TimeShare
+from sapwood_net.pacing.write_batch import WriteBatch
 
 SERVICE = "test.Test"
 Frame = tuple[int, int, int, bytes]

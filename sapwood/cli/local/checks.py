@@ -7,10 +7,10 @@ import socket
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood.cli.services import Services
 from sapwood_common.errors import ConfigError
-from sapwood_common.network.listen import is_foreign, why_not
-from sapwood_common.network.tls import server_tls
 from sapwood_common.tenants.api_keys import parse_keys
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.listen import is_foreign, why_not
+from sapwood_net.sockets.tls import server_tls
+from sapwood_net.sockets.unix_socket import is_unix
 from sapwood_router.config import RouterConfig
 
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}

@@ -15,7 +15,7 @@ from sapwood.cli.errors import CliError
 from sapwood.cli.local.child import Child
 from sapwood.cli.local.gpus import VISIBLE
 from sapwood.cli.services import Service, Services
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.unix_socket import is_unix
 
 ResultT = TypeVar("ResultT")
 

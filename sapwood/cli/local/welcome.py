@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sapwood_common.models.model_files import model_name
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.unix_socket import is_unix
 
 if TYPE_CHECKING:
     from sapwood.cli.local.cluster import Endpoints

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-_MOST_TOLD = 4096
-"""Characters of a message: what it quotes came from the caller, who may have sent megabytes."""
+from sapwood_net.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+    forget_frames,
+)
+from sapwood_net.errors import CallError as SapwoodError
 
-
-class SapwoodError(Exception):
-    """An error that a caller is told about.
-
-    Args:
-        message: One sentence for the person who reads it.
-        field: The request field at fault, as the caller spells it (``sampling.temperature``).
-        retry_after: Seconds after which trying again makes sense, if it does.
-    """
-
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
-        if len(message) > _MOST_TOLD:
-            message = f"{message[: _MOST_TOLD // 2]} ... {message[-_MOST_TOLD // 2 :]}"
-        super().__init__(message)
-        self.message = message
-        self.field = field
-        self.retry_after = retry_after
-
-
-class InvalidArgumentError(SapwoodError):
-    """A malformed or out-of-range field, or a prompt longer than the context."""
+__all__ = [
+    "AlreadyExistsError",
+    "ConfigError",
+    "DeadlineExceededError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "PromptTooLongError",
+    "RequestCancelledError",
+    "ResourceExhaustedError",
+    "SapwoodError",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "forget_frames",
+]
 
 
 class PromptTooLongError(InvalidArgumentError):
@@ -46,57 +54,3 @@ class PromptTooLongError(InvalidArgumentError):
         return cls(
             f"prompt is too long: {size} bytes > {most} maximum; please reduce the length of the messages", field=field
         )
-
-
-class NotFoundError(SapwoodError):
-    """No such model, worker or request."""
-
-
-class AlreadyExistsError(SapwoodError):
-    """The request id is in use."""
-
-
-class UnauthenticatedError(SapwoodError):
-    """A missing or wrong key."""
-
-
-class ResourceExhaustedError(SapwoodError):
-    """A queue is full or a limit is reached; the same request may succeed later."""
-
-
-class UnavailableError(SapwoodError):
-    """No worker, a broken connection, or a service that is starting or draining."""
-
-
-class DeadlineExceededError(SapwoodError):
-    """The caller's deadline passed; its work was cancelled."""
-
-
-class RequestCancelledError(SapwoodError):
-    """The request was aborted, by its client or by an operator."""
-
-
-class UnimplementedError(SapwoodError):
-    """The method or option does not exist here."""
-
-
-class InternalError(SapwoodError):
-    """A fault of the service itself, not of the request."""
-
-
-class ConfigError(Exception):
-    """A service cannot start as configured. The message names the flag or file."""
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Drops the traceback of an error, and those of the errors that led to it.
-
-    A frame in a traceback that refers to the error, as the frame of a future's awaiter does, makes a cycle: it would keep a
-    request of many megabytes until the garbage collector comes.
-    """
-    left = [error]
-    while left:  # each may be made of others, or of itself where it was raised again
-        one = left.pop()
-        if one is not None:
-            left += [one.__cause__, one.__context__]
-            one.__traceback__ = one.__cause__ = one.__context__ = None

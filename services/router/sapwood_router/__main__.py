@@ -12,9 +12,9 @@ import asyncio
 import uvloop
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.pacing.collector import Collector
 from sapwood_common.settings.config import parse_config
 from sapwood_common.telemetry.logs import setup_logging
+from sapwood_net.pacing.collector import Collector
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 

@@ -18,17 +18,17 @@ from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
 from sapwood_common.host_names import listens_on_loopback
 from sapwood_common.network.channel import Dialer
-from sapwood_common.network.tls import server_tls
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.heavy_work import HeavyWork
-from sapwood_common.pacing.loop_lag import LoopLag
-from sapwood_common.pacing.memory_trim import MemoryTrim
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer
 from sapwood_common.telemetry.tracing_start import start_tracing
 from sapwood_common.tenants.api_keys import ApiKeys
+from sapwood_net.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.heavy_work import HeavyWork
+from sapwood_net.pacing.loop_lag import LoopLag
+from sapwood_net.pacing.memory_trim import MemoryTrim
+from sapwood_net.sockets.tls import server_tls
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.config import RouterConfig

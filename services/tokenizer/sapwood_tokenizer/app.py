@@ -17,7 +17,6 @@ import uvloop
 
 from sapwood.v1 import tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError
-from sapwood_common.network.tls import server_tls
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 from sapwood_common.settings.config import refuse_idle
@@ -25,6 +24,7 @@ from sapwood_common.settings.needs import Needs
 from sapwood_common.telemetry.logs import announce, setup_logging
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.telemetry.tracing_start import start_tracing
+from sapwood_net.sockets.tls import server_tls
 from sapwood_text.vocabulary import Vocabulary
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encode.batch_encoder import Library

@@ -14,12 +14,12 @@ from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.compiler import CompilerLimits
 from sapwood_common.models.model_files import model_name
-from sapwood_common.network.tls import server_tls
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.telemetry.tracing_start import start_tracing
+from sapwood_net.sockets.tls import server_tls
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.kv_event_publisher import KvEventPublisher

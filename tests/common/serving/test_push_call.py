@@ -14,11 +14,11 @@ import pytest
 import trustme
 
 from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError
-from sapwood_common.http2.server.waiting_line import Rank
-from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.server import ServiceServer
 from sapwood_common.tenants.api_keys import ApiKeys, hash_key, make_key
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.sockets.tls import ServerTls
 
 SERVICE = "test.Push"
 ALICE = Tenant(TenantSettings("alice"), time.monotonic)

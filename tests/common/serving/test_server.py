@@ -9,10 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common import errors
-from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.network.channel import open_channel, request_metadata
 from sapwood_common.serving.server import ServiceServer
 from sapwood_common.telemetry import logs as telemetry
+from sapwood_net.http2.server.waiting_line import Rank
 
 NAME = "sapwood.v1.Tokenizer"
 

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.pacing.rate import Rate
 from sapwood_common.telemetry import logs as telemetry
 from sapwood_common.telemetry import metrics_thread
 from sapwood_common.telemetry.metrics import AtMost, MetricSet, MetricsServer, OneOf
+from sapwood_net.pacing.rate import Rate
 
 
 def test_a_label_value_nobody_knows_is_other() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from sapwood.v1 import router_pb2
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
-from sapwood_common.http2.server.turnstile import MOST_A_TURN
 from sapwood_common.status import from_rpc_error
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
+from sapwood_net.http2.server.turnstile import MOST_A_TURN
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker

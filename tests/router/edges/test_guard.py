@@ -6,8 +6,8 @@ import pytest
 
 from sapwood.v1 import router_pb2
 from sapwood_common.errors import UnauthenticatedError, UnimplementedError
-from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.tenants.api_keys import ApiKeys, hash_key, make_key
+from sapwood_net.http2.server.waiting_line import Rank
 from sapwood_router.edges.guard import Guard
 
 KEY = make_key()

@@ -8,7 +8,7 @@ import random
 
 import msgspec
 
-from sapwood_common.pacing.heavy_work import Stint
+from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.openai.parameters import SAMPLING
 from sapwood_router.edges.openai.types import ChatRequest, CompletionRequest
 from sapwood_router.flow.stages.prepare import prepare
@@ -160,7 +160,7 @@ async def test_a_large_request_is_made_of_its_body_a_piece_a_turn_of_the_loop(cl
         await turn(stint)
 
     monkeypatch.setattr(Stint, "turn", counted)
-    monkeypatch.setattr("sapwood_common.pacing.heavy_work.PIECE", 0.0)  # however fast it is here, each step is a piece
+    monkeypatch.setattr("sapwood_net.pacing.heavy_work.PIECE", 0.0)  # however fast it is here, each step is a piece
     many = [7] * 250_000
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     turns = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": "a"}] * 2000

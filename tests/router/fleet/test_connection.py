@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from sapwood_common.network.channel import Dialer
-from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.registry import Registry

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sapwood.v1 import router_pb2, worker_pb2
-from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.fleet.circuit_breaker import BreakerState
 from sapwood_router.fleet.silence_limit import MOST, SilenceLimit
 

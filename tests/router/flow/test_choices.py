@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, router_pb2
-from sapwood_common.http2.server.turnstile import MOST_A_TURN
-from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_net.http2.server.turnstile import MOST_A_TURN
+from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_router.flow import pipeline
 from sapwood_router.flow.generation import GenerationAttempts
 from sapwood_router.flow.pipeline import Pipeline

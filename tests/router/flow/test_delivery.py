@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
 from sapwood_router.request.output import Output
@@ -111,7 +111,7 @@ async def test_of_a_thousand_runs_that_wait_each_is_asked_a_few_times() -> None:
 
 
 async def test_what_is_done_for_very_many_runs_takes_turns(monkeypatch) -> None:
-    monkeypatch.setattr("sapwood_common.pacing.heavy_work.PIECE", 0.0)
+    monkeypatch.setattr("sapwood_net.pacing.heavy_work.PIECE", 0.0)
     heavy, turns = HeavyWork(rest=0.0), 0
     take = heavy.turn
 

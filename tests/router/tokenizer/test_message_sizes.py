@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from sapwood.v1 import worker_pb2
-from sapwood_common.http2.client.duplex_call import DuplexCall
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES, Dialer
+from sapwood_net.http2.client.duplex_call import DuplexCall
 from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.session import StreamSink, WorkerSession
 

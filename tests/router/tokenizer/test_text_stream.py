@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, UnavailableError
-from sapwood_common.pacing.time_share import TimeShare
+from sapwood_net.pacing.time_share import TimeShare
 from sapwood_router.request.output import Output
 from sapwood_router.request.output_stream import WINDOW
 from sapwood_router.tokenizer.text_stream import TextStream

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from hyperframe.frame import PingFrame, SettingsFrame, WindowUpdateFrame
 
-from sapwood_common.http2.client.duplex_call import CallEndedError
 from sapwood_common.network.channel import Dialer
+from sapwood_net.http2.client.duplex_call import CallEndedError
 from sapwood_router.transport.duplex_dial import open_call
 
 METHOD = "/test.Service/Call"

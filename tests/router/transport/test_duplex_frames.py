@@ -15,10 +15,10 @@ from h2.events import DataReceived, Event, StreamReset
 from h2.settings import SettingCodes, Settings
 from hypothesis import given, settings
 
-from sapwood_common.http2.client.duplex_call import DuplexCall
-from sapwood_common.http2.wire import frames
-from sapwood_common.http2.wire.frames import frame
-from sapwood_common.http2.wire.message_reader import prefixed
+from sapwood_net.http2.client.duplex_call import DuplexCall
+from sapwood_net.http2.wire import frames
+from sapwood_net.http2.wire.frames import frame
+from sapwood_net.http2.wire.message_reader import prefixed
 
 OPENING = frames.STATUS_200 + frames.literal(b"content-type", b"application/grpc")
 CLOSING = frames.literal(b"grpc-status", b"0")

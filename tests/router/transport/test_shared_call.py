@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
+from sapwood_net.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_router.transport import shared_call
 from sapwood_router.transport.shared_call import SharedCall
 

@@ -1,1 +1,1 @@
-"""Sockets, channels and TLS. Knows no call and no message."""
+"""Channels between services, the ranks' keyed way to each other, and the folder of their sockets."""

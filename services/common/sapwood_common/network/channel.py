@@ -7,9 +7,9 @@ from pathlib import Path
 
 import grpc
 
-from sapwood_common.network.tls import Version, channel_credentials, client_context, version_of
-from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
+from sapwood_net.pacing.time_share import TimeShare
+from sapwood_net.sockets.tls import Version, channel_credentials, client_context, version_of
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message a service sends or takes: a prompt of a few million tokens fits."""

@@ -6,13 +6,13 @@ import logging
 import time
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.waiting_line import Rank
-from sapwood_common.http2.wire.header_reader import Headers
-from sapwood_common.pacing.rate import Rate
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.status import row_of
 from sapwood_common.tenants.tenant import Tenant
+from sapwood_net.http2.server.gate import Gate
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.http2.wire.header_reader import Headers
+from sapwood_net.pacing.rate import Rate
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""grpcio's asyncio server in the place of :class:`~sapwood_common.http2.server.server.Http2Server`: a fallback.
+"""grpcio's asyncio server in the place of :class:`~sapwood_net.http2.server.server.Http2Server`: a fallback.
 
 docs/operations.md says what differs.
 """
@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 
 from sapwood_common.errors import ConfigError, InvalidArgumentError, SapwoodError
-from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.limits.lifetime import Timeouts
-from sapwood_common.network.port import Port
-from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.grpcio_call import GrpcioCall
 from sapwood_common.status import rpc_status
-from sapwood_common.unix_socket import is_unix, listen_unix, port_of
+from sapwood_net.http2.server.gate import Gate
+from sapwood_net.http2.server.limits.lifetime import Timeouts
+from sapwood_net.sockets.port import Port
+from sapwood_net.sockets.tls import ServerTls
+from sapwood_net.sockets.unix_socket import is_unix, listen_unix, port_of
 
 Handler = Any
 """``grpc.RpcMethodHandler``, whose attributes the stubs do not know."""

@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.network.tls import channel_credentials
+from sapwood_net.sockets.tls import channel_credentials
 
 
 def main() -> int:

@@ -10,13 +10,7 @@ from typing import Any, Literal, Protocol, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES
-from sapwood_common.network.port import Port
-from sapwood_common.network.tls import ServerTls
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.serving.gate import ServiceGate
 from sapwood_common.serving.grpcio_server import GrpcioServer
 from sapwood_common.serving.interceptor import MOST_FIELDS, MOST_FIELDS_OF_SERVICES, ServiceInterceptor
@@ -27,6 +21,12 @@ from sapwood_common.status import rpc_status
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_common.telemetry.tracing import Tracing
+from sapwood_net.http2.server.gate import Gate
+from sapwood_net.http2.server.server import Http2Server
+from sapwood_net.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.heavy_work import HeavyWork
+from sapwood_net.sockets.port import Port
+from sapwood_net.sockets.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ LIVENESS = "liveness"
 
 
 Implementation = Literal["sapwood", "grpcio"]
-"""Which server speaks gRPC: the one of ``sapwood_common.http2``, or grpcio's."""
+"""Which server speaks gRPC: the one of ``sapwood_net.http2``, or grpcio's."""
 
 
 class _Server(Protocol):

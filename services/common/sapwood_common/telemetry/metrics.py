@@ -19,7 +19,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry.metrics_thread import serve_on_port, serve_on_socket
 from sapwood_common.telemetry.series import Counter, Gauge, Histogram, Series
 from sapwood_common.telemetry.shown_text import shown
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.unix_socket import is_unix
 
 OTHER = "other"
 _MOST_OF_LABEL = 256

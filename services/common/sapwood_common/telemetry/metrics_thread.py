@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from sapwood_common.host_names import is_own_machine, listens_on_loopback
-from sapwood_common.pacing.rate import Rate
-from sapwood_common.unix_socket import listen_unix, port_of
+from sapwood_net.pacing.rate import Rate
+from sapwood_net.sockets.unix_socket import listen_unix, port_of
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

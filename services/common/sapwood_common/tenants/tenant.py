@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_common.pacing.rate import Rate
+from sapwood_net.pacing.rate import Rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_net.http2.server.turnstile import Turnstile
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.caller import Caller

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_common.pacing.sliding_count import SlidingCount
+from sapwood_net.pacing.sliding_count import SlidingCount
 
 _RATE_WINDOW = 10.0
 _LEAST_DELAY = 1.0

@@ -6,10 +6,10 @@ import contextvars
 from collections.abc import Mapping, Sequence
 
 from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError, UnimplementedError
-from sapwood_common.http2.server.waiting_line import Rank
 from sapwood_common.settings.flags import service_flag
 from sapwood_common.tenants.api_keys import AUTHORIZATION_KEY, ApiKeys
 from sapwood_common.tenants.tenant import Tenant
+from sapwood_net.http2.server.waiting_line import Rank
 from sapwood_router.request.caller import PRIORITY_KEY, TENANT_KEY, priority_of
 
 _AUTHORIZATION = AUTHORIZATION_KEY.encode()

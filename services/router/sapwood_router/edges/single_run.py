@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
+from sapwood_net.pacing.heavy_work import LARGE, HeavyWork
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.runs import Running

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sapwood_common.pacing.sliding_count import SlidingCount
+from sapwood_net.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.outcome import Outcome
 
 

@@ -14,9 +14,9 @@ from typing import Protocol, TypeAlias
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
-from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
-from sapwood_common.pacing.silence import Silence
+from sapwood_net.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_net.pacing.silence import Silence
 from sapwood_router.fleet.convert import worker_output_of
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.output import WorkerOutput

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_net.pacing.loop_lag import LoopLag
 
 LAGS = 4.0
 """The limit is its base plus this many times the recent lags of both event loops: the next lag may well be longer."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sapwood_common.pacing.sliding_count import SlidingCount
+from sapwood_net.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.session import WorkerSession

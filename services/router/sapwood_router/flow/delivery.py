@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.pacing.heavy_work import A_FEW, Stint
+from sapwood_net.pacing.heavy_work import A_FEW, Stint
 from sapwood_router.request.context import Delta
 from sapwood_router.request.output_stream import Relay
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
-from sapwood_common.http2.server.turnstile import Turnstile
-from sapwood_common.http2.server.waiting_line import Rank
-from sapwood_common.pacing.afterwards import Afterwards
-from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork
+from sapwood_net.http2.server.turnstile import Turnstile
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.pacing.afterwards import Afterwards
+from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.registry import Registry

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sapwood_common.pacing.sliding_count import SlidingCount
+from sapwood_net.pacing.sliding_count import SlidingCount
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.unix_socket import is_unix
 
 logger = logging.getLogger(__name__)
 

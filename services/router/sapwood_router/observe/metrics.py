@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from sapwood_common.pacing.loop_lag import LoopLag
 from sapwood_common.serving.rpc_telemetry import CODES
 from sapwood_common.telemetry.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.telemetry.series import Counter, Histogram
+from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.fleet.circuit_breaker import BreakerState
 from sapwood_router.fleet.registry import Registry

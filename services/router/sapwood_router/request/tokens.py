@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.steps import Steps
 
 ItemT = TypeVar("ItemT")
 TokenIds: TypeAlias = "list[int] | array[int]"

@@ -20,9 +20,9 @@ from sapwood_common.errors import (
     UnavailableError,
 )
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts
-from sapwood_common.pacing.heavy_work import A_FEW, HeavyWork, Stint
-from sapwood_common.pacing.steps import Steps, in_turns
 from sapwood_common.status import from_rpc_error
+from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork, Stint
+from sapwood_net.pacing.steps import Steps, in_turns
 from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
 from sapwood_router.request.structure import CompiledGrammar
 from sapwood_router.request.tokens import MANY, TokenIds, gather, gather_many

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from sapwood_common.errors import InternalError, InvalidArgumentError
-from sapwood_common.pacing.time_share import TimeShare
+from sapwood_net.pacing.time_share import TimeShare
 from sapwood_router.request.output import OutputBuffer, OutputOptions
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 from sapwood_router.tokenizer.client import TokenizerClient

@@ -1,4 +1,4 @@
-"""Opens the connection of a :class:`~sapwood_common.http2.client.duplex_call.DuplexCall`."""
+"""Opens the connection of a :class:`~sapwood_net.http2.client.duplex_call.DuplexCall`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import asyncio
 import grpc
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES, Dialer
+from sapwood_net.http2.client.duplex_call import CallEndedError, DuplexCall
 
 
 async def open_call(

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from sapwood.v1 import worker_pb2
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.unix_socket import is_unix
 
 _RENEWALS_A_LEASE = 4
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
-from sapwood_common.http2.client.sending import STUCK_AFTER, Sending
 from sapwood_common.network.channel import Dialer
+from sapwood_net.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_net.http2.client.sending import STUCK_AFTER, Sending
 from sapwood_router.transport.duplex_dial import open_call
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from multiprocessing.context import ForkProcess
 from types import FrameType
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.network.listen import why_not
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.listen import why_not
+from sapwood_net.sockets.unix_socket import is_unix
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar, cast
 import msgspec
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.unix_socket import is_unix
+from sapwood_net.sockets.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.handoff.landing import Landing
 from sapwood_worker.core.cache.handoff.leases import HandoffLeases

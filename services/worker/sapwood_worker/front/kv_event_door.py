@@ -23,7 +23,7 @@ from typing import Any
 
 import zmq
 
-from sapwood_common.network.newcomers import source
+from sapwood_net.sockets.newcomers import source
 
 logger = logging.getLogger(__name__)
 

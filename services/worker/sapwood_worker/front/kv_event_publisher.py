@@ -30,8 +30,8 @@ import msgspec
 import zmq
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.network.listen import listen
 from sapwood_common.network.socket_folder import SocketFolder
+from sapwood_net.sockets.listen import listen
 from sapwood_worker.front.kv_event_door import MOST_REPLAYS, Door, Way
 from sapwood_worker.front.kv_event_replay import ReplayServer, Subscribers
 from sapwood_worker.front.kv_event_stream import KvEventBatch

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
-from sapwood_common.pacing.pace import Pace
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
+from sapwood_net.pacing.pace import Pace
 from sapwood_worker.front.convert import (
     check_prompt,
     to_dimensions,

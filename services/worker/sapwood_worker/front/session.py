@@ -21,9 +21,9 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
-from sapwood_common.pacing.afterwards import Afterwards
-from sapwood_common.pacing.heavy_work import A_FEW
 from sapwood_common.status import code_number, row_of
+from sapwood_net.pacing.afterwards import Afterwards
+from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_worker.front.convert import to_announced, to_load_report
 from sapwood_worker.front.engine import Engine, SchedulerLostError
 from sapwood_worker.front.session_streams import (

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from sapwood_common.pacing.silence import Silence
+from sapwood_net.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.standing import Standing
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sapwood_common.pacing.silence import Silence
+from sapwood_net.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.child_process import ChildProcess
 from sapwood_worker.ipc.progress import ProgressView, progress_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_net.pacing.loop_lag import LoopLag
 
 FROZEN_SECONDS = 1.0
 """Seconds without a sign of life after which health checks take a scheduler process for frozen."""

@@ -11,8 +11,8 @@ import pytest
 
 from sapwood.v1 import common_pb2
 from sapwood_common.errors import InternalError
-from sapwood_common.pacing.steps import all_at_once
 from sapwood_common.tenants.api_keys import hash_key, make_key
+from sapwood_net.pacing.steps import all_at_once
 from sapwood_router.edges.anthropic.conversation import prompt_of
 from sapwood_router.edges.anthropic.messages import IGNORED, NEUTRAL
 from sapwood_router.edges.anthropic.types import MessagesRequest

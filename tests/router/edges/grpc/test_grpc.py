@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, router_pb2
-from sapwood_common.pacing.heavy_work import Stint
+from sapwood_net.pacing.heavy_work import Stint
 from sapwood_testing.router.fake_tokenizer import encode
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -46,7 +46,7 @@ async def test_a_conversation_of_many_messages_is_read_a_message_a_turn_of_the_l
         await turn(stint)
 
     monkeypatch.setattr(Stint, "turn", counted)
-    monkeypatch.setattr("sapwood_common.pacing.heavy_work.PIECE", 0.0)  # however fast it is here, each step is a piece
+    monkeypatch.setattr("sapwood_net.pacing.heavy_work.PIECE", 0.0)  # however fast it is here, each step is a piece
     turns = [common_pb2.ChatMessage(role="user", content="a")] * 500
     request = router_pb2.RouterGenerateRequest(messages=router_pb2.ChatMessages(messages=turns))
     assert [r async for r in cluster.stub.Generate(request)]

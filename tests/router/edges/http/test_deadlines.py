@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from sapwood.v1 import router_pb2
-from sapwood_common.http2.wire import frames
-from sapwood_common.http2.wire.message_reader import prefixed
+from sapwood_net.http2.wire import frames
+from sapwood_net.http2.wire.message_reader import prefixed
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 
 BODY = {"prompt": "hello", "max_tokens": 5}

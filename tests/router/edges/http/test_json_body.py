@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_net.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.http import json_size
 from sapwood_router.edges.http.errors import OPENAI
 from sapwood_router.edges.http.exchange import Exchange

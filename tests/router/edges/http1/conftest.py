@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.server import HttpServer

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sapwood_common.errors import RequestCancelledError
-from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.body_memory import BodyMemory
 from sapwood_testing.router.http1_requests import GET, KB, PLAIN, post, wait_and_tell
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.held_bytes import LIGHT, HeldBytes
 
 

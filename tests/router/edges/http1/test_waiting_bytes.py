@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1 import connection as connection_module
 from sapwood_router.edges.http1 import held_bytes
 from sapwood_router.edges.http1.body import Body

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sapwood.v1 import worker_pb2
-from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.logprobs import ChatWriter, CompletionWriter, text_of
 from sapwood_router.request.context import Delta

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.openai.logprobs import ChatToken
 from sapwood_router.edges.responses.events import ResponseEvents
 from sapwood_router.edges.responses.items import ItemMaker

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sapwood_common.pacing.heavy_work import HeavyWork
+from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.sglang.logprobs import LogprobsWish, Told, tell
 from sapwood_router.request.logprobs import TokenLogprobs
 

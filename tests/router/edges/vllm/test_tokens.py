@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
+from sapwood_net.pacing.heavy_work import LARGE, HeavyWork
 from sapwood_router.request.tokens import MANY
 from sapwood_router.request.validation import check_token_ids
 from sapwood_testing.router.fake_tokenizer import BOS, encode

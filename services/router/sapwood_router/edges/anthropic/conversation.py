@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.request.arguments import arguments_text

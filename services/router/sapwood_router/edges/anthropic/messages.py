@@ -9,7 +9,7 @@ import msgspec
 
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import SapwoodError
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_of
 from sapwood_router.edges.anthropic.errors import ThreadsError
 from sapwood_router.edges.anthropic.events import MessageEvents

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.convert import to_grammar
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.sessions import Session
 from sapwood_router.request.caller import Caller

@@ -13,10 +13,10 @@ from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.heavy_work import A_FEW
-from sapwood_common.pacing.steps import all_at_once, in_turns
 from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
+from sapwood_net.pacing.heavy_work import A_FEW
+from sapwood_net.pacing.steps import all_at_once, in_turns
 from sapwood_router.edges.grpc.convert import (
     classify_request_of,
     embed_request_of,

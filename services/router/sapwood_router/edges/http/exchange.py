@@ -12,10 +12,10 @@ from urllib.parse import parse_qsl
 
 from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
-from sapwood_common.pacing.heavy_work import LARGE, HeavyWork, Stint
-from sapwood_common.pacing.steps import ResultT, Steps, in_turns
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_common.tenants.tenant import mint_salt
+from sapwood_net.pacing.heavy_work import LARGE, HeavyWork, Stint
+from sapwood_net.pacing.steps import ResultT, Steps, in_turns
 from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
 from sapwood_router.edges.http.json_size import SMALL, check_size, most_values, size_steps

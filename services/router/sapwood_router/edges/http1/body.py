@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.chunks import ChunkReader
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.growing_bytes import GrowingBytes

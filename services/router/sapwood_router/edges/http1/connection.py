@@ -13,8 +13,8 @@ from functools import partial
 from typing import cast
 
 from sapwood_common.errors import SapwoodError
-from sapwood_common.http2.server.waiting_line import Place
-from sapwood_common.pacing.timer import Timer
+from sapwood_net.http2.server.waiting_line import Place
+from sapwood_net.pacing.timer import Timer
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.held_bytes import LIGHT, HeldBytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from sapwood_common.pacing.body_memory import BodyMemory, HeldBody
-from sapwood_common.pacing.timer import Timer
+from sapwood_net.pacing.body_memory import BodyMemory, HeldBody
+from sapwood_net.pacing.timer import Timer
 
 LIGHT = 4 * 1024
 """Up to so many bytes that wait on a connection are not counted."""

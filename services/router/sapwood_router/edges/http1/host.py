@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
-from sapwood_common.http2.server.turnstile import Turnstile
-from sapwood_common.http2.server.waiting_line import Rank
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
-from sapwood_common.pacing.time_share import TimeShare
-from sapwood_common.pacing.write_batch import WriteBatch
+from sapwood_net.http2.server.turnstile import Turnstile
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.tarpit import HELD_SECONDS, Tarpit
+from sapwood_net.pacing.time_share import TimeShare
+from sapwood_net.pacing.write_batch import WriteBatch
 from sapwood_router.edges.http1.head import Headers, HeadReader
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.response_head import ResponseHeads

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from sapwood_common.errors import RequestCancelledError
-from sapwood_common.pacing.write_batch import WriteBatch
+from sapwood_net.pacing.write_batch import WriteBatch
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Head, Headers
 from sapwood_router.edges.http1.response_head import ResponseHeads

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from sapwood_common.http2.server.turnstile import Turnstile
-from sapwood_common.http2.server.waiting_line import Rank
-from sapwood_common.network.port import Port
-from sapwood_common.network.tls import ServerTls
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.tarpit import Tarpit
-from sapwood_common.pacing.time_share import TimeShare
-from sapwood_common.pacing.write_batch import WriteBatch
+from sapwood_net.http2.server.turnstile import Turnstile
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.pacing.body_memory import BodyMemory
+from sapwood_net.pacing.tarpit import Tarpit
+from sapwood_net.pacing.time_share import TimeShare
+from sapwood_net.pacing.write_batch import WriteBatch
+from sapwood_net.sockets.port import Port
+from sapwood_net.sockets.tls import ServerTls
 from sapwood_router.edges.http1.connection import HttpConnection
 from sapwood_router.edges.http1.head import Headers, HeadReader
 from sapwood_router.edges.http1.host import ConnectionLimits, HostedConnection

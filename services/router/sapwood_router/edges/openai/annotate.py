@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from sapwood_common.pacing.heavy_work import Stint
+from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.logprobs import prompt_entries
 from sapwood_router.edges.telling import Telling

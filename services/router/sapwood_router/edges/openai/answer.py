@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.annotate import Annotator

@@ -12,7 +12,7 @@ import msgspec
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut

@@ -11,7 +11,7 @@ import msgspec
 
 from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_GAPS
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.token_lists import TokenLists

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.responses.types import Item, Part
 from sapwood_router.request.arguments import arguments_text

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.pacing.heavy_work import Stint
+from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.edges.telling import Telling

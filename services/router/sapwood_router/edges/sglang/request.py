@@ -12,7 +12,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.source import GrammarKind
-from sapwood_common.pacing.heavy_work import A_FEW
+from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert
 from sapwood_router.edges.http.token_lists import TokenLists

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
-from sapwood_common.pacing.heavy_work import LARGE
-from sapwood_common.pacing.steps import Steps
+from sapwood_net.pacing.heavy_work import LARGE
+from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut

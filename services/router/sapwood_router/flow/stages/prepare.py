@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
 from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, SapwoodError
-from sapwood_common.pacing.heavy_work import Stint
+from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.stages.shorten import shortened
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt

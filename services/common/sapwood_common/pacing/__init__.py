@@ -1,1 +1,0 @@
-"""What is counted or spent over time: rates, sliding counts, silences, turns. Knows nothing of Sapwood."""

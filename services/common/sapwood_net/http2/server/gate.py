@@ -1,0 +1,39 @@
+"""Decides by a call's headers whether it is let in, before any of its messages is read, decompressed or parsed."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.http2.wire.header_reader import Headers
+
+Tenant = Any
+"""The tenant whose key a call came with: the gate returns it, handlers find it at the call, and nothing here looks at it."""
+
+
+class Gate(Protocol):
+    """Decides for a server's port which calls may begin, and in which order."""
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether calls without a known key are refused, but for those that are for everybody."""
+        ...
+
+    def let_in(self, method: str, headers: Headers) -> Tenant | None:
+        """Asked once a call.
+
+        Args:
+            method: The full name of a method that is served.
+            headers: The call's header fields.
+
+        Returns:
+            Whose key the call came with; None if it needs none.
+
+        Raises:
+            CallError: The call is refused.
+        """
+        ...
+
+    def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
+        """When a call that was let in begins if it has to wait; for a caller of None its connection counts."""
+        ...

@@ -1,0 +1,1 @@
+"""What is counted or spent over time: rates, sliding counts, silences, turns."""

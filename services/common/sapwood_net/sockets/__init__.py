@@ -1,0 +1,1 @@
+"""Listening, accepting and TLS. Knows no call and no message."""

@@ -28,7 +28,9 @@ _CALL, _CALL_END = "<|tool_call>", "<tool_call|>"
 _RESPONSE = "<|tool_response>"
 _QUOTE = '<|"|>'
 _HEAD = re.compile(
-    r"<\|tool_call>(?:\s*call)?\s*:?\s*[\w.\-]+\s*[{(]\s*(?:\w+\s*[:=].*,)?\s*\w+\s*[:=]\s*[\[{]*\Z", re.DOTALL
+    r"<\|tool_call>(?:\s*call)?\s*:?\s*[\w.\-]+\s*[{(]\s*(?:\w+\s*[:=].*,)?\s*"
+    r"\w+\s*[:=]\s*(?:[\[{]\s*(?:\w+\s*[:=]\s*)?)*\Z",
+    re.DOTALL,
 )
 _MARKERS = CallMarkers.of(openers=(_CALL,), closers=(_CALL_END, _RESPONSE), quote=_QUOTE, head=_HEAD)
 _NAME = re.compile(r"[\w.\-]+")

@@ -40,7 +40,7 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             tagged = True
             source.start_recording()
             yield from source.whitespace()
-        if (yield from _parse_list(source, out, None if tagged or not tools else tools, tagged=tagged)):
+        if (yield from _parse_list(source, out, tools, tagged=tagged)):
             left = source.stop_recording()
             if left.strip():
                 out.text(left)
@@ -73,8 +73,11 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             return
 
 
-def _parse_list(source: Source, out: Emitter, tools: Tools | None, *, tagged: bool) -> Steps[bool]:
-    """Read a list of calls; returns whether one was started. What is no part of one is left in the record."""
+def _parse_list(source: Source, out: Emitter, tools: Tools, *, tagged: bool) -> Steps[bool]:
+    """Read a list of calls; returns whether one was started. What is no part of one is left in the record.
+
+    In a tagged list any name is a tool's, but behind what is broken only one on offer: text of a value looks like a call.
+    """
     called = False
     more = tagged
     while (yield from source.accept("[")):
@@ -83,7 +86,7 @@ def _parse_list(source: Source, out: Emitter, tools: Tools | None, *, tagged: bo
     while more:
         yield from source.whitespace()
         name = yield from source.word(_NAME, NAME_LIMIT)
-        if not name or (tools is not None and name not in tools) or not (yield from source.accept("(")):
+        if not name or (not tagged and tools and name not in tools) or not (yield from source.accept("(")):
             break
         yield from source.whitespace()
         if (yield from source.accept(")")):
@@ -118,11 +121,11 @@ def _keyword_ahead(source: Source) -> Steps[bool]:
     return found
 
 
-def _call_ahead(source: Source, tools: Tools | None) -> Steps[bool]:
+def _call_ahead(source: Source, tools: Tools) -> Steps[bool]:
     source.open_probe()
     yield from source.whitespace()
     name = yield from source.word(_NAME, NAME_LIMIT)
-    found = bool(name) and (tools is None or name in tools) and (yield from source.peek()) == "("
+    found = bool(name) and (not tools or name in tools) and (yield from source.peek()) == "("
     source.rewind()
     return found
 

@@ -30,7 +30,7 @@ MINIMAX_M2 = TaggedForm(
     value_ends=("parameter",),
     call_end="invoke",
     section_ends=("minimax:tool_call",),
-    strays=("<parameter name=",),
+    strays=("<parameter name=", "</invoke>"),
     is_xml=True,
 ).family("minimax_m2")
 """MiniMax M2: ``<invoke name="f">`` with ``<parameter name="k">v</parameter>``, between ``<minimax:tool_call>`` tags.

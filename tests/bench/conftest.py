@@ -42,7 +42,7 @@ async def served() -> AsyncIterator[Served]:
         tokenizer_grace=60,
         queue_wait=120,
     )
-    router = RouterApplication(config)
+    router = RouterApplication(config, make_parser=tokenizer.make_parser)
     await router.start()
     try:
         async with asyncio.timeout(60):

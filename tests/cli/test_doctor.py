@@ -57,14 +57,14 @@ def test_what_this_machine_has_is_listed_and_enough(tmp_path: Path) -> None:
 
 def test_on_a_machine_without_the_services_packages_each_is_named_with_its_command(tmp_path: Path) -> None:
     here = metadata.distribution("sapwood")
-    for package in ("sapwood", "sapwood_common", "packaging"):
+    for package in ("sapwood", "sapwood_common", "sapwood_net", "packaging"):
         found = util.find_spec(package)
         assert found is not None and found.origin is not None
         (tmp_path / package).symlink_to(Path(found.origin).parent)
     (tmp_path / "sapwood-0.1.0.dist-info").mkdir()
     (tmp_path / "sapwood-0.1.0.dist-info" / "METADATA").write_text(here.read_text("METADATA") or "")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    # -S: of the packages installed here only those three are there.
+    # -S: of the packages installed here only those four are there.
     done = doctor(environment | {"PYTHONPATH": str(tmp_path)}, python=("-S",))
     assert (done.returncode, done.stderr) == (1, "")
     assert "httptools (not installed)" in done.stdout

@@ -74,7 +74,9 @@ def test_tokens_that_come_together_are_read_as_one_by_one(byte_level: Tokenizer,
         events += stream.finish()[0]
         found.append((merge(events), stream.reasoning_tokens))
     (one, counted_one), (other, counted_other) = found
-    assert (one.text, one.reasoning, counted_one) == (other.text, other.reasoning, counted_other)
+    assert (one.text, one.reasoning) == (other.text, other.reasoning)
+    # What a call drafted in reasoning holds back is counted when it is let go, with the tokens that came with it.
+    assert counted_one == counted_other or (tools and "<tool_call>" in pieces)
     assert [(call.name, call.arguments) for call in one.tool_calls] == [
         (call.name, call.arguments) for call in other.tool_calls
     ]

@@ -84,7 +84,8 @@ class ParsedStream:
         apart: Which tokens are read one by one to see whether they are reasoning; None: all.
 
     Attributes:
-        reasoning_tokens: Tokens so far whose text is reasoning.
+        reasoning_tokens: Tokens so far whose text is reasoning. Where a call is drafted in it, tokens that come together may be
+            counted otherwise than one by one.
     """
 
     def __init__(self, detokenizer: Detokenizer, parser: StreamParser, apart: ApartTokens | None = None) -> None:

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from sapwood.v1 import router_pb2, tokenizer_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.grpc.convert import embed_request_of, tool_choice_of
+from sapwood_router.edges.grpc.convert_operators import to_pause_mode
 from sapwood_router.request.caller import Caller
 from sapwood_worker.front.convert import to_pooling, to_role
 from sapwood_worker.front.convert_cache import to_tier_names
@@ -23,6 +24,7 @@ READERS: dict[str, Callable[[int], Any]] = {
     "WorkerEmbedRequest.pooling": lambda value: to_pooling(value, INFO),  # type: ignore[arg-type]
     "SetRoleRequest.role": to_role,  # type: ignore[dict-item]
     "ClearCacheRequest.tiers": lambda value: to_tier_names(worker_pb2.ClearCacheRequest(tiers=[value])),  # type: ignore[list-item]
+    "PauseRequestsRequest.mode": to_pause_mode,  # type: ignore[dict-item]
     "RouterGenerateRequest.tool_choice": lambda value: tool_choice_of(
         router_pb2.RouterGenerateRequest(tool_choice=value)  # type: ignore[arg-type]
     ),

@@ -47,6 +47,7 @@ async def test_extensions_reach_the_worker(cluster) -> None:
 )
 async def test_the_prompt_that_the_models_files_name_goes_before_each_text(cluster, given, before) -> None:
     cluster.tokenizer.prompts = Prompts({"query": "q: ", "document": "d: "}, "document")
+    cluster.ask_tokenizer_again()
     wanted = [vector(encode(before + text)) for text in ("a", "bc")]
     answer = await cluster.http.post(PATH, json={"input": ["a", "bc"], **given})
     assert [item["embedding"] for item in answer.json()["data"]] == wanted

@@ -277,7 +277,7 @@ async def test_a_stop_string_ends_its_stream_and_later_tokens_are_ignored(
         (output,) = (await call.read()).outputs
         assert (output.text, output.ended, output.stop_match) == ("one ", True, "two")
         await call.write(one(1, [5, 6], end=True))
-        for stop in ([""], ["x"] * 17, ["x" * 2000]):
+        for stop in ([""], ["x"] * 17, ["x" * 5000]):
             await call.write(one(2, options={"stop": stop}))
             (output,) = (await call.read()).outputs
             assert (output.error.code, output.error.field) == (3, "options.stop")

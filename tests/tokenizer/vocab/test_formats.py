@@ -23,7 +23,13 @@ from sapwood_common.errors import ConfigError
 from sapwood_tokenizer.app import load_model
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
-from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
+from sapwood_tokenizer.vocab.loader import (
+    LoadedTokenizer,
+    load_tokenizer,
+    resolve_tokenizer,
+    tokenizer_name,
+    vocabulary_of,
+)
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS
 from sapwood_tokenizer.vocab.vocabulary_files import refuse_settings
 
@@ -301,7 +307,7 @@ def test_an_encoders_vocabulary_need_not_decode(
 ) -> None:
     folder: Path = request.getfixturevalue(vocabulary)
     (folder / "config.json").write_text(json.dumps({} if architecture is None else {"architectures": [architecture]}))
-    assert table_of(load_tokenizer(folder)) is None
+    assert vocabulary_of(load_tokenizer(folder)) is None
 
 
 def test_settings_without_effect_on_an_encoders_tokenizer_are_refused_by_name(word_pieces: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from sapwood.v1 import router_pb2, worker_pb2
+from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.grpc.convert import to_load
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.explain import Explanation
@@ -25,9 +26,11 @@ _PAUSE = {
 }
 
 
-def to_pause_mode(mode: router_pb2.PauseMode) -> PauseMode | None:
-    """What becomes of requests that run; None: there is no such mode."""
-    return _PAUSE.get(mode)
+def to_pause_mode(mode: router_pb2.PauseMode) -> PauseMode:
+    """What becomes of requests that run. Raises InvalidArgumentError if there is no such mode."""
+    if (found := _PAUSE.get(mode)) is None:
+        raise InvalidArgumentError(f"there is no mode {mode}", field="mode")
+    return found
 
 
 def to_status(state: RouterState, workers: WorkerNames) -> router_pb2.GetStatusResponse:

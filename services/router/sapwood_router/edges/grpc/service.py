@@ -330,8 +330,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def PauseRequests(
         self, request: router_pb2.PauseRequestsRequest, context: Context
     ) -> router_pb2.PauseRequestsResponse:
-        if (mode := to_pause_mode(request.mode)) is None:
-            raise InvalidArgumentError(f"there is no mode {request.mode}", field="mode")
+        mode = to_pause_mode(request.mode)
         return router_pb2.PauseRequestsResponse(aborted=await self._steering.pause(mode))
 
     async def ResumeRequests(

@@ -11,7 +11,7 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.handoffs import Handoffs
-from sapwood_worker.core.scheduler.ranks import handoffs as handoffs_module
+from sapwood_worker.core.scheduler.ranks import planner as planner_module
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -66,7 +66,7 @@ def test_a_request_comes_to_the_rank_that_reads_its_pages(told: dict[Handoffs, l
 def test_of_requests_that_are_likely_to_come_only_the_latest_are_remembered(
     monkeypatch: pytest.MonkeyPatch, told: dict[Handoffs, list[bytes]]
 ) -> None:
-    monkeypatch.setattr(handoffs_module, "_MOST_PROMISED", 2)
+    monkeypatch.setattr(planner_module, "_MOST_PROMISED", 2)
     ranks = [Scheduler(CONFIG), Scheduler(CONFIG)]
     planner = RankPlanner(CONFIG, ranks)
     for name in (b"a", b"b", b"c"):

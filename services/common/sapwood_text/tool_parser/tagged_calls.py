@@ -557,7 +557,8 @@ class _Machine:
                 if len(partial) == 1 and len(partial[0]) == 1:
                     value.feed(partial[0])
                 value.end(whole=False)
-                self._out.note_cut()
+                if tool:
+                    self._out.note_cut()
                 return flat
             source.give_back(mark)
             if mark == _CLOSE:

@@ -18,6 +18,7 @@ from sapwood_common.errors import (
     PromptTooLongError,
     SapwoodError,
     UnavailableError,
+    UnimplementedError,
 )
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts
 from sapwood_common.status import from_rpc_error
@@ -334,9 +335,12 @@ class TokenizerClient:
             info = await self.info(request_id, deadline)
             fingerprint = info.vocabulary_fingerprint
             if self._vocabulary is None or not fingerprint or self._vocabulary[0] != fingerprint:
-                if fingerprint:
-                    vocabulary = await self._fetch_parts(fingerprint, request_id, deadline)
-                else:
+                try:
+                    vocabulary = await self._fetch_parts(fingerprint, request_id, deadline) if fingerprint else None
+                    too_old = not fingerprint
+                except UnimplementedError:  # another replica is too old
+                    too_old = True
+                if too_old:
                     vocabulary = await self._ask_for_each(info.vocab_size, request_id, deadline)
                 if vocabulary is None:  # the service was replaced meanwhile, or a replica is of another model
                     self.forget()

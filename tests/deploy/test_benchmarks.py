@@ -72,7 +72,7 @@ assert own[0] != own[1] and own[0] == chosen(0, 2) == chosen(1, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are a CPU's, which the interpreter takes")
-def test_uniform_routing_chooses_alike_for_all_ranks_rows_and_otherwise_for_each_ranks_own() -> None:
+def test_uniform_routing_chooses_alike_on_all_ranks_and_other_routing_apart() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     interpreted = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", UNIFORM, _ROOT / "benchmarks/gpu"], check=True, env=interpreted, timeout=120)

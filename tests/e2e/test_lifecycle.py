@@ -129,7 +129,7 @@ def test_a_second_ctrl_c_does_not_wait(start_cluster: Any) -> None:
 
 
 @pytest.mark.slow
-def test_dead_tokenizers_and_workers_are_started_anew_and_a_dead_router_ends_the_cluster(start_cluster: Any) -> None:
+def test_dead_tokenizers_and_workers_restart_and_a_dead_router_ends_the_cluster(start_cluster: Any) -> None:
     with start_cluster("--workers", "1") as cluster, Client(cluster.grpc) as client:
         asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
         whole = client.generate("The capital of France is", **asked).text()

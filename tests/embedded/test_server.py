@@ -21,7 +21,7 @@ GREEDY = {"max_tokens": 6, "temperature": 0}
 SETTINGS = {"load_format": "dummy", "num_pages": 1024, "threads": 1, "worker_silence": 30, "resume_grace": 60}
 
 
-def test_it_answers_over_grpc_and_http_what_the_engine_does_and_starts_lost_workers_anew(
+def test_a_server_answers_what_the_engine_does_and_restarts_lost_workers(
     engine: Any, tiny: Path, children: Any, until: Any
 ) -> None:
     logs = io.StringIO()

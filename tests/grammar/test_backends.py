@@ -113,7 +113,7 @@ def test_jump_forward_names_what_alone_may_come_and_never_the_end(store, compile
         ({"minLength": 3}, "minLength without a type"),
     ],
 )
-def test_what_xgrammar_would_let_through_is_refused_by_name_unless_the_schema_is_lenient(schema, named):
+def test_what_xgrammar_lets_through_is_refused_unless_the_schema_is_lenient(schema, named):
     with pytest.raises(GrammarError, match=f"xgrammar does not enforce {named}"):
         checked_schema(json.dumps(schema), lenient=False)
     checked_schema(json.dumps(schema), lenient=True)
@@ -148,9 +148,7 @@ class Failing:
 
 
 @pytest.mark.slow
-def test_the_kept_grammars_are_bounded_and_a_late_or_dead_compilation_ends_its_request_alone(
-    vocabulary, end_token, compile_grammar
-):
+def test_kept_grammars_are_bounded_and_a_dead_compilation_ends_one_request(vocabulary, end_token, compile_grammar):
     backend = XgrammarBackend(GrammarNeeds(vocabulary, len(vocabulary.tokens), (end_token,), 30.0), max_kept_bytes=2000)
     for letter in "abcdef":
         backend.build(compile_grammar("regex", letter))

@@ -220,7 +220,7 @@ def test_an_aborted_request_closes_its_grammar(vocabulary, end_token):
     assert state.closed == 1
 
 
-def test_a_plan_does_not_wait_for_its_masks_and_no_grammar_is_touched_before_they_are_filled(vocabulary, end_token):
+def test_a_plan_does_not_wait_for_masks_and_touches_no_unfilled_grammar(vocabulary, end_token):
     class Slow:
         """Fills masks when it is told to."""
 

@@ -303,7 +303,7 @@ def combinations() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.timeout(600 + 40 * 36 * ROUNDS)
-async def test_a_worker_lost_at_any_point_of_a_hand_over_fails_no_request_changes_no_answer_and_keeps_no_page(
+async def test_a_worker_lost_anywhere_in_a_hand_over_changes_no_answer_and_leaks_no_page(
     cluster: Cluster,
 ) -> None:
     counts: Counter[str] = Counter()

@@ -379,7 +379,7 @@ def test_streams_move_between_versions_when_workers_and_tokenizers_are_replaced(
 
 
 @pytest.mark.parametrize(("first", "second"), [("old", "new"), ("new", "old")])
-def test_stored_pages_of_the_same_format_serve_workers_of_either_version(
+def test_stored_pages_of_one_format_serve_workers_of_either_version(
     fleet: Fleet,
     parts: dict[tuple[str, str], str],
     expected: dict[str, object],

@@ -127,7 +127,7 @@ def test_tokens_are_those_without_a_draft_model(
     assert (scheduler.num_retractions > 0) == (num_pages <= 30)
 
 
-def test_a_draft_model_that_is_the_model_is_right_where_nothing_but_the_model_chooses(
+def test_a_draft_model_equal_to_the_model_is_right_wherever_the_model_chooses(
     tiny_model: Any, plain: Callable[..., Answers], store: GrammarStore
 ) -> None:
     path = tiny_model("llama").path

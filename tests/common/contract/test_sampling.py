@@ -163,7 +163,7 @@ def test_tokens_the_model_lacks_are_refused(given: dict[str, Any]) -> None:
     assert caught.value.field == f"sampling.{next(iter(given))}"
 
 
-def test_a_models_defaults_take_the_place_of_what_a_request_leaves_out_and_of_nothing_else() -> None:
+def test_model_defaults_replace_only_what_a_request_leaves_out() -> None:
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
 
     def served(**given: Any) -> Any:

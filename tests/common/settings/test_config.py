@@ -33,7 +33,7 @@ def load(*argv: str) -> ExampleConfig:
     return load_config(ExampleConfig, given_settings(ExampleConfig, arguments), arguments.config)
 
 
-def test_a_flag_wins_over_a_variable_and_that_over_the_file_and_that_over_the_default(
+def test_precedence_is_flag_then_variable_then_file_then_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.yaml"

@@ -62,7 +62,7 @@ print("fine")
 """
 
 
-def test_what_is_noted_is_not_launched_and_is_in_the_cache_once_other_processes_have_compiled_it(tmp_path):
+def test_noted_kernels_are_not_launched_and_are_cached_once_others_compile_them(tmp_path):
     places = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -126,7 +126,7 @@ def test_a_row_alone_is_the_same_whatever_a_program_takes(blocks):
     near(got, wanted.float())
 
 
-def test_a_hopper_takes_it_for_up_to_16_rows_and_another_kernel_for_one_row_of_other_weights(monkeypatch):
+def test_a_hopper_takes_the_row_kernel_up_to_16_rows_and_gemv_for_other_weights(monkeypatch):
     ops = cuda.CudaOps(torch.device(DEVICE))
     monkeypatch.setattr(ops, "_hopper", True)
     few = ops.grouped_few(made(128, 640, 128, torch.bfloat16), None, torch.bfloat16)

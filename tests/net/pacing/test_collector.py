@@ -28,7 +28,7 @@ async def collecting():
     gc.unfreeze()
 
 
-async def test_a_cycle_goes_once_there_are_many_objects_and_not_in_the_middle_of_what_makes_them(collecting) -> None:
+async def test_cycles_are_collected_at_many_objects_and_not_while_objects_are_made(collecting) -> None:
     assert not gc.isenabled()
     gone = weakref.ref(Cycle())
     kept = [[number] for number in range(50_000)]

@@ -17,7 +17,7 @@ class Recorder(asyncio.Transport):
         return self.closing
 
 
-async def test_what_one_turn_of_the_loop_writes_goes_out_in_one_write_a_connection_before_tasks_go_on() -> None:
+async def test_writes_of_one_loop_turn_leave_in_one_write_before_tasks_continue() -> None:
     order: list[tuple[str, bytes]] = []
     batch, first, second, gone = WriteBatch(), *(Recorder(name, order) for name in ("first", "second", "gone"))
     woken = asyncio.get_running_loop().create_future()

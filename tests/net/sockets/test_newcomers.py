@@ -32,7 +32,7 @@ def test_few_of_an_address_begin_in_their_order_and_of_many_the_newest_first(mak
     assert not line
 
 
-def test_who_comes_from_elsewhere_goes_before_a_thousand_of_one_address_and_then_in_turn_with_them(make) -> None:
+def test_another_address_is_served_before_a_thousand_connections_of_one(make) -> None:
     line, strangers, others = Newcomers(1000), make(100), make(3)
     for each in strangers:
         line.add(each, "stranger")

@@ -55,7 +55,7 @@ class Fed:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 7, 1021, INPUT_BYTES])
-async def test_wherever_records_are_cut_their_content_comes_and_a_large_one_is_decrypted_at_once(cut) -> None:
+async def test_records_cut_anywhere_arrive_and_a_large_one_is_decrypted_at_once(cut) -> None:
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(server)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE

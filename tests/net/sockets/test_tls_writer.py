@@ -34,7 +34,7 @@ class End:
         self.ends += 1
 
 
-async def test_a_large_answer_is_encrypted_a_piece_a_turn_and_none_while_its_client_does_not_read() -> None:
+async def test_a_large_answer_is_encrypted_in_pieces_only_while_its_client_reads() -> None:
     end = End()
     writer = TlsWriter(end, TimeShare(lambda: end.now))
     body = bytes(range(256)) * 1024

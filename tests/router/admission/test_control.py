@@ -205,7 +205,7 @@ async def test_who_comes_while_many_of_another_begin_does_not_wait_for_all_of_th
         task.cancel()
 
 
-async def test_who_has_nothing_running_begins_at_once_though_anothers_thousand_have_all_other_places() -> None:
+async def test_an_idle_caller_begins_at_once_beside_another_callers_thousand() -> None:
     clock = Clock()
     worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
     registry = Registry([worker], most_requests=lambda model: 2 * model.max_running)
@@ -326,7 +326,7 @@ async def test_more_tenants_than_places_leave_nobodys_second_request_waiting_for
         task.cancel()
 
 
-async def test_a_tenant_whose_requests_are_let_go_together_has_not_all_places_that_are_kept() -> None:
+async def test_requests_of_one_tenant_released_together_leave_reserved_places_to_others() -> None:
     busy = Busy(running=128)
     busy.ask("many", 300)
     await busy.settle()

@@ -122,9 +122,7 @@ async def test_token_ids_are_looked_at_in_pieces_and_those_of_a_prompt_too_long_
     assert "token ids must be in" in await ask([7] * 90_000 + [-1])
 
 
-async def test_a_long_prompt_that_is_continued_often_is_refused_and_others_start_one_in_a_turn(
-    cluster, monkeypatch
-) -> None:
+async def test_a_long_prompt_continued_often_is_refused_and_others_start_one_a_turn(cluster, monkeypatch) -> None:
     """A body of 600 KB, 200 000 tokens to be continued 128 times, stopped the router for over a second."""
     refused = await cluster.http.post(COMPLETIONS, json={"prompt": "a" * 200_000, "n": 128, "max_tokens": 1})
     assert refused.status_code == 400
@@ -177,7 +175,7 @@ async def test_a_large_request_is_made_of_its_body_a_piece_a_turn_of_the_loop(cl
         assert turns_taken >= least, path
 
 
-async def test_a_conversation_of_thousands_of_turns_leaves_the_call_to_the_tokenizer_standing(cluster) -> None:
+async def test_a_chat_of_thousands_of_turns_leaves_the_tokenizers_call_open(cluster) -> None:
     """Its message had more fields than any may have: it ended the call that all requests share, again with each try."""
     calls = cluster.tokenizer.encode_calls
     said = [{"role": "user", "content": "a"}] * 12_000

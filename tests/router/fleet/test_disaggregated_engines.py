@@ -28,7 +28,7 @@ async def _until_pulled(router: Front, decode: Worker, more_than: float) -> floa
 
 
 @pytest.mark.parametrize("mover", _MOVERS)
-async def test_pages_pass_by_an_engine_from_a_worker_and_from_the_one_that_comes_after_it_was_killed(
+async def test_pages_pass_by_an_engine_from_a_worker_and_from_its_successor(
     mover: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")

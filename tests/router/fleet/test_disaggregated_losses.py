@@ -74,7 +74,7 @@ async def _progress(load: Load, requests: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lose", [_kill, _stop, _stop_scheduler, _slow_down])
-async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_keeps_no_page(lose: Any) -> None:
+async def test_losing_workers_of_either_side_under_load_changes_no_answer(lose: Any) -> None:
     fleet = [Worker("prefill"), Worker("prefill"), Worker("decode"), Worker("decode")]
     silence = {} if lose is _kill else {"worker_silence": 2.0}
     async with started(*fleet), front(fleet, **silence) as router:
@@ -94,7 +94,7 @@ async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_ke
 
 
 @pytest.mark.slow
-async def test_what_was_pulled_of_a_prompt_is_kept_when_its_prefill_worker_is_lost_in_the_middle() -> None:
+async def test_pulled_pages_are_kept_when_the_prefill_worker_is_lost_midway() -> None:
     prefill, decode = Worker("prefill", "--max-step-tokens", "16", "--step-ms", "100"), Worker("decode")
     prompt = [3 + (place * (place + 5)) % 120 for place in range(480)]  # 30 steps
     async with started(prefill, decode), front([prefill, decode]) as router:

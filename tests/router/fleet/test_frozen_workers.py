@@ -25,9 +25,7 @@ def known_as(cluster, fake):
     return next(worker for worker in cluster.router.registry.all() if worker.address == fake.address)
 
 
-async def test_a_frozen_worker_gets_nothing_new_loses_its_streams_in_the_end_and_comes_back(
-    make_cluster, wait_until
-) -> None:
+async def test_a_frozen_worker_gets_nothing_new_loses_its_streams_and_comes_back(make_cluster, wait_until) -> None:
     async with make_cluster(2, worker_silence=SILENCE) as cluster:
         for fake in cluster.workers:
             fake.script.gate, fake.script.gate_after = asyncio.Event(), 3

@@ -101,7 +101,7 @@ async def test_a_page_that_was_spoilt_on_its_way_is_computed_and_the_others_are_
     assert size == pulled * PAGE * 8
 
 
-async def test_pages_are_kept_while_their_lease_is_renewed_and_free_when_whoever_did_so_falls_silent(
+async def test_pages_are_kept_while_their_lease_is_renewed_and_freed_after_silence(
     pair: Pair,
 ) -> None:
     for _ in range(TRIES):

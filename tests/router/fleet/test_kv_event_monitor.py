@@ -245,7 +245,7 @@ class LateTeller(FakeWorker):
         await asyncio.Event().wait()
 
 
-async def test_neither_half_written_files_nor_nonsense_nor_an_older_version_end_it_for_ever():
+async def test_half_written_files_nonsense_and_older_versions_end_no_engine_for_ever():
     fake = LateTeller()
     fake.first, fake.nonsense = fake.epoch, True
     await fake.start()

@@ -53,7 +53,7 @@ async def test_nothing_is_handed_off_where_no_pages_fit_and_explain_says_so(work
         assert router.count("handoffs") == 0
 
 
-async def test_a_worker_that_got_its_role_while_it_ran_is_not_paired_where_its_pages_do_not_fit(
+async def test_a_worker_with_a_changed_role_is_not_paired_where_pages_do_not_fit(
     workers: dict[str, Worker],
 ) -> None:
     late = Worker("both", "--host-cache-ratio", "1", "--page-size", str(PAGE // 2))

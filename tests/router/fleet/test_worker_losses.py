@@ -172,7 +172,7 @@ async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, roun
         assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
 
 
-async def test_a_path_that_swallows_large_packets_loses_its_worker_whose_heartbeats_still_come(make_namespace) -> None:
+async def test_a_path_that_swallows_large_packets_loses_its_worker_despite_heartbeats(make_namespace) -> None:
     """Silence would be noticed after a minute: what is sent to the worker is what does not arrive."""
     chance = random.Random(1)
     prompts = [[chance.randrange(3, VOCAB) for _ in range(400)] for _ in range(50)]
@@ -194,7 +194,7 @@ async def test_a_path_that_swallows_large_packets_loses_its_worker_whose_heartbe
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_streams_whose_tokens_are_drafted_go_on_unchanged_when_their_worker_is_killed() -> None:
+async def test_drafted_streams_continue_unchanged_when_their_worker_is_killed() -> None:
     prompts = [[3 + number] * (5 + number) for number in range(12)]
     async with cluster(3, flags=("--speculate", "prefix")) as (router, workers, stub):
         load = Load(stub, streams=12, seed=1, prompts=prompts)
@@ -227,7 +227,7 @@ async def test_restarting_all_workers_one_after_the_other_fails_no_request() -> 
 
 
 @pytest.mark.slow
-async def test_what_is_no_longer_named_finishes_what_it_has_and_what_is_removed_hands_it_on_at_no_cost(
+async def test_unnamed_workers_finish_and_removed_workers_hand_on_at_no_cost(
     tmp_path,
 ) -> None:
     file = tmp_path / "workers"
@@ -293,7 +293,7 @@ async def test_a_frozen_idle_worker_keeps_no_new_request_waiting() -> None:
         assert all(worker.in_flight == 0 for worker in router.registry.all())
 
 
-async def test_a_killed_routers_stream_just_breaks_and_with_its_seed_another_router_gives_the_same_answer() -> None:
+async def test_a_killed_routers_stream_breaks_and_its_seed_gives_equal_text_elsewhere() -> None:
     async with cluster(2) as (router, workers, _):
         doomed = await asyncio.create_subprocess_exec(
             *(

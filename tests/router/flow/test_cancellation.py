@@ -60,9 +60,7 @@ async def test_a_grpc_client_that_cancels_before_the_first_token(slow, wait_unti
         await reading
 
 
-async def test_one_that_leaves_in_the_turn_in_which_its_worker_is_lost_leaves_no_coroutine_behind(
-    slow, monkeypatch, recwarn
-) -> None:
+async def test_a_client_that_leaves_as_its_worker_is_lost_leaves_no_coroutine(slow, monkeypatch, recwarn) -> None:
     runs: list[Run] = []
     opened = Pipeline.open
 

@@ -189,7 +189,7 @@ async def test_a_tokenizer_that_stays_away_fails_new_requests_only(make_cluster,
         await cluster.idle()
 
 
-async def test_while_a_tokenizer_says_that_it_starts_requests_wait_for_longer_than_the_grace(make_cluster) -> None:
+async def test_requests_wait_beyond_the_grace_while_a_tokenizer_is_starting(make_cluster) -> None:
     text = "x" * 400
     async with make_cluster(1, tokenizer_grace=0.5) as cluster:
         cluster.workers[0].script.delay = 0.01

@@ -109,7 +109,7 @@ async def test_a_stream_goes_on_where_it_was_with_the_right_usage(make_cluster, 
         await cluster.idle()
 
 
-async def test_the_next_worker_gets_prompt_tokens_so_far_the_rest_of_max_tokens_and_the_same_seed(cluster) -> None:
+async def test_the_next_worker_gets_all_tokens_the_rest_of_max_tokens_and_the_seed(cluster) -> None:
     gate = hold(cluster, 15)
     call = start(cluster, max_tokens=30, temperature=1.0)
     responses = [await call.read()]
@@ -206,9 +206,7 @@ async def test_over_http_it_is_the_same_stream(cluster) -> None:
     assert texts[0] == texts[1]
 
 
-async def test_over_http_an_answer_in_one_piece_says_whose_it_is_and_how_often_it_was_resumed(
-    cluster, wait_until
-) -> None:
+async def test_a_whole_http_answer_names_its_worker_and_its_resumptions(cluster, wait_until) -> None:
     body = {"prompt": [2, 7, START], "max_tokens": 100}
     plain = await cluster.http.post("/v1/completions", json=body)
     assert plain.headers["x-sapwood-resumptions"] == "0"

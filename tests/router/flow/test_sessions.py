@@ -140,9 +140,7 @@ async def test_an_unknown_id_is_told_over_grpc_by_the_field_that_had_it(cluster)
         assert from_rpc_error(caught.value).field == field
 
 
-async def test_what_fails_or_is_broken_off_leaves_a_session_as_it_was_and_one_request_goes_at_a_time(
-    cluster, wait_until
-):
+async def test_failed_requests_leave_a_session_unchanged_and_one_runs_at_a_time(cluster, wait_until):
     script(cluster)
     session = (await cluster.stub.OpenSession(router_pb2.OpenSessionRequest())).session.id
     await cluster.generate("ab", session=session)

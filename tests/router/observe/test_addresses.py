@@ -22,7 +22,7 @@ from sapwood_testing.router.hostile_backend import HostileBackend, reply
 BODY = {"prompt": [3, 4], "max_tokens": 3}
 
 
-def test_errors_of_services_have_ids_in_place_of_addresses_and_errors_of_requests_stay() -> None:
+def test_errors_of_services_show_ids_for_addresses_and_errors_of_requests_stay() -> None:
     names = WorkerNames(b"key", lambda address: address in ("worker-0.svc:50061", "http://a:8000#m"))
     worker, backend = names.id_of("worker-0.svc:50061"), names.id_of("http://a:8000#m")
     gone = names.id_of("10.0.0.7:50061")

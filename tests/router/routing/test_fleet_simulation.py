@@ -12,7 +12,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_a_small_fleet_gives_a_row_for_each_run_and_cache_aware_finds_what_random_does_not(tmp_path):
+def test_a_small_fleet_gives_a_row_a_run_and_cache_aware_beats_random(tmp_path):
     out = tmp_path / "fleet.jsonl"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *SMALL, "--out", str(out)],

@@ -148,7 +148,7 @@ def test_round_robin_takes_each_of_a_large_fleet_in_turn():
 
 
 @pytest.mark.parametrize("policy", ["consistent_hash", "prefix_hash"])
-def test_the_ring_gives_the_same_worker_as_where_all_are_seen_and_the_next_when_it_refuses(policy):
+def test_the_ring_gives_the_brute_force_worker_and_the_next_on_refusal(policy):
     large, prompt = Fleet(MANY + 36, policy), some(0)
     first = large.choose(prompt, "talk")
     assert all(large.choose(prompt, "talk") == first for _ in range(5))

@@ -149,9 +149,7 @@ async def test_the_only_replica_may_stop_while_a_stream_runs(wait_until, start_t
             assert await answer == TEXT
 
 
-async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_without_a_failed_request(
-    wait_until, start_tokenizer
-) -> None:
+async def test_replicas_behind_one_name_share_work_and_leave_without_a_failure(wait_until, start_tokenizer) -> None:
     worker = FakeWorker()
     worker.script.delay = 0.004
     worker.script.tokens = list

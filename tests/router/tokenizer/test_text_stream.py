@@ -67,7 +67,7 @@ async def test_a_whole_answer_is_heard_of_at_its_end_only(stop: tuple[str, ...])
     assert (chunk.output.text, chunk.tokens) == ("word " * 100 + "end", 503)
 
 
-def test_a_stop_string_ends_a_whole_answer_with_the_token_that_completes_it() -> None:
+def test_a_stop_string_ends_a_whole_answer_at_its_completing_token() -> None:
     one = stream(whole=True, stop=("STOP",))
     for count, token in enumerate(b"say STOP", start=1):
         assert one.over == (count == 9)

@@ -45,7 +45,7 @@ async def test_requests_of_one_moment_share_one_fetch_of_all_parts() -> None:
         assert fake.vocabularies == 2
 
 
-async def test_the_vocabulary_is_fetched_again_only_if_it_is_another() -> None:
+async def test_a_vocabulary_is_fetched_again_only_if_its_fingerprint_changed() -> None:
     fake = FakeTokenizer()
     async with client_of(fake) as client:
         first = await client.vocabulary("r", later())

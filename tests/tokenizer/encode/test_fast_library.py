@@ -49,7 +49,7 @@ def test_real_vocabularies_are_encoded_by_fastokens_with_equal_ids(packaged: Any
     assert fast.encoded["fastokens"] == before + 300
 
 
-def test_fastokens_is_loaded_once_it_is_worth_it_and_answers_stay_equal() -> None:
+def test_fastokens_is_loaded_after_enough_text_and_answers_stay_equal() -> None:
     tokenizer = trained()
     library, usual = make_library("auto", tokenizer, "here"), LibraryHere(tokenizer)
     assert isinstance(library, FastLibrary)
@@ -114,7 +114,7 @@ def test_a_difference_that_shows_later_ends_the_use_of_fastokens(monkeypatch: An
     assert encode(library, "the mat") == encode(LibraryHere(tokenizer), "the mat")
 
 
-def test_a_tokenizer_of_an_unknown_kind_is_refused_by_name_only_where_fastokens_was_asked_for() -> None:
+def test_an_unknown_kind_of_tokenizer_is_refused_only_where_fastokens_is_set() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.normalizer = normalizers.Lowercase()

@@ -169,7 +169,7 @@ async def test_an_item_that_is_cancelled_or_late_ends_and_the_others_go_on() -> 
         await call.until(lambda: not call.running)
 
 
-async def test_when_the_service_drains_what_is_under_way_is_finished_and_what_comes_is_refused() -> None:
+async def test_a_draining_service_finishes_running_calls_and_refuses_new_ones() -> None:
     async with Call() as call:
         call.gates["slow"] = asyncio.Event()
         call.send(text(1, "slow"))

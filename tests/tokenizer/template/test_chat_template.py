@@ -205,9 +205,7 @@ OF_PARTS = (
 
 
 @pytest.mark.parametrize(("template", "text"), [(OF_TEXT, "one\ntwo|Yes|"), (OF_PARTS, "<one><two>|Yes|")])
-def test_several_texts_of_a_message_are_joined_by_lines_unless_the_template_takes_a_list(
-    template: str, text: str
-) -> None:
+def test_texts_of_a_message_are_joined_by_lines_unless_the_template_takes_lists(template: str, text: str) -> None:
     made = ChatTemplate(template, {})
     messages = [{"role": "user", "content": ["one", "two"]}, {"role": "assistant", "content": "Yes"}]
     assert made.render(messages, add_generation_prompt=False, form=made.probe()) == text

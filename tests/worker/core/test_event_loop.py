@@ -261,7 +261,7 @@ def test_the_overlapped_loop_gives_what_the_normal_loop_gives(part: int) -> None
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_taken(lanes: int) -> None:
+def test_with_overlap_a_step_is_launched_before_the_last_result_is_taken(lanes: int) -> None:
     events: list[str] = []
 
     class Watched(FakeRunner):
@@ -279,7 +279,7 @@ def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_
     assert events == [*launched[:2], *chain(*zip(taken[:3], launched[2:], strict=True)), *taken[3:]]
 
 
-def test_with_overlap_a_failed_step_fails_the_one_launched_after_it_and_the_next_are_served() -> None:
+def test_with_overlap_a_failed_step_fails_its_follower_and_later_ones_are_served() -> None:
     mailbox = run([submit(0, [1], 50)], [submit(1, [POISON, 1])], [submit(2, [3])], [], [submit(3, [4])], overlap=True)
     assert mailbox.ends() == {0: "error", 1: "error", 2: "error", 3: "length"}
     assert mailbox.tokens(3) == expected([4], 5)

@@ -89,7 +89,7 @@ class Diary:
                 self.lines.append("the ticket is sent" if output.finish_reason else "pages are announced")
 
 
-def test_pages_are_announced_once_their_step_is_launched_and_the_token_goes_before_the_ticket() -> None:
+def test_pages_are_announced_at_launch_and_the_token_precedes_the_ticket() -> None:
     assert Diary(2).run() == ["a step is launched", "pages are announced", "a token is sent", "the ticket is sent"]
 
 

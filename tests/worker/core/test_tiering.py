@@ -67,7 +67,7 @@ def test_a_worker_goes_on_while_the_models_files_are_read_for_its_new_role(role:
     assert (tiers.cache.leases is not None, tiers.cache.pulls is not None) == (role == "prefill", role == "decode")
 
 
-def test_files_that_cannot_be_read_any_more_leave_the_role_as_it_was_and_the_next_try_may_do() -> None:
+def test_unreadable_files_leave_the_role_unchanged_and_a_later_try_may_succeed() -> None:
     runner = SlowFiles("No such file")
     runner.read.set()
     tiers = tiering(runner)

@@ -55,7 +55,7 @@ def test_the_ticket_stands_for_all_that_was_announced() -> None:
     assert list(said.ticket.page_hashes) == [b"a", b"b", b"c"]
 
 
-def test_only_who_is_or_was_to_decode_reads_ahead_and_a_ticket_that_is_none_is_refused() -> None:
+def test_only_decode_workers_read_ahead_and_a_false_ticket_is_refused() -> None:
     told = worker_pb2.HandoffAnnouncement(token_ids=[1, 2, 3])
     told.ticket.transfer_id, told.ticket.first_page = bytes(16), 4
     assert to_announced(told, ("both", "prefill")) is None

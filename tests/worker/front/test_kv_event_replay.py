@@ -107,7 +107,7 @@ def test_tokens_go_only_to_those_whose_keys_are_known(keys: Path, name: str | No
             assert not listener.poll(0)
 
 
-def test_a_flood_of_questions_keeps_nobody_from_an_answer_and_is_answered_at_most_twice() -> None:
+def test_a_flood_of_replay_requests_keeps_nobody_from_an_answer() -> None:
     with (
         published(300) as publisher,
         connected(zmq.DEALER, publisher.replay_address) as flooding,

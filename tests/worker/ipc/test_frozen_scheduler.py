@@ -96,7 +96,7 @@ async def connect(start):
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "with work"])
-async def test_a_stopped_scheduler_shows_in_the_heartbeats_and_in_the_health_until_it_goes_on(connect, busy) -> None:
+async def test_a_stopped_scheduler_shows_in_heartbeats_and_health_until_it_resumes(connect, busy) -> None:
     worker, session = await connect("--step-ms", "10")
     if busy:
         await session.submit(1, [1, 2, 3], 400)

@@ -76,9 +76,7 @@ OWN_REQUESTS = ("--data-parallel-attention", "--num-pages", "512")
         (1, ()),
     ],
 )
-async def test_a_rank_that_dies_and_one_that_stands_still_are_named_and_all_are_started_anew(
-    start, turn, flags
-) -> None:
+async def test_dead_and_hanging_ranks_are_named_and_all_ranks_restart(start, turn, flags) -> None:
     worker = start("--tensor-parallel", "2", *flags)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -105,7 +103,7 @@ async def test_a_rank_that_samples_other_tokens_is_named_before_any_of_them_is_s
         assert await tokens_of(stub, "again", [4, 5], 20) == expected([4, 5], 20)
 
 
-async def test_a_rank_with_requests_of_its_own_that_gets_other_rows_is_named_before_any_token_is_sent(start) -> None:
+async def test_a_data_parallel_rank_with_wrong_rows_is_named_before_a_token_is_sent(start) -> None:
     worker = start("--tensor-parallel", "2", *OWN_REQUESTS, "--diverge-token", str(DIVERGE))
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)

@@ -206,7 +206,7 @@ def test_a_rank_of_the_second_host_that_samples_other_tokens_is_named(start, fol
 
 
 @pytest.mark.slow
-def test_hosts_with_other_settings_and_strangers_are_refused_by_name_and_the_right_one_is_let_in(start, follow) -> None:
+def test_hosts_with_other_settings_and_strangers_are_refused_by_name(start, follow) -> None:
     port = port_of_its_own()
     other = follow(port, "--page-size", "8")
     beyond = follow(port, "--node-rank", "2", "--nnodes", "3", "--tensor-parallel", "3")

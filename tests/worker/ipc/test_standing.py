@@ -58,7 +58,7 @@ class StillRank:
 
 
 @pytest.mark.parametrize(("wants_cpu", "ticks", "most"), [(False, 0, 9.9), (True, 0, 0.5), (True, 10, 9.9)])
-def test_seconds_do_not_count_in_which_a_thread_that_the_main_one_waits_for_has_no_cpu(
+def test_seconds_without_a_cpu_for_an_awaited_thread_do_not_count(
     monkeypatch, wants_cpu: bool, ticks: int, most: float
 ) -> None:
     """They do where it computes all the time."""
@@ -127,7 +127,7 @@ def test_after_each_rank_that_hung_all_get_twice_the_time() -> None:
     ],
 )
 @pytest.mark.parametrize("stage", [1, 2])
-def test_of_ranks_with_devices_one_hangs_that_launches_still_what_another_has_launched(
+def test_of_ranks_with_devices_the_one_still_launching_is_the_hanging_one(
     standings: list[Standing], stage: int, who: int | None
 ) -> None:
     found = hung(standings, stage, 1.0)

@@ -52,7 +52,7 @@ async def test_a_stranger_gets_random_bytes_and_nothing_else(nodes: Nodes, said:
     writer.close()
 
 
-async def test_a_node_with_another_key_is_refused_and_one_with_the_key_comes_past_silent_strangers(
+async def test_a_node_with_a_wrong_key_is_refused_and_silent_strangers_delay_nobody(
     nodes: Nodes,
 ) -> None:
     with contextlib.ExitStack() as silent:

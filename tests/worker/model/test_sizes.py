@@ -99,9 +99,7 @@ def test_reasons_name_each_choice_and_what_it_goes_by():
     ("memory", "cache", "why"),
     [(24 * GIB, GIB, "the usual on a CPU"), (4 * GIB, GIB // 2, "an eighth of the 4.0 GiB there are")],
 )
-def test_a_cpu_runs_what_it_always_has_and_takes_no_more_than_an_eighth_of_a_small_containers_memory(
-    memory, cache, why
-):
+def test_a_cpu_keeps_its_defaults_and_takes_an_eighth_of_a_small_container(memory, cache, why):
     sizes = choose_sizes(DeviceFacts("cpu", memory), QWEN_06B[1], Given())
     assert (sizes.max_running, sizes.max_step_tokens, sizes.cache_bytes) == (64, 512, cache)
     assert sizes.reasons[2].endswith(why)

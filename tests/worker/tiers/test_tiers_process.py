@@ -81,9 +81,7 @@ async def stored(stub: Any, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_workers_death_amid_transfers_fails_no_request_and_a_cold_worker_answers_from_the_store(
-    start: Any, store: str
-) -> None:
+async def test_a_workers_death_amid_transfers_fails_no_request(start: Any, store: str) -> None:
     dying, living = (start(*TIERS, "--storage", store) for _ in range(2))
     prompts = [[index, *PROMPT] for index in range(40)]
 

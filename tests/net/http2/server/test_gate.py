@@ -203,9 +203,7 @@ async def test_a_call_without_a_key_waits_for_none_of_those_who_come_after_it_wi
     await asyncio.gather(*answers)
 
 
-async def test_a_stranger_who_breaks_a_rule_is_told_and_waits_for_the_end_of_his_connection(
-    serve, request_block
-) -> None:
+async def test_a_stranger_who_breaks_a_rule_is_informed_and_held_until_the_end(serve, request_block) -> None:
     async with serve(gate=KeyGate(), timeouts=Timeouts(held=3600.0)) as running:
         client = await running.connect()
         client.send(
@@ -246,9 +244,7 @@ async def test_what_a_stranger_has_too_much_of_shares_the_strangers_time(make_wi
     wire.connection.connection_lost(None)
 
 
-async def test_strangers_calls_of_all_connections_have_a_bound_of_their_own_until_they_show_a_key(
-    running, request_block
-) -> None:
+async def test_calls_of_all_strangers_have_a_common_bound_until_a_key_is_shown(running, request_block) -> None:
     shared = running.server._shared
     clients = [await running.connect() for _ in range(MOST_UNKNOWN // MOST_UNKNOWN_STREAMS + 1)]
     tell, keyed = request_block("Tell"), request_block("Tell", ("authorization", "key"))

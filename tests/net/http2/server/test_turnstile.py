@@ -47,7 +47,7 @@ async def test_who_comes_while_others_wait_comes_after_them_and_alone_at_once() 
     assert begun[-1] == "alone"
 
 
-async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_callers_in_turn() -> None:
+async def test_waiting_calls_begin_by_importance_and_then_by_turns_of_callers() -> None:
     turnstile, begun = make_turnstile(), []
     for number in range(MOST_A_TURN):
         turnstile.enter(lambda number=number: begun.append(number))

@@ -18,7 +18,7 @@ def test_the_first_stream_may_pass_others_over() -> None:
     assert [stream for stream in range(8) if ids.is_skipped(stream)] == [1, 3]
 
 
-def test_frames_may_be_late_on_streams_that_ended_here_first_and_that_is_forgotten_to_their_favour() -> None:
+def test_late_frames_on_streams_that_ended_here_first_are_tolerated() -> None:
     ids = StreamIds()
     for stream in range(1, 10_001, 2):
         ids.open(stream)

@@ -122,7 +122,7 @@ async def test_a_page_whose_name_points_here_may_not_send_requests(cluster) -> N
     assert not cluster.calls()
 
 
-async def test_other_names_may_be_used_where_they_are_listed_or_keys_are_asked_for(make_cluster, tmp_path) -> None:
+async def test_other_host_names_are_served_if_listed_or_if_keys_are_asked_for(make_cluster, tmp_path) -> None:
     async with make_cluster(1, cors_origins=("http://evil.example:8000",)) as cluster:
         assert (await cluster.http.get("/v1/models", headers=EVIL_HOST)).status_code == 200
     keys = tmp_path / "keys"

@@ -91,7 +91,7 @@ async def test_a_head_is_64_kib_at_most(serve, at_once) -> None:
             assert (await client.answer())[0] == status
 
 
-async def test_a_body_nobody_asks_for_is_read_on_if_it_is_small_and_closes_the_connection_if_it_is_not(serve) -> None:
+async def test_an_unwanted_body_is_read_if_small_and_closes_the_connection_if_large(serve) -> None:
     async def handler(request) -> None:
         await request.respond(200, [], b"x")
 
@@ -187,7 +187,7 @@ async def test_of_unfinished_bodies_the_largest_is_refused_when_they_are_too_muc
         assert site.server.bodies.held == 0
 
 
-async def test_a_client_that_leaves_is_noticed_while_it_is_being_answered_and_while_it_sends(serve, wait_until) -> None:
+async def test_a_leaving_client_is_noticed_during_its_answer_and_its_request(serve, wait_until) -> None:
     left = []
 
     async def handler(request) -> None:
@@ -239,7 +239,7 @@ async def test_connections_stay_open_or_close_as_the_client_asks(serve) -> None:
         assert await client.rest() == b""
 
 
-async def test_an_answer_of_unknown_length_ends_with_the_connection_for_who_knows_no_chunks(serve) -> None:
+async def test_without_chunks_an_answer_of_unknown_length_ends_with_the_connection(serve) -> None:
     async def handler(request) -> None:
         await request.respond(200, [], b"a", chunked=True, last=False)
         request.write_chunk(b"b")
@@ -271,7 +271,7 @@ async def test_head_is_answered_without_a_body(serve) -> None:
         assert (await client.answer())[2] == b"hello"
 
 
-async def test_a_handler_that_fails_is_answered_for_and_one_that_stops_midway_ends_the_connection(serve) -> None:
+async def test_a_failing_handler_is_answered_for_and_a_stopped_one_ends_the_connection(serve) -> None:
     async def handler(request) -> None:
         if request.head.method == "POST":
             await request.respond(200, [], b"a", chunked=True, last=False)

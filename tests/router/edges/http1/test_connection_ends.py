@@ -77,9 +77,7 @@ async def test_who_goes_on_sending_after_its_last_answer_is_cut_off(serve, wait_
         await wait_until(lambda: not site.server.connections)
 
 
-async def test_who_sends_no_request_or_sends_on_after_its_last_one_waits_for_the_end_of_its_connection(
-    serve, wait_until
-) -> None:
+async def test_clients_without_a_request_or_with_bytes_after_the_last_are_held(serve, wait_until) -> None:
     async with serve(held_seconds=3600.0) as site:
         for number, (sent, status) in enumerate(
             [(b"nonsense\r\n\r\n", 400), (b"GET /" + bytes(70_000), 431), (GET + b"Connection: close\r\n\r\nmore", 200)]
@@ -99,9 +97,7 @@ async def test_who_sends_no_request_or_sends_on_after_its_last_one_waits_for_the
             assert await client.rest() == b""
 
 
-async def test_who_sends_on_without_an_end_after_its_last_answer_waits_for_the_end_of_its_connection(
-    serve, wait_until
-) -> None:
+async def test_a_client_that_sends_without_end_after_its_last_answer_is_held(serve, wait_until) -> None:
     async with serve(wait_and_tell, held_seconds=3600.0) as site:
         client = await site.connect()
         client.send(GET + b"Connection: close\r\nContent-Length: 10\r\n\r\n0123456789")

@@ -128,7 +128,7 @@ async def test_a_head_that_may_be_read_in_two_ways_is_refused_and_nothing_after_
 
 
 @pytest.mark.parametrize("case", BODIES)
-async def test_chunks_that_may_be_read_in_two_ways_are_refused_and_nothing_after_them_is_read(serve, case) -> None:
+async def test_ambiguous_chunks_are_refused_and_nothing_behind_them_is_read(serve, case) -> None:
     async def handler(request) -> None:
         try:
             await request.receive_body(1000)

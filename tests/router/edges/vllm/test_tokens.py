@@ -45,9 +45,7 @@ async def test_many_tokens_are_looked_at_some_at_a_time(cluster, monkeypatch) ->
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 
 
-async def test_large_requests_have_a_turn_of_the_loop_for_each_piece_and_are_in_memory_one_at_a_time(
-    cluster, monkeypatch
-) -> None:
+async def test_large_requests_take_a_loop_turn_a_piece_and_memory_one_at_a_time(cluster, monkeypatch) -> None:
     turns: list[str] = []
     take = HeavyWork.turn
 

@@ -160,7 +160,7 @@ async def test_a_choice_is_explained(cluster) -> None:
     assert len(cluster.calls()) == 1  # nothing was generated for it
 
 
-async def test_what_would_be_refused_is_explained_as_that_and_what_would_wait_with_its_choice(
+async def test_explain_says_what_is_refused_and_names_the_choice_of_what_waits(
     make_cluster, expect_error, wait_until
 ) -> None:
     async with make_cluster(requests_per_worker=1) as cluster:

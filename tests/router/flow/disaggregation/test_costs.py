@@ -125,7 +125,7 @@ def test_until_hand_overs_are_measured_one_is_begun_now_and_then_where_it_could_
     assert not idle.decide()
 
 
-def test_of_many_that_come_at_once_nothing_is_weighed_and_the_policy_chooses_among_all() -> None:
+def test_requests_that_come_at_once_are_not_weighed_and_the_policy_chooses() -> None:
     pair = Pair()
     pair.measure(handover=0.001)
     leases = [pair.workers[Role.DECODE].lease(1000) for _ in range(3)]
@@ -151,7 +151,7 @@ def test_embeddings_wait_for_no_first_token_and_nobody_generates_beside_them() -
     assert pair.workers[Role.DECODE].embedding == 0
 
 
-def test_what_comes_while_nobody_has_anything_to_do_is_the_policys_even_where_a_hand_over_is_due() -> None:
+def test_in_an_idle_fleet_the_policy_chooses_even_where_a_hand_over_is_due() -> None:
     pair = Pair()
     pair.measure(handover=0.001)
     pair.now += PROBE_SECONDS + 1
@@ -216,7 +216,7 @@ def test_where_all_cost_nearly_the_same_alone_the_policy_chooses_among_all() -> 
     assert pair.deciding.roles_for(Part.WHOLE, decision) == ()
 
 
-def test_one_request_measures_anew_what_was_not_measured_for_long_and_asking_why_is_none() -> None:
+def test_one_request_measures_old_costs_again_and_explaining_counts_as_none() -> None:
     pair = Pair()
     pair.measure(handover=5.0)
     pair.now += PROBE_SECONDS + 1
@@ -243,7 +243,7 @@ def test_slow_first_hand_overs_are_disproved_by_a_few_later_ones() -> None:
     assert 1 <= probes <= 8
 
 
-def test_prompts_slow_whom_they_are_computed_beside_and_not_who_is_queued_behind_them() -> None:
+def test_prompts_slow_decodes_beside_them_and_not_requests_queued_behind() -> None:
     pair = Pair()
     pair.measure(handover=0.001)
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_prompts_slow_whom_they_are_computed_beside_and_not_who_is_queued_behind
     assert beside.delay > 0
 
 
-def test_a_pair_waits_for_what_the_decode_worker_computes_longer_than_the_prompt_takes() -> None:
+def test_a_pair_waits_for_the_decode_workers_longer_computation() -> None:
     pair = Pair()
     pair.measure(handover=0.02)
     for _ in range(2):

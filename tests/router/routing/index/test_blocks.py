@@ -114,7 +114,7 @@ def test_pages_of_one_tier_are_counted_up_to_where_each_worker_leaves_the_prompt
     assert index.overlaps(prompt, among=among) == wanted
 
 
-def test_a_page_that_was_refused_for_want_of_room_counts_where_the_next_ones_are_known():
+def test_a_page_refused_for_room_counts_where_the_following_pages_are_known():
     index = BlockIndex(8 * (ENTRY_BYTES + HOLDING_BYTES))
     index.reset("a", [(Tier.GPU, HASHES[:2] + HASHES[3:9])])
     index.store("a", Tier.GPU, HASHES[2:3])
@@ -185,7 +185,7 @@ def test_only_the_workers_asked_about_are_counted():
     assert index.overlaps(HASHES, among=[]) == {}
 
 
-def test_holders_are_named_from_the_longest_prefix_down_and_a_few_of_those_that_hold_alike():
+def test_holders_come_longest_prefix_first_with_a_few_of_equal_length():
     index, rng = BlockIndex(1 << 24), random.Random(1)
     for number in range(200):
         index.reset(f"w{number}", [(Tier.GPU, HASHES[:3])])

@@ -61,7 +61,7 @@ def test_round_robin_keeps_numbers_even_however_unequal_the_loads_are() -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_least_load_takes_what_has_least_to_do_in_requests_and_prompts_then_takes_turns() -> None:
+def test_least_load_takes_the_least_requests_and_prompts_and_then_turns() -> None:
     policy = LeastLoad()
     assert policy.choose(views(3, 1, 2), PROMPT).address == "w1"
     one, many = WorkerView("a", requests=1, queued_tokens=9000), WorkerView("b", requests=6)
@@ -72,7 +72,7 @@ def test_least_load_takes_what_has_least_to_do_in_requests_and_prompts_then_take
     assert policy.choose([given, spared], PROMPT).address == "b"
 
 
-def test_least_tokens_takes_fewest_tokens_to_compute_then_fewest_requests_then_takes_turns() -> None:
+def test_least_tokens_takes_fewest_tokens_then_fewest_requests_then_turns() -> None:
     policy = LeastTokens()
     long, many = WorkerView("a", requests=1, queued_tokens=9000), WorkerView("b", requests=5, queued_tokens=500)
     choice = policy.choose([long, many], PROMPT)

@@ -69,7 +69,7 @@ def test_a_prefix_is_found_up_to_where_its_window_is_there_still() -> None:
     assert cache.windows[0].num_freed == 20
 
 
-def test_of_states_the_last_page_is_kept_and_a_prefix_is_found_where_one_is_there_still() -> None:
+def test_of_states_the_last_page_is_kept_and_prefixes_end_at_a_kept_state() -> None:
     kept = KVComponent((0,), 2, 4, 8, "bfloat16"), KVComponent((1, 2), 1, 4, 96, "float32", needed="state")
     layout = KVLayout(kept, PAGE)
     assert layout.groups == ("all", "state")

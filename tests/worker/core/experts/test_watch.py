@@ -19,7 +19,7 @@ def test_layers_without_tokens_do_not_count():
     assert expert_load([[0, 0]]) == ExpertLoad((0, 0), 0.0)
 
 
-def test_it_is_asked_for_once_a_second_and_read_a_turn_later_or_at_once_when_there_is_nothing_to_do():
+def test_expert_counts_are_asked_for_each_second_and_read_a_turn_later():
     now, counts, asked = [100.0], [[0, 0]], []
 
     def ask():

@@ -42,7 +42,7 @@ class Failing(FakeRunner):
 
 
 @pytest.mark.parametrize(("exchanges", "error"), [(3, MemoryError), (4, RankLostError)])
-def test_a_step_that_fails_in_one_place_on_all_ranks_ends_itself_and_in_several_the_group(
+def test_a_step_failing_alike_on_all_ranks_ends_alone_and_otherwise_the_group(
     exchanges: int, error: type[Exception]
 ) -> None:
     here, there = Pipe()

@@ -92,7 +92,7 @@ def test_a_first_stage_without_experts_tells_of_the_others(tiny_model: Any, make
     assert len(found) == 2 and all(map(sum, found))
 
 
-def test_a_rank_waits_for_what_its_experts_got_when_the_steps_that_it_counts_are_over() -> None:
+def test_a_rank_waits_for_expert_counts_of_the_steps_that_are_over() -> None:
     """Else its device would have nothing to do until the next step is launched."""
     seen: list[str] = []
 

@@ -30,7 +30,7 @@ def run(lanes: int, tokens: int) -> Scheduler:
 
 
 @pytest.mark.parametrize("lanes", [2, 4])
-def test_what_requests_are_expected_to_generate_sinks_with_their_tokens_however_many_steps_that_takes(
+def test_expected_output_sinks_with_generated_tokens_in_any_number_of_steps(
     lanes: int,
 ) -> None:
     alone, side_by_side = run(1, 100), run(lanes, 100)
@@ -62,7 +62,7 @@ def decodes(
     return [(step.rows.tolist(), step.token_ids.tolist()) for step in planned[:count]]
 
 
-def test_where_devices_keep_their_tokens_each_step_has_the_requests_of_the_oldest_in_flight() -> None:
+def test_with_tokens_on_devices_each_step_has_the_oldest_steps_requests() -> None:
     steps = decodes(requests=5, count=12)[4:]
     assert [sorted(a + b) for (a, _), (b, _) in pairwise(steps)] == [[0, 1, 2, 3, 4]] * 7
     assert [rows for rows, _ in steps[2:]] == [rows for rows, _ in steps[:-2]]
@@ -70,9 +70,7 @@ def test_where_devices_keep_their_tokens_each_step_has_the_requests_of_the_oldes
 
 
 @pytest.mark.parametrize(("requests", "fewest"), [(1, 1), (5, 6)])
-def test_too_few_requests_to_share_are_all_in_each_step_which_do_not_wait_for_the_host_either(
-    requests: int, fewest: int
-) -> None:
+def test_too_few_requests_for_lanes_are_all_in_each_step_without_waiting(requests: int, fewest: int) -> None:
     steps = decodes(requests, 8, fewest)[2:]
     assert steps == [(list(range(requests)), [-1] * requests)] * 6
 

@@ -11,7 +11,7 @@ from sapwood_worker.model.attention.backend import AttentionLayer
 HEADS, NOPE, ENDS, VALUE, RANK = 2, 16, 8, 12, 32
 
 
-def test_a_prompt_computed_whole_lends_its_keys_to_those_that_have_a_beginning_in_common(monkeypatch):
+def test_a_prompt_computed_whole_lends_its_keys_to_prompts_with_its_beginning(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     up = torch.randn(HEADS, NOPE + VALUE, RANK, generator=generator) / RANK**0.5
     layer = AttentionLayer(0, (NOPE + ENDS) ** -0.5, latent=LatentHeads(up, NOPE))

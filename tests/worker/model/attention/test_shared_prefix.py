@@ -59,7 +59,7 @@ def test_what_is_too_short_for_a_run_is_part_of_the_next():
     assert found(table, [640] * 3) == [([0, 2], 0, 352)]
 
 
-def test_the_last_key_is_always_a_requests_own_and_what_lies_beyond_its_pages_is_not_looked_at():
+def test_the_last_key_is_a_requests_own_and_nothing_beyond_its_pages_is_read():
     table = [list(range(40))] * 3  # the tokens of one prompt, as rows of a graph
     assert found(table, [321, 322, 640]) == [([0, 1, 2], 0, 320)]
     assert found(table, [320, 640, 640]) == [([0, 1, 2], 0, 304), ([1, 2], 304, 624)]

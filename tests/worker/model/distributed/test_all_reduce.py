@@ -188,7 +188,7 @@ def test_a_method_whose_sums_are_wrong_on_one_rank_is_used_on_none(caplog: Any) 
         chosen(make, "one-shot")
 
 
-def test_what_a_method_gives_of_a_size_for_the_first_time_while_ranks_compile_it_is_not_judged() -> None:
+def test_a_methods_first_result_of_a_size_is_not_judged_while_ranks_compile() -> None:
     class Compiled(Named):
         seen: set[int] = set()  # noqa: RUF012 - both ranks'
 

@@ -198,13 +198,13 @@ def run(stages: list[Stage]) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_stages_never_wait_for_each_other_in_a_circle_however_many_steps_are_in_flight(size: int) -> None:
+def test_stages_never_wait_in_a_circle_with_any_number_of_steps_in_flight(size: int) -> None:
     for shares in range(1, size + 1):
         for depth in range(1, size + 3):
             assert run(queued(size, shares, depth)) < float("inf"), (shares, depth)
 
 
-def test_without_a_queue_of_its_own_a_send_would_stand_before_what_its_receiver_waits_for() -> None:
+def test_a_send_without_its_own_queue_would_block_what_its_receiver_waits_for() -> None:
     assert run(queued(2, 2, 2, side=False)) == float("inf")
 
 

@@ -112,7 +112,7 @@ def test_what_graphs_say_in_a_chain_is_what_is_said_step_by_step(
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_checks_follow_drafts_and_the_head_follows_checks_before_the_host_knows_tokens(
+def test_checks_follow_drafts_and_heads_follow_checks_without_the_host(
     tiny_model: Any, trained: Path, page_size: int
 ) -> None:
     """Also where a request ends at a token that the host would have cut a draft at, and what is drafted is the plain head's."""

@@ -93,7 +93,7 @@ def test_layers_go_to_the_hosts_memory_while_a_step_computes_the_next(name: str)
     assert not host.content[[1, 3, 4, 6, 7, 10]].any()
 
 
-def test_another_process_reads_pages_and_their_memory_is_free_when_their_own_has_ended() -> None:
+def test_another_process_reads_pages_whose_memory_is_freed_at_the_owners_end() -> None:
     size = 4 << 30
     memory = CudaMemory(0)
     with subprocess.Popen(

@@ -27,7 +27,7 @@ def bytes_of_token(pool: DevicePool) -> float:
     return pool.num_bytes / (pool.num_pages * pool.page_size)
 
 
-def test_deepseek_v3s_pool_is_over_93_percent_smaller_than_keys_and_values_of_its_heads(tiny_model):
+def test_deepseek_v3s_pool_is_93_percent_smaller_than_its_heads_keys_and_values(tiny_model):
     _, tiny = read_hf_config(tiny_model("deepseek-v3").path)
     config = replace(tiny, num_layers=LAYERS, windows=(None,) * LAYERS, num_heads=HEADS, latent=V3)
     latent = DevicePool(DEEPSEEK_V3.kv_layout(config, "bfloat16", 16), 2, CPU)

@@ -37,7 +37,7 @@ class _Norm:
     weight, eps = torch.rand(256) + 0.5, 1e-5
 
 
-def test_norm_gate_and_residual_go_along_up_to_its_most_rows_and_the_bias_is_added_once():
+def test_norm_gate_and_residual_are_fused_up_to_most_rows_with_the_bias_once():
     torch.manual_seed(0)
     ops = _FusesManyRows(torch.device("cpu"))
     assert INT4.quantise is not None

@@ -213,7 +213,7 @@ def test_activations_stay_as_they_are_where_nobody_says_that_they_are_float8(sto
     torch.testing.assert_close(loaded.model.layers[1].attention.output(x), x @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
-def test_projections_that_a_checkpoint_leaves_wide_stay_so_and_their_neighbours_small(stored):
+def test_projections_left_wide_in_a_checkpoint_stay_wide_beside_small_ones(stored):
     path, _, _ = stored("row", DYNAMIC, ignored="k_proj")
     loaded = load(path)
     assert loaded.quantization == "fp8 as stored"

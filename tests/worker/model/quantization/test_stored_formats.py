@@ -331,7 +331,7 @@ def test_what_is_broken_or_unknown_is_named(name: str, changes, settings, messag
 
 @pytest.mark.parametrize("method", ["torchao", "hqq", "quark", "foo"])
 @pytest.mark.parametrize("name", ["W4A16", "float8 blocks"])
-def test_a_way_of_quantising_that_nothing_reads_is_named_whatever_the_tensors_look_like(name: str, method: str, stored):
+def test_an_unread_way_of_quantising_is_named_for_tensors_of_any_look(name: str, method: str, stored):
     path, _ = stored(FORMATS[name][0], {"quant_method": method, "weight_block_size": [128, 128]})
     with pytest.raises(ConfigError) as raised:
         load(path)

@@ -66,9 +66,7 @@ def test_gptq_changes_outputs_less_than_rounding_to_the_nearest():
     assert errors[1] < 0.6 * errors[0]
 
 
-def test_layers_whose_inputs_are_no_whole_groups_stay_wide_and_small_ones_are_split_over_files(
-    tiny_model, tmp_path, capsys, monkeypatch
-):
+def test_layers_without_whole_groups_stay_wide_and_small_ones_span_files(tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sapwood_worker.model.quantizer.checkpoint._SHARD_BYTES", 20_000)
     source, out = tiny_model("llama", intermediate_size=96).path, tmp_path / "out"
     assert main(["model", "quantize", str(source), str(out), "--group-size", "32", "--device", "cpu"]) == 0

@@ -227,7 +227,7 @@ def test_a_row_gets_the_same_tokens_alone_in_any_batch_in_a_used_row_and_resumed
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, [{}]], ids=["every setting", "greedy alone"])
-def test_a_draft_checked_in_one_step_gives_the_tokens_and_log_probabilities_of_one_by_one(settings):
+def test_a_draft_checked_in_one_step_gives_the_tokens_of_single_steps(settings):
     params = [
         SamplingParams(
             **(setting | {"temperature": 1.0 * (index % 3 > 0), "seed": index, "logprobs": index % 2 or None})

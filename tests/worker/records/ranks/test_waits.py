@@ -34,7 +34,7 @@ def test_a_rank_shows_whom_it_waits_for_and_how_long_it_computed_between() -> No
         assert Shown.of(memory).allowed == 12.0
 
 
-def test_a_computation_may_take_four_times_what_others_of_its_size_took_or_smaller_ones_in_proportion() -> None:
+def test_a_computation_may_take_four_times_the_time_of_others_by_size() -> None:
     now = 0.0
     memory = bytearray(WAITS_BYTES)
     waits = Waits(memory, lambda: now)
@@ -48,7 +48,7 @@ def test_a_computation_may_take_four_times_what_others_of_its_size_took_or_small
     assert found == {1: 0.5, 2: 1.0, 31: 2.0, 32: 4.0, 256: 32.0}
 
 
-def test_a_rank_whose_device_computes_counts_what_it_has_launched_and_how_long_both_took() -> None:
+def test_a_rank_with_a_device_counts_launches_and_the_time_of_both() -> None:
     now = 0.0
     memory = bytearray(WAITS_BYTES)
     waits = Waits(memory, lambda: now)

@@ -50,7 +50,7 @@ def document(number: int) -> list[PageName]:
 
 
 @pytest.mark.parametrize("kind", ["exists", "get"])
-def test_a_store_that_hangs_keeps_no_request_waiting_and_gives_its_pages_back_when_it_wakes(kind: str) -> None:
+def test_a_hanging_store_delays_no_request_and_returns_its_pages_later(kind: str) -> None:
     now = 0.0
     pool, host = HostPool(8, 64), HostPages(8)
     tier = StorageTier(host, pool, 4, PrefetchOptions(policy="wait_complete", share=1.0), lambda: now)

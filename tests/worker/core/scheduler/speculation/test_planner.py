@@ -231,7 +231,7 @@ def test_a_first_draft_of_its_length_that_compiles_ends_no_drafting(cold: float)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_head_pays_from_its_first_seconds_and_one_that_is_never_right_costs_little_from_then_on(seed: int) -> None:
+def test_a_right_head_pays_from_its_first_seconds_and_a_wrong_one_costs_little(seed: int) -> None:
     """By what an 8B takes on an H200: a check of a draft a quarter longer, a drafted token a fifteenth of a step."""
     good, useless = (
         VirtualWorker(

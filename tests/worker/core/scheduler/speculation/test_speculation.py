@@ -108,7 +108,7 @@ def test_drafts_keep_to_the_pages_and_the_positions_there_are() -> None:
     assert speculation(rows, room=0).plan(requests(4)) == []
 
 
-def test_nothing_is_drafted_before_plain_steps_are_measured_and_all_where_positions_cost_nothing() -> None:
+def test_drafting_waits_for_measured_plain_steps_and_takes_all_free_positions() -> None:
     assert speculation([Row((SURE, 0), [7] * 40)], StepCosts()).plan(requests(1)) == []
     (draft,) = speculation([Row((SURE, 0), [7] * 40)], measured(1, 0.0)).plan(requests(1))
     assert len(draft) == MOST_DRAFTED

@@ -47,7 +47,7 @@ def test_a_replayed_step_equals_one_launched_kernel_by_kernel(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_graphs_are_captured_up_to_the_batch_that_was_asked_for_and_choose_as_single_launches_do(tmp_path):
+def test_graphs_are_captured_up_to_the_set_batch_and_choose_as_single_launches(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     made = {"model_path": tmp_path, "load_format": "dummy", "device": "cuda", "num_pages": 64, "max_running": 4}
     table = np.arange(64, dtype=np.int32).reshape(4, 16)

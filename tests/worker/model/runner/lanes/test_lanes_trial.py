@@ -64,7 +64,7 @@ def test_where_it_does_not_pay_in_one_stage_all_compute_one_step_after_another(
     assert chosen(lanes="off") == [(1, 1)] * 4
 
 
-def test_where_steps_at_once_give_other_tokens_in_one_stage_all_compute_one_after_another(
+def test_where_concurrent_steps_differ_in_one_stage_all_stages_run_in_sequence(
     chosen: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     tokens = DecodeTrial.tokens

@@ -31,7 +31,7 @@ def copied(kept: Kept) -> int:
     return memory_of(kept).copied
 
 
-def test_pages_that_left_the_gpu_are_read_from_host_memory_and_the_others_from_the_gpu(on_a_gpu: Kept) -> None:
+def test_pages_are_read_from_host_memory_if_the_gpu_has_evicted_them(on_a_gpu: Kept) -> None:
     assert None not in on_a_gpu.read([0, 1, 2])
     assert copied(on_a_gpu) == 3 * BYTES
     page, _ = on_a_gpu.leases._leases[on_a_gpu.ticket.transfer_id].entries[1].device or (0, 0)

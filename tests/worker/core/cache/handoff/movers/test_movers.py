@@ -213,9 +213,7 @@ def tls_of(authority: trustme.CA, folder: Path, trusted: trustme.CA | None = Non
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_over_tls_pages_arrive_at_who_has_a_certificate_of_the_workers_ca_and_nowhere_else(
-    mover: str, tmp_path: Path
-) -> None:
+def test_over_tls_pages_go_only_to_holders_of_a_certificate_of_the_workers_ca(mover: str, tmp_path: Path) -> None:
     ours, others = trustme.CA(), trustme.CA()
     kept = Kept(tls_of(ours, tmp_path / "source"), mover)
     try:
@@ -253,9 +251,7 @@ def test_within_a_host_no_page_goes_through_a_socket(kept: Kept, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_is_refused_where_all_else_is_encrypted_and_where_the_source_has_none(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_engine_is_refused_beside_encryption_and_without_a_source_engine(name: str, tmp_path: Path) -> None:
     mover, source = ENGINES[name]
     kept = Kept()
     try:

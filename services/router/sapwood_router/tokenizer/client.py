@@ -335,13 +335,7 @@ class TokenizerClient:
             info = await self.info(request_id, deadline)
             fingerprint = info.vocabulary_fingerprint
             if self._vocabulary is None or not fingerprint or self._vocabulary[0] != fingerprint:
-                try:
-                    vocabulary = await self._fetch_parts(fingerprint, request_id, deadline) if fingerprint else None
-                    too_old = not fingerprint
-                except UnimplementedError:  # another replica is too old
-                    too_old = True
-                if too_old:
-                    vocabulary = await self._ask_for_each(info.vocab_size, request_id, deadline)
+                vocabulary = await self._read(info, request_id, deadline)
                 if vocabulary is None:  # the service was replaced meanwhile, or a replica is of another model
                     self.forget()
                     await asyncio.sleep(_PAUSE)
@@ -349,6 +343,13 @@ class TokenizerClient:
                 self._vocabulary = fingerprint, vocabulary
             self._checked = info
             return self._vocabulary[1]
+
+    async def _read(self, info: TokenizerInfo, request_id: str, deadline: float) -> Vocabulary | None:
+        """The vocabulary; None if the service has another than it said."""
+        if info.vocabulary_fingerprint:
+            with suppress(UnimplementedError):  # the replica that was asked is older than the one that said what it is
+                return await self._fetch_parts(info.vocabulary_fingerprint, request_id, deadline)
+        return await self._ask_for_each(info.vocab_size, request_id, deadline)
 
     async def _ask_for_each(self, size: int, request_id: str, deadline: float) -> Vocabulary:
         """The vocabulary of a service that is too old to give it: the bytes of each token, and what becomes of a first space."""

@@ -78,7 +78,8 @@ class FastLibrary(Library):
         self._origin = origin
         self._usual = LibraryHere(tokenizer)
         self.around = self._usual.around
-        self._encoded = 0
+        self.encoded = self._usual.encoded
+        self.encoded["fastokens"] = 0
         self._fast: fastokens._native.Tokenizer | None = None
         self._left = WORTH
         self._calls = 0
@@ -104,13 +105,8 @@ class FastLibrary(Library):
                 self._fast = None
                 logger.error("fastokens gives other ids for a text; it is used no more")
                 encoded = usual
-        self._encoded += len(texts)
+        self.encoded["fastokens"] += len(texts)
         return encoded
-
-    @property
-    def encoded(self) -> dict[str, int]:  # type: ignore[override]
-        """As :class:`Library` has it; what is only compared is counted, too."""
-        return {"fastokens": self._encoded} | self._usual.encoded
 
     def wait(self) -> bool:
         """Waits until fastokens is loaded, if it is being loaded; returns whether it encodes."""

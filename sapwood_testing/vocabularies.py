@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -120,17 +120,22 @@ def demo(demo_model: Path) -> LoadedTokenizer:
     return load_tokenizer(demo_model)
 
 
-@pytest.fixture(scope="session")
-def byte_level() -> Tokenizer:
-    """A small byte-level BPE tokenizer with two special tokens, trained here."""
+def trained(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``size`` tokens, trained on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+        vocab_size=size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS * 5, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """A small byte-level BPE tokenizer with two special tokens, trained here."""
+    return trained(CORPUS * 5, 400, "<|im_start|>", "<|im_end|>")

@@ -47,7 +47,7 @@ def settings_alone(arguments: argparse.Namespace, folder: Path) -> dict[str, dic
         raise CliError("--port and --http-port both mean the one port that --no-router leaves", REFUSED)
     port = arguments.http_port or arguments.port
     host = f"unix:{folder}/s"
-    # The sockets are this user's alone, and whoever may open them may as well stop the processes.
+    # Only this user can open the sockets, and this user can stop the processes anyway.
     metrics = [f"{host}:{_TOKENIZER_METRICS}", f"{host}:{_WORKER_METRICS}"]
     return {
         "router": {

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import (
-    PackedTokens,
     TokenVocabulary,
     load_vocabulary,
     vocabulary_of_gguf,
     vocabulary_of_json,
 )
+from sapwood_common.packed_tokens import PackedTokens
+from sapwood_testing.vocabularies import trained
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 from sapwood_tokenizer.vocab.token_bytes import token_table
 from sapwood_worker.model.grammar.forced import Spellings, forced_by
@@ -24,16 +25,7 @@ TEXTS = ["The capital of France", "naïve café ☕ 東京 👩‍💻", "def f(
 
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=350,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    tokenizer = trained(TEXTS * 4, 350, "<|end|>")
     tokenizer.add_tokens(["<tool>", "ünï"])
     return tokenizer
 
@@ -83,10 +75,10 @@ def test_the_demo_models_tokens_are_those_the_tokenizer_service_decodes(demo_voc
 
 def test_packed_tokens_are_those_that_were_packed():
     tokens = [b"a", b"", b"\xe2\x96\x81bc", b"", b"a"]
-    packed = PackedTokens(tokens)
+    packed = PackedTokens.of(tokens)
     assert list(packed) == [packed[i] for i in range(5)] == packed[:9] == tokens
     assert packed[-1] == b"a" and packed[1:4:2] == [b"", b""] and len(packed) == 5
-    assert list(PackedTokens(())) == []
+    assert list(PackedTokens.of(())) == []
     for outside in (5, -6):
         with pytest.raises(IndexError):
             packed[outside]

@@ -65,13 +65,12 @@ def _examine() -> Iterator[Finding]:
     yield examine_hub()
 
 
-# Looks at the ports of `sapwood up`, and whether the hub answers.
 _PORTS = {8000: "HTTP", 50051: "gRPC", 50052: "tokenizer", 50061: "worker 0", 50062: "worker 1"}
 _HUB_SECONDS = 5.0
 
 
 def examine_ports(ports: dict[int, str] | None = None) -> Finding:
-    """Whether the ports that `sapwood up` takes unless told otherwise are free.
+    """Whether the ports that `sapwood up` takes by default are free.
 
     Args:
         ports: Their uses, by port; None: those.

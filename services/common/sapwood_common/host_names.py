@@ -1,4 +1,4 @@
-"""Names under which a server may be asked: whoever owns another name can have it point to this machine, and a browser then takes
+"""Names under which a server may be asked: the owner of another name can have it point to this machine, and a browser then takes
 his page and the server for one (DNS rebinding)."""
 
 from __future__ import annotations

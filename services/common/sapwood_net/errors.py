@@ -7,7 +7,7 @@ _MOST_TOLD = 4096
 
 
 class CallError(Exception):
-    """An error that a caller is told about.
+    """An error that its caller sees.
 
     Args:
         message: One sentence for the person who reads it.

@@ -6,9 +6,10 @@ from array import array
 import pytest
 
 from sapwood.v1 import tokenizer_pb2
+from sapwood_common.packed_tokens import PackedTokens
 from sapwood_text.incremental.events import TextDelta
 from sapwood_text.parsed_stream import ParsedStream, StreamOptions, open_stream
-from sapwood_text.vocabulary import TokenTable, Vocabulary, packed_tokens
+from sapwood_text.vocabulary import TokenTable, Vocabulary
 from sapwood_tokenizer.serve.convert import vocabulary_part
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, vocabulary_of
 
@@ -36,7 +37,7 @@ def vocabulary(loaded: LoadedTokenizer) -> Vocabulary:
         joined += part.tokens
         lengths.extend(part.lengths)
         special |= dict(zip(part.special, (name.decode() for name in part.special_names), strict=True))
-    table = TokenTable(packed_tokens(joined, lengths), strips_leading_space=part.strips_leading_space)
+    table = TokenTable.packed(PackedTokens(joined, lengths), strips_leading_space=part.strips_leading_space)
     made = Vocabulary(table, part.size, special)
     assert (made.size, made.special_ids) == (loaded.vocab_size, loaded.special_ids)
     return made

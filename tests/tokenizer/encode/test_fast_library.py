@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from sapwood_common.errors import ConfigError
+from sapwood_testing.vocabularies import trained
 from sapwood_tokenizer.encode import fast_library
 from sapwood_tokenizer.encode.batch_encoder import Encoded, LibraryHere
 from sapwood_tokenizer.encode.fast_library import WORTH, FastLibrary, make_library, odd_texts
@@ -22,20 +23,9 @@ def encode(library: Any, *texts: str, parse: bool = True, offsets: bool = False)
     return encoded
 
 
-def trained(normalizer: Any = None) -> Tokenizer:
-    """A byte-level BPE of a few hundred tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [SCRIPTS, "the cat sat on the mat " * 20],
-        trainers.BpeTrainer(
-            vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|im_end|>"], show_progress=False
-        ),
-    )
-    return tokenizer
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    return trained([SCRIPTS, "the cat sat on the mat " * 20], 400, "<|im_end|>")
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -49,9 +39,8 @@ def test_real_vocabularies_are_encoded_by_fastokens_with_equal_ids(packaged: Any
     assert fast.encoded["fastokens"] == before + 300
 
 
-def test_fastokens_is_loaded_after_enough_text_and_answers_stay_equal() -> None:
-    tokenizer = trained()
-    library, usual = make_library("auto", tokenizer, "here"), LibraryHere(tokenizer)
+def test_fastokens_is_loaded_after_enough_text_and_answers_stay_equal(small: Tokenizer) -> None:
+    library, usual = make_library("auto", small, "here"), LibraryHere(small)
     assert isinstance(library, FastLibrary)
     text = "the cat sat, 12 '東京' \n"
     assert encode(library, text) == encode(usual, text)
@@ -62,9 +51,8 @@ def test_fastokens_is_loaded_after_enough_text_and_answers_stay_equal() -> None:
     assert library.encoded["fastokens"] == 2
 
 
-def test_offsets_and_special_tokens_as_text_are_those_of_the_tokenizers_library() -> None:
-    tokenizer = trained()
-    library, usual = FastLibrary(tokenizer, "here", at_once=True), LibraryHere(tokenizer)
+def test_offsets_and_special_tokens_as_text_are_those_of_the_tokenizers_library(small: Tokenizer) -> None:
+    library, usual = FastLibrary(small, "here", at_once=True), LibraryHere(small)
     text = "the<|im_end|> cat"
     for parse, offsets in ((False, False), (True, True), (False, True)):
         assert encode(library, text, parse=parse, offsets=offsets) == encode(usual, text, parse=parse, offsets=offsets)
@@ -85,7 +73,9 @@ class Wrong:
         return found
 
 
-def test_a_difference_that_shows_at_the_start_keeps_fastokens_out(monkeypatch: Any, caplog: Any) -> None:
+def test_a_difference_that_shows_at_the_start_keeps_fastokens_out(
+    small: Tokenizer, monkeypatch: Any, caplog: Any
+) -> None:
     from fastokens._native import Tokenizer as Real
 
     class Lying:
@@ -95,23 +85,24 @@ def test_a_difference_that_shows_at_the_start_keeps_fastokens_out(monkeypatch: A
 
     monkeypatch.setattr("fastokens._native.Tokenizer", Lying)
     with pytest.raises(ConfigError, match="--encoder fastokens: fastokens gives other ids for"):
-        make_library("fastokens", trained(), "here")
-    library = FastLibrary(trained(), "here")
+        make_library("fastokens", small, "here")
+    library = FastLibrary(small, "here")
     with caplog.at_level("INFO"):
         encode(library, "the mat " * (WORTH // 8))
         assert not library.wait()
     assert "texts are encoded by the tokenizers library alone" in caplog.text
 
 
-def test_a_difference_that_shows_later_ends_the_use_of_fastokens(monkeypatch: Any, caplog: Any) -> None:
+def test_a_difference_that_shows_later_ends_the_use_of_fastokens(
+    small: Tokenizer, monkeypatch: Any, caplog: Any
+) -> None:
     monkeypatch.setattr(fast_library, "_CHECKED", 2)
-    tokenizer = trained()
-    library = FastLibrary(tokenizer, "here", at_once=True)
+    library = FastLibrary(small, "here", at_once=True)
     library._fast = Wrong(library._fast, "mat")
     encode(library, "the cat")
-    assert encode(library, "the mat") == encode(LibraryHere(tokenizer), "the mat")
+    assert encode(library, "the mat") == encode(LibraryHere(small), "the mat")
     assert "fastokens gives other ids for a text" in caplog.text
-    assert encode(library, "the mat") == encode(LibraryHere(tokenizer), "the mat")
+    assert encode(library, "the mat") == encode(LibraryHere(small), "the mat")
 
 
 def test_an_unknown_kind_of_tokenizer_is_refused_only_where_fastokens_is_set() -> None:
@@ -127,9 +118,9 @@ def test_an_unknown_kind_of_tokenizer_is_refused_only_where_fastokens_is_set() -
         assert encode(library, "A b")[0].ids.tolist() == [0, 1]
 
 
-def test_odd_texts_hold_every_added_token_and_characters_of_all_scripts() -> None:
-    texts = list(odd_texts(trained()))
+def test_odd_texts_hold_every_added_token_and_characters_of_all_scripts(small: Tokenizer) -> None:
+    texts = list(odd_texts(small))
     together = "".join(texts)
     assert any("<|im_end|><|im_end|>" in text for text in texts)
     assert len(set(together)) > 20_000
-    assert texts == list(odd_texts(trained()))
+    assert texts == list(odd_texts(small))

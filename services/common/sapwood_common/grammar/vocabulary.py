@@ -10,48 +10,14 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
-
-
-# The bytes of many tokens in little memory.
-class PackedTokens(Sequence[bytes]):
-    """A sequence of byte strings that holds them one after another: 3 MB for 262 144 tokens, where a tuple takes 18.
-
-    Args:
-        tokens: What it holds.
-
-    Attributes:
-        joined: All of them, one after another.
-    """
-
-    def __init__(self, tokens: Iterable[bytes]) -> None:
-        found = list(tokens)
-        self.joined = b"".join(found)
-        self._ends = array("Q" if len(self.joined) >= 1 << 32 else "I", accumulate(map(len, found), initial=0))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self.joined[start:end] for start, end in pairwise(self._ends))
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        return self.joined[self._ends[place] : self._ends[place + 1]]
-
+from sapwood_common.packed_tokens import PackedTokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -79,7 +45,7 @@ class TokenVocabulary:
 
     def __post_init__(self, spelled: Sequence[bytes]) -> None:
         digest = hashlib.blake2b(digest_size=16)
-        tokens = PackedTokens(spelled)
+        tokens = PackedTokens.of(spelled)
         for part in (
             array("Q", map(len, spelled)).tobytes(),
             array("Q", sorted(self.special_ids)).tobytes(),

@@ -396,7 +396,6 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self.abort()
 
 
-# Gives a protocol what a socket would have given it.
 def hand_over(protocol: asyncio.BaseProtocol, content: bytes) -> None:
     """Gives a protocol what has come, whichever kind it is."""
     if not isinstance(protocol, asyncio.BufferedProtocol):
@@ -424,7 +423,7 @@ class TlsRecords:
 
     def __init__(self) -> None:
         self._head = b""
-        """What has come of a record's head, of which a part is still to come."""
+        """The first bytes of a record's head, until the rest of the head has come."""
         self._left = 0
         """Bytes of the record that are still to come."""
         self._framing = _MOST_FRAMING

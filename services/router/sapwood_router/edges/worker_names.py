@@ -1,4 +1,4 @@
-"""What clients are told of workers: an id of each, and never where it is. Operators see both."""
+"""What clients see of workers: an id of each, and never where it is. Operators see both."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class WorkerNames:
         return _PLACE.sub(self._id_of_place, _TOKEN.sub(self._id_if_known, text))
 
     def for_client(self, error: errors.SapwoodError) -> errors.SapwoodError:
-        """The error as its client is told it."""
+        """The error as its client may see it."""
         if not isinstance(error, _OURS) or (hidden := self.hide(error.message)) == error.message:
             return error
-        told: errors.SapwoodError = type(error).__new__(type(error), hidden)
-        vars(told).update(vars(error), message=hidden)
-        return told
+        shown: errors.SapwoodError = type(error).__new__(type(error), hidden)
+        vars(shown).update(vars(error), message=hidden)
+        return shown
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Has errors that leave the body of a ``with`` be as clients are told them."""
+    def hidden(self) -> Iterator[None]:
+        """Errors that leave the body of a ``with`` are as clients may see them."""
         try:
             yield
         except errors.SapwoodError as error:
-            told = self.for_client(error)
-            if told is error:
+            shown = self.for_client(error)
+            if shown is error:
                 raise
-            raise told from None
+            raise shown from None
 
     def _id_of_place(self, found: re.Match[str]) -> str:
         place = found[0].rstrip(":.")

@@ -21,6 +21,7 @@ from sapwood_common.errors import (
     UnimplementedError,
 )
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts
+from sapwood_common.packed_tokens import PackedTokens
 from sapwood_common.status import from_rpc_error
 from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_net.pacing.steps import Steps, in_turns
@@ -31,7 +32,7 @@ from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 from sapwood_router.tokenizer.shared_answers import SharedAnswers
-from sapwood_text.vocabulary import TokenTable, Vocabulary, packed_tokens
+from sapwood_text.vocabulary import TokenTable, Vocabulary
 
 MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
@@ -363,7 +364,7 @@ class TokenizerClient:
             await asyncio.sleep(0)
         word = next((token for token, text in enumerate(spelled) if text[:1] == b" " and text[1:].isalpha()), None)
         strips = word is not None and not (await self._decoded(word, deadline)).startswith(" ")
-        table = TokenTable(packed_tokens(b"".join(spelled), map(len, spelled)), strips_leading_space=strips)
+        table = TokenTable.packed(PackedTokens.of(spelled), strips_leading_space=strips)
         return Vocabulary(table, size, special)
 
     async def _decoded(self, token_id: int, deadline: float) -> str:
@@ -397,9 +398,8 @@ class TokenizerClient:
             names = (name.decode("utf-8", "surrogateescape") for name in part.special_names)
             special.update(zip(part.special, names, strict=True))
             if len(lengths) >= part.size or not part.lengths:
-                table = TokenTable(
-                    packed_tokens(b"".join(tokens), lengths), strips_leading_space=part.strips_leading_space
-                )
+                packed = PackedTokens(b"".join(tokens), lengths)
+                table = TokenTable.packed(packed, strips_leading_space=part.strips_leading_space)
                 return Vocabulary(table, part.size, special)
 
     def forget(self) -> None:

@@ -414,7 +414,7 @@ class PendingGrammars(Generic[ItemT]):
         return results
 
 
-# Measures how long steps take and when requests leave the queue; the front is told with the outputs.
+# Measures how long steps take and when requests leave the queue; the front gets both with the outputs.
 class StepClock:
     """Life cycle of a step: :meth:`planned`, then :meth:`done`; :meth:`take` gives what was measured since the last call.
 

@@ -171,7 +171,7 @@ def _end_if_lost(process: SchedulerProcess, silences: list[RankSilence], limit: 
     return False
 
 
-# Pauses before something that ends again and again is started anew.
+# Pauses before restarts of something that ends again and again.
 LASTING_SECONDS = 120.0
 """What was up for so long did not end because of its start."""
 _AT_ONCE = 2
@@ -208,6 +208,6 @@ class Pauses:
 
     @property
     def seconds(self) -> float:
-        """How long to wait before it is started anew."""
+        """How long to wait before the next restart."""
         beyond = self.ends - _AT_ONCE
         return 0.0 if beyond <= 0 else min(_FIRST_SECONDS * 2.0 ** min(beyond - 1, 30), _LONGEST_SECONDS)

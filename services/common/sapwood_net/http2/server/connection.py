@@ -36,7 +36,7 @@ from sapwood_net.pacing.body_memory import BodyMemory
 
 # How a connection begins: what the server says first, and whether the client speaks HTTP/2 at all (RFC 9113, 3.4).
 CONNECTION_WINDOW = 16 * 1024 * 1024
-"""Bytes that a client may send on all streams together before it is told that they were taken."""
+"""Bytes that a client may send on all streams together before the server acknowledges them."""
 _WRONG_PROTOCOL = b"this port speaks gRPC over HTTP/2\n"
 
 
@@ -459,7 +459,6 @@ class ServerConnection(asyncio.Protocol):
         self.send(frames.frame(frames.GOAWAY, 0, 0, payload))
 
 
-# A socket that takes everything and keeps nothing.
 class ClosedTransport(asyncio.Transport):
     """Takes the place of a closed socket, so that calls that do not know yet may go on writing."""
 
@@ -484,12 +483,11 @@ class ClosedTransport(asyncio.Transport):
         return 0
 
 
-# The server, as its connections know it.
 ConnectionT_contra = TypeVar("ConnectionT_contra", contravariant=True)
 
 
 class ConnectionOwner(Protocol[ConnectionT_contra]):
-    """Is told what happens on connections. Its methods raise only what they name."""
+    """The server as its connections know it: they call these methods, which raise only what they name."""
 
     def connection_made(self, connection: ConnectionT_contra) -> None:
         """The connection has begun. It never does if its TLS handshake fails."""

@@ -105,7 +105,7 @@ class RunningCall:
             call.end()
         except grpc.aio.AbortError:
             call.end()
-        except CallError as error:  # raised by reading the request: handlers' own are told by the interceptor
+        except CallError as error:  # raised by reading the request: the interceptor reports those of handlers
             call.fail(error)
         except Exception:
             logger.exception("a handler failed")

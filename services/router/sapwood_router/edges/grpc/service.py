@@ -148,7 +148,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._request_timeout = request_timeout
 
     async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
-        with self._workers.told():
+        with self._workers.hidden():
             await self._generate(request, context)
 
     async def _generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:
@@ -235,7 +235,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         ]
 
     async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
-        with self._workers.told():
+        with self._workers.hidden():
             found = await self._pipeline.embedder.embed(
                 embed_request_of(request, *self._asked(request.request_id, context))
             )
@@ -247,7 +247,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Classify(self, request: router_pb2.ClassifyRequest, context: Context) -> router_pb2.ClassifyResponse:
         wanted = classify_request_of(request, *self._asked(request.request_id, context))
-        with self._workers.told():
+        with self._workers.hidden():
             return to_classifications(await self._pipeline.embedder.embed(wanted), raw=request.raw)
 
     def _asked(self, request_id: str, context: Context) -> tuple[str, float, Caller]:

@@ -156,7 +156,7 @@ class Lifecycle:
 
 # When waiting and running requests must end: a heap, with entries of ended requests dropped as they come up.
 #
-# O(log n) for each request. Bound: when entries of ended requests outnumber the others, the heap is built anew.
+# O(log n) for each request. Bound: when entries of ended requests outnumber the others, the heap is rebuilt.
 _LEAST = 64
 
 

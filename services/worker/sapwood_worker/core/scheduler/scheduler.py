@@ -456,8 +456,12 @@ def check_requests(
 
 # What the running requests do in a step: decode, or compute more of their known tokens. O(running).
 class RunningPlan(NamedTuple):
-    """Running requests by rank: those that decode one token; those with one prompt token left, or back in the batch with only one
-    token to compute; those with more left, of which some may have been retracted meanwhile.
+    """Running requests, each group by rank.
+
+    Attributes:
+        decodes: Those that decode one token.
+        last_tokens: Those with one prompt token left, or back in the batch with only one token to compute.
+        unfinished: Those with more left; some of them may have been retracted meanwhile.
     """
 
     decodes: list[Request]
@@ -511,7 +515,6 @@ def plan_running(
     return RunningPlan(decodes, last_tokens, unfinished)
 
 
-# Makes what plans drafts, as a scheduler's configuration asks for it.
 def make_speculation(
     config: SchedulerConfig,
     drafter: Drafter | DraftModel | None,

@@ -139,7 +139,6 @@ class Parallel:
         return Span(start, min(each, count - start), count)
 
 
-# Which layers each stage of a pipeline has.
 def split_layers(costs: Sequence[int], stages: int) -> list[range]:
     """Neighbouring layers for each stage, at least one, so that the dearest stage is as cheap as it can be. O(layers^2 * stages).
 

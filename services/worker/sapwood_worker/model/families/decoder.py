@@ -350,12 +350,11 @@ class DecoderModel(Layer):
         return hidden if self.link.alone else self.link.spread(hidden)
 
 
-# An MLP that ranks with rows of their own compute together.
 class JoinedMLP(Layer):
     """All ranks' rows go to all ranks; each computes its part of the MLP for all of them, and gets the sum for its own.
 
     Args:
-        mlp: The MLP, of which ranks keep their parts of the sum.
+        mlp: The MLP; each rank keeps its own part of the sum.
         rows: What each rank has.
         ops: The device's operations.
     """

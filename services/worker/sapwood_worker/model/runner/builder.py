@@ -53,7 +53,6 @@ from sapwood_worker.records.kv_layout import KVLayout, WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 
 
-# The sizes of a runner, from its device and its model, the same on all ranks.
 def chosen_sizes(
     options: RunnerOptions, config: ModelConfig, layout: KVLayout, device: torch.device, parallel: Parallel
 ) -> Sizes:

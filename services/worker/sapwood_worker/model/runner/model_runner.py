@@ -399,7 +399,7 @@ class ModelRunner:
         return join(parts)
 
 
-# Steps of which a stage of a pipeline has launched its layers, but not yet what follows the last stage.
+# Steps whose layers a stage of a pipeline has launched, but not yet what follows the last stage.
 #
 # What the last stage gives of a step is waited for on the queue that computes. So the layers of later steps come before it there,
 # as many as there are stages after this one, which compute them meanwhile. No stage waits for another in a circle so: an earlier

@@ -170,7 +170,6 @@ def _valid(tokens: Tensor, largest: Tensor) -> Tensor:
     return torch.where(largest.abs() < float("inf"), tokens, -1)
 
 
-# Applies grammar masks to logits.
 def apply_masks(logits: Tensor, step: Step, ops: DeviceOps) -> None:
     """Forbids, in place, what the grammars of a step's requests forbid. Waits until their masks are filled.
 

@@ -192,8 +192,8 @@ class FollowUp:
     result: DecodeResult
 
     def ends(self, step: Step) -> IntArray | None:
-        """int64: where in ``result`` each part of a head's step ends, not yet shifted; None: not all of it was computed, or the
-        head has to be told of a request. Vectorised."""
+        """int64: where in ``result`` each part of a head's step ends, not yet shifted; None: not all of it was computed, or a
+        request is new to the head. Vectorised."""
         order = np.argsort(self.rows)
         at = order[np.minimum(np.searchsorted(self.rows, step.rows, sorter=order), len(order) - 1)]
         last = step.starts + step.counts - 1

@@ -141,7 +141,6 @@ class PoolBuilder:
         return tuple(map(min, zip(*self._parallel.exchange(own, tuple[int, ...]), strict=True)))
 
 
-# The KV cache on the device, if its memory is there.
 _GIB = 1 << 30
 
 

@@ -17,7 +17,7 @@ from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
 from sapwood_testing.router.fake_server import FakeServer
 from sapwood_text.output_parser import ParserOptions
-from sapwood_tokenizer.serve.starting import StartingService
+from sapwood_tokenizer.app import StartingService
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import uvloop
 
 from sapwood.v1 import tokenizer_pb2_grpc
-from sapwood_common.errors import ConfigError
+from sapwood_common.errors import ConfigError, UnavailableError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 from sapwood_common.settings.config import refuse_idle
@@ -38,7 +38,6 @@ from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_tokenizer.serve.process_group import ProcessGroup, reserve_port
 from sapwood_tokenizer.serve.renderer import start_renderer
 from sapwood_tokenizer.serve.service import DETOKENIZE, SERVICE, Limits, TokenizerService
-from sapwood_tokenizer.serve.starting import StartingService
 from sapwood_tokenizer.template.parser_defaults import ParserDefaults, parser_defaults
 from sapwood_tokenizer.vocab.loader import (
     LoadedTokenizer,
@@ -271,3 +270,23 @@ async def serve(
     await asyncio.to_thread(tracing.close)
     await asyncio.to_thread(exposed.close)
     return 0
+
+
+# The service's methods while the model's files are read: a router that hears from it keeps requests waiting.
+class StartingService:
+    """A servicer that passes calls on to the service once there is one; until then they raise UnavailableError.
+
+    Attributes:
+        service: What answers. To be set once.
+    """
+
+    def __init__(self) -> None:
+        self.service: tokenizer_pb2_grpc.TokenizerServicer | None = None
+
+    def __getattr__(self, method: str) -> Callable[[Any, Any], Any]:
+        def call(request: Any, context: Any) -> Any:
+            if self.service is None:
+                raise UnavailableError("the tokenizer is starting", retry_after=1.0)
+            return getattr(self.service, method)(request, context)
+
+        return call

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sapwood_router.tokenizer.shared_answers import SharedAnswers
+from sapwood_router.tokenizer.client import SharedAnswers
 
 
 async def test_those_who_ask_the_same_share_a_call_and_others_do_not() -> None:

@@ -7,7 +7,7 @@ generations. What workers hold of the texts does not decide where they go: one c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,6 @@ from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.flow.attempts import Shared
 from sapwood_router.flow.embedding_attempts import EmbeddingAttempts
-from sapwood_router.flow.pairs import encode_pairs
 from sapwood_router.flow.retry import RetryPolicy
 from sapwood_router.flow.stages.reserve import CHARACTERS_A_TOKEN
 from sapwood_router.observe.observer import RequestObserver
@@ -190,3 +189,29 @@ def _check_dimensions(wanted: int | None, served: ServedModel) -> None:
     else:
         return
     raise InvalidArgumentError(problem, field="dimensions")
+
+
+# Pairs of texts become sequences of tokens, as the model's tokenizer joins them; a text of many pairs is encoded once.
+async def encode_pairs(client: TokenizerClient, pairs: Sequence[TextPair], request: EmbedRequest) -> list[list[int]]:
+    """The tokens of each pair. What looks like a special token in a text is text: such tokens tell where a text ends.
+
+    Args:
+        client: The model's tokenizer.
+        pairs: The request's.
+        request: Whose they are.
+
+    Raises:
+        InvalidArgumentError: The tokenizer joins no pairs.
+        SapwoodError: As the tokenizer answers.
+    """
+    template = (await client.info(request.request_id, request.deadline)).pair
+    if template is None:
+        raise InvalidArgumentError("the model's tokenizer does not say how two texts are joined", field="model")
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    salt = request.caller.cache_salt
+    encoded = await client.encode_texts(texts, request.request_id, request.deadline, salt, bare=True)
+    tokens = dict(zip(texts, encoded, strict=True))
+    return [
+        [*template.before, *tokens[pair.first], *template.between, *tokens[pair.second], *template.after]
+        for pair in pairs
+    ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -31,12 +31,35 @@ from sapwood_router.request.tokens import MANY, TokenIds, gather, gather_many
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
-from sapwood_router.tokenizer.shared_answers import SharedAnswers
 from sapwood_text.vocabulary import TokenTable, Vocabulary
+
+AnswerT = TypeVar("AnswerT")
+
+
+class SharedAnswers(Generic[AnswerT]):
+    """One call for all that ask the same at the same time. A caller that is cancelled takes the call from nobody else."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, asyncio.Task[AnswerT]] = {}
+        self._waiting: dict[Hashable, int] = {}
+
+    async def get(self, key: Hashable, ask: Callable[[], Coroutine[Any, Any, AnswerT]]) -> AnswerT:
+        """The answer to what ``key`` stands for; raises what ``ask`` does, which is called only if nobody waits for it."""
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = asyncio.get_running_loop().create_task(ask())
+        self._waiting[key] = self._waiting.get(key, 0) + 1
+        try:
+            return await asyncio.shield(call)
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key], self._calls[key]
+                call.cancel()  # does nothing to one that has ended
+
 
 MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
-AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
 _VOCABULARY_SECONDS = 60.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import UnavailableError
@@ -17,7 +17,6 @@ from sapwood_common.network.channel import Dialer, request_metadata
 from sapwood_common.status import from_rpc_error
 from sapwood_common.telemetry.logs import traceparent_var
 from sapwood_router.tokenizer.encode_session import EncodeSession
-from sapwood_router.transport.health import NOT_SERVING, check
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +180,27 @@ class TokenizerReplica:
         self._dropped |= self._running
         for running in tuple(self._running):
             running.cancel()
+
+
+# The standard health check, as a question with a yes or a reason for no.
+NOT_SERVING = "it says that it is not serving"
+"""What is wrong with a service that answers, but takes nothing new: it starts, or drains."""
+
+_CHECK_TIMEOUT = 2.0
+
+
+async def check(stub: health_pb2_grpc.HealthStub, service: str) -> str | None:
+    """One standard health check: None if the service serves, else what is wrong.
+
+    Raises:
+        TimeoutError: No answer in time.
+    """
+    try:
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_CHECK_TIMEOUT)
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise TimeoutError from error
+        return f"{error.code().name}: {error.details()}"
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return NOT_SERVING

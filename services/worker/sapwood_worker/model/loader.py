@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_kernels.experts.payload import RowShape
+from sapwood_kernels.ops.contracts import GROUP
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.end_tokens import read_gguf_eos, read_hf_eos
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config
@@ -30,9 +31,9 @@ from sapwood_worker.model.families.decoder import DecoderLayer, DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.quantization.linear_method import Stored
-from sapwood_worker.model.quantization.made_up import blocks_of, in_blocks
+from sapwood_worker.model.quantization.linear_method import LinearShape, Stored
 from sapwood_worker.model.quantization.registry import AS_STORED, LinearMethods
+from sapwood_worker.model.weight_slot import StoredTensor
 
 LoadFormat = Literal["auto", "dummy"]
 StoredWeights = Literal["keep", "widen"]
@@ -205,3 +206,19 @@ def _open_gguf(path: Path) -> GgufFile:
         return GgufFile(path)
     except GgufError as error:
         raise ConfigError(str(error)) from error
+
+
+def in_blocks(quantization: Mapping[str, Any]) -> bool:
+    """Whether ``quantization_config`` says what DeepSeek-V3's does: float8 with a scale for each 128 x 128."""
+    return quantization.get("quant_method") == "fp8" and quantization.get("weight_block_size") == [GROUP, GROUP]
+
+
+def blocks_of(shape: LinearShape) -> dict[str, StoredTensor]:
+    """The tensors that such a checkpoint has of a linear layer's projections, by name."""
+    tensors = {}
+    for part in shape.parts:
+        sizes = part.rows.total, shape.columns.total
+        scales = tuple(-(-size // GROUP) for size in sizes)
+        tensors[f"{part.name}.weight"] = StoredTensor(sizes, "F8_E4M3")
+        tensors[f"{part.name}.weight_scale_inv"] = StoredTensor(scales, "F32", scales=True)
+    return tensors

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sapwood_common.errors import InternalError
-from sapwood_router.transport.backend.events import event_data
+from sapwood_router.transport.backend.client import event_data
 
 _LINES = st.lists(st.text("ab :\x85é", max_size=5), min_size=1, max_size=3)
 

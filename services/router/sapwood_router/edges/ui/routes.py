@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from sapwood_router.edges.guard import Guard
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.origins import Origins
+from sapwood_router.edges.openai.chat import contexts_of
+from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL
+from sapwood_router.edges.openai.parameters import BESIDE
+from sapwood_router.edges.openai.types import ChatRequest
 from sapwood_router.edges.routes import Ask, Post, Route
 from sapwood_router.edges.ui.files import BARE, FOLDER, Files, lead_to_folder
 from sapwood_router.edges.ui.fleet import FleetPage
-from sapwood_router.edges.ui.route import explain_route
+from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.observe.status import RouterState
 
@@ -34,3 +42,26 @@ def ui_routes(
     if status is not None:
         routes.append(Post("/ui/route", explain_route))
     return routes
+
+
+# ``POST /ui/route``: where a chat request would go now, and why. Nothing is generated.
+_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+
+
+async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Explains a route as ``ExplainRoute`` does, for a body that ``/v1/chat/completions`` takes.
+
+    Only what workers cached for the caller's own tenant counts.
+
+    Raises:
+        SapwoodError: The request is wrong, its prompt cannot be tokenized, or no worker can be chosen.
+    """
+    given = decode_object(body)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE, left_out=exchange.left_out)
+    exchange.accept_body_id(request)
+    asked = (await exchange.in_turns(contexts_of(request, given, exchange.request_id, deadline, exchange.left_out)))[0]
+    asked.caller = exchange.caller(request, given)
+    exchange.on_disconnect(lambda: None)
+    await pipeline.prepare(asked)
+    explanation = explain(asked, pipeline.registry, pipeline.policies, pipeline.disaggregation)
+    await exchange.send_body(200, msgspec.json.encode(explanation), _HEADERS)

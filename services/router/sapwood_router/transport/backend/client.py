@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -14,7 +15,6 @@ import msgspec
 
 from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
 from sapwood_router.transport.backend.errors import error_of_answer, error_of_event
-from sapwood_router.transport.backend.events import event_data
 from sapwood_router.transport.backend.spec import BackendSpec
 
 _CONNECT_SECONDS = 5.0
@@ -233,3 +233,32 @@ def _text(value: Any) -> str:
 
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
+
+
+# Server-sent events out of the bytes of a backend's answer.
+_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LONGEST_END = 4
+
+
+async def event_data(pieces: AsyncIterator[bytes], most: int) -> AsyncIterator[bytes]:
+    """The data of each event; what has none, such as a comment, is left out, and so is one that the end cuts off.
+
+    Args:
+        pieces: The answer's bytes.
+        most: Bytes of the longest event.
+
+    Raises:
+        InternalError: One is longer.
+    """
+    rest = bytearray()
+    async for piece in pieces:
+        seen = max(0, len(rest) - _LONGEST_END + 1)  # what came before has no end in it: it is not searched again
+        rest += piece
+        while (end := _END.search(rest, seen)) is not None:
+            event, seen = bytes(rest[: end.start()]), 0
+            del rest[: end.end()]
+            lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+            if lines:
+                yield b"\n".join(lines)
+        if len(rest) > most:
+            raise InternalError(f"the backend sent an event of more than {most} bytes")

@@ -80,7 +80,7 @@ class FastLibrary(Library):
         self.around = self._usual.around
         self.encoded = self._usual.encoded
         self.encoded["fastokens"] = 0
-        self._fast: fastokens._native.Tokenizer | None = None
+        self._fast: fastokens.Tokenizer | None = None
         self._left = WORTH
         self._calls = 0
         self._loading: threading.Thread | None = None
@@ -128,7 +128,7 @@ class FastLibrary(Library):
     def _load(self) -> str | None:
         """Why fastokens cannot be used; None: it can."""
         try:
-            from fastokens._native import Tokenizer as FastTokenizer
+            from fastokens import Tokenizer as FastTokenizer
         except ImportError:
             return "fastokens is not installed"
         try:
@@ -176,7 +176,7 @@ def odd_texts(tokenizer: Tokenizer) -> Iterator[str]:
     yield "".join(pieces)
 
 
-def _encode(fast: fastokens._native.Tokenizer, texts: Sequence[str]) -> list[Encoded]:
+def _encode(fast: fastokens.Tokenizer, texts: Sequence[str]) -> list[Encoded]:
     ids, ends = fast.encode_batch_flat(list(texts))
     every, bounds = array("I", ids), array("Q", ends)
     return [Encoded(every[start:end]) for start, end in pairwise(bounds)]

@@ -31,6 +31,7 @@ from sapwood_worker.front.service import SERVICE, UNCOUNTED, WorkerService
 from sapwood_worker.ipc.follower_node import serve_node
 from sapwood_worker.ipc.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.ipc.nodes import Nodes
+from sapwood_worker.ipc.stages import staged_receive, staged_send, stages_are_logged
 from sapwood_worker.ipc.supervisor import Supervisor
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo, SumChoices
@@ -91,7 +92,8 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         health_address=config.health_address,
         implementation=config.grpc_server,
     )
-    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing), config.role, config.max_waiting)
+    send = staged_send(scheduler.send) if stages_are_logged() else scheduler.send
+    engine = Engine(send, EngineObserver(worker_metrics, tracing), config.role, config.max_waiting)
     health = _Health(server, engine.vitals)
     worker_metrics.watch(lambda: engine.load)
     worker_metrics.watch_experts(
@@ -169,7 +171,8 @@ async def _run(
             )
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
-            reason = await scheduler.run(engine.receive, engine.vitals, health.changed)
+            receive = staged_receive(engine.receive) if stages_are_logged() else engine.receive
+            reason = await scheduler.run(receive, engine.vitals, health.changed)
             logger.error("the scheduler process stopped: %s", reason)
             service.model = None
             engine.scheduler_lost(reason)

@@ -16,6 +16,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import MOST_FAILURES, EventLoop
+from sapwood_worker.core.observers import Watchdog
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -34,7 +35,7 @@ from sapwood_worker.ipc.messages import (
     from_scheduler_decoder,
     to_scheduler_decoder,
 )
-from sapwood_worker.ipc.progress import ProgressView, StepProgress
+from sapwood_worker.ipc.progress import ProgressView
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
@@ -137,7 +138,13 @@ def run(
 ) -> ListMailbox:
     scheduler = Scheduler(SchedulerConfig(**({"page_size": 4, "num_pages": 32, "context_length": 64} | settings)))  # type: ignore[arg-type]
     mailbox = ListMailbox(*deliveries)
-    EventLoop(scheduler, runner or FakeRunner(INFO, poison=POISON), mailbox, dump=dump, overlap=overlap).run()
+    EventLoop(
+        scheduler,
+        runner or FakeRunner(INFO, poison=POISON),
+        mailbox,
+        observers=[] if dump is None else [dump],
+        overlap=overlap,
+    ).run()
     return mailbox
 
 
@@ -287,7 +294,7 @@ def test_with_overlap_a_failed_step_fails_its_follower_and_later_ones_are_served
 
 def test_the_watchdog_sees_whatever_gets_stuck_but_not_the_wait_for_messages(tmp_path: Path) -> None:
     view = ProgressView(tmp_path / "progress")
-    progress = StepProgress(tmp_path / "progress", timeout=300.0)
+    progress = Watchdog(tmp_path / "progress", timeout=300.0)
     probe = Probe(view)
 
     class PlanNoted(Scheduler):
@@ -308,7 +315,12 @@ def test_the_watchdog_sees_whatever_gets_stuck_but_not_the_wait_for_messages(tmp
     scheduler = PlanNoted(SchedulerConfig(page_size=4, num_pages=32, context_length=64))
     mailbox = Watched(view, [StartProfile(0, "")], [submit(1, [1])])
     EventLoop(
-        scheduler, LaunchNoted(INFO), mailbox, operations=Operations(scheduler, probe), progress=progress, overlap=False
+        scheduler,
+        LaunchNoted(INFO),
+        mailbox,
+        operations=Operations(scheduler, probe),
+        observers=[progress],
+        overlap=False,
     ).run()
     progress.idle()
     assert probe.seen == dict.fromkeys(("operation", "plan", "report", "model"), True)

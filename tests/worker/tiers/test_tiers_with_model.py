@@ -21,11 +21,12 @@ from sapwood_worker.core.cache.host.host_pages import HostPages
 from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.core.event_loop import StepClock
+from sapwood_worker.core.observers import StepClock
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
+from sapwood_worker.ipc.messages import Step as StepMessage
 
 TOKENS = 6
 
@@ -272,16 +273,20 @@ def test_a_request_s_trace_shows_what_was_loaded_from_lower_tiers(
         tracing, clock = RecordedTracing(), StepClock()
         observer = EngineObserver(WorkerMetrics(MetricSet()), tracing)
         observer.submitted(1, "r1", RecordedSpan.traceparent)
-        scheduler.add(Request(1, "r1", array("I", prompt), SamplingParams(max_tokens=2, seed=1, ignore_eos=True)))
-        clock.submitted(1)
+        request = Request(1, "r1", array("I", prompt), SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+        scheduler.add(request)
+        clock.submitted(request)
         while scheduler.has_work:
             planned = scheduler.schedule()
             if planned:
                 clock.planned(planned)
                 result = runner.execute(planned)
                 outputs = scheduler.update(result)
-                clock.done(result.copied.load_seconds)
-                observer.steps(clock.take())
+                clock.done(result)
+                message = StepMessage(outputs, scheduler.load())
+                clock.report(message, idle=False)
+                clock.sent()
+                observer.steps(message.times)
                 observer.outputs(outputs)
         observer.closed(1, active=False)
         settle(scheduler, runner)

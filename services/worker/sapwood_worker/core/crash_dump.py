@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sapwood_worker.core.observers import Observer
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Step
@@ -25,7 +26,7 @@ KEPT_STEPS = 16
 MOST_FILES = 8
 
 
-class CrashDump:
+class CrashDump(Observer):
     """Remembers the last steps.
 
     Args:
@@ -39,8 +40,10 @@ class CrashDump:
         self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT_STEPS)
 
     def planned(self, step: Step) -> None:
-        """A step is about to be computed. O(parts): its arrays may change later."""
         self._steps.append({"number": step.number, "at": time.time()} | _shape_of(step))
+
+    def failed(self, error: BaseException, requests: Sequence[str], load: Load) -> None:
+        self.write(error, requests, load)
 
     def write(self, error: BaseException, requests: Sequence[str], load: Load) -> Path | None:
         """Writes a file; a folder that cannot be written is logged, for the failure itself matters more.

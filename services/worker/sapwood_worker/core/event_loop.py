@@ -6,16 +6,14 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.settings.flags import service_flag
-from sapwood_worker.core.crash_dump import CrashDump
-from sapwood_worker.core.experts.watch import ExpertWatch
-from sapwood_worker.core.group.sum_watch import SumWatch
+from sapwood_worker.core.observers import Observer
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
@@ -37,16 +35,12 @@ from sapwood_worker.ipc.messages import (
     Submit,
     ToScheduler,
 )
-from sapwood_worker.ipc.progress import StepProgress
 from sapwood_worker.model.grammar.backend import GrammarBackend
 from sapwood_worker.records.grammar_state import GrammarState
-from sapwood_worker.records.handoff_stages import reached
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.page_copies import CacheLoad, LatePages
+from sapwood_worker.records.page_copies import LatePages
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner
-from sapwood_worker.records.step import Step as PlannedStep
-from sapwood_worker.records.step_time import LoadTime, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +93,8 @@ class EventLoop:
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; None: no such requests come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
-        progress: Is told when a round of the loop begins and ends; None: no watchdog.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
-        dump: Writes a file about each failed step; None: none is written.
-        experts: Reads the load of the model's experts; None: the model has none.
-        sums: Counts how often ranks have summed tensors; None: there is one rank.
+        observers: See what the loop does, in this order.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
@@ -114,12 +105,9 @@ class EventLoop:
         mailbox: Mailbox,
         grammars: GrammarBackend | None = None,
         operations: Operations | None = None,
-        progress: StepProgress | None = None,
         tiering: Tiering | TiersOfRanks | None = None,
         *,
-        dump: CrashDump | None = None,
-        experts: ExpertWatch | None = None,
-        sums: SumWatch | None = None,
+        observers: Sequence[Observer] = (),
         overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
@@ -127,12 +115,8 @@ class EventLoop:
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
         self._operations = operations or Operations(scheduler)
-        self._progress = progress
         self._tiering = tiering
-        self._dump = dump
-        self._experts = experts
-        self._sums = sums
-        self._clock = StepClock()
+        self._observers = tuple(observers)
         self._ahead = scheduler.depth - 1 or int(overlap and runner.asynchronous)
         self._launched: deque[LaunchedStep] = deque()
         self._failures = 0
@@ -149,19 +133,20 @@ class EventLoop:
         self._report([])
         while True:
             idle = not self._busy and not self._grammars
-            if idle and self._progress is not None:
-                self._progress.idle()
+            if idle:
+                for observer in self._observers:
+                    observer.idle()
             messages = self._mailbox.receive(wait=idle)
             # Whatever may hang runs between begin() and end(): an operation, a cache tier, a plan, the model.
-            if self._progress is not None:
-                self._progress.begin()
+            for observer in self._observers:
+                observer.begin()
             for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._turn()
-            if self._progress is not None:
-                self._progress.end()
+            for observer in self._observers:
+                observer.end()
 
     @property
     def _busy(self) -> bool:
@@ -191,7 +176,8 @@ class EventLoop:
                 generated = array("I", message.token_ids)[-count:] if count else ()
                 self._grammars.start(serial, message, compiled, generated)
             case Abort(serial):
-                self._clock.aborted(serial)
+                for observer in self._observers:
+                    observer.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
             case Shutdown():
@@ -201,9 +187,7 @@ class EventLoop:
             case KeepHandoffs(renewed, released):
                 self._scheduler.handoffs.keep(renewed, released)
             case AnnouncePages(ticket, token_ids, namespace):
-                reached("pages announced")
                 self._scheduler.handoffs.announced(ticket, array("I", token_ids), namespace)
-                reached("reads asked for")
             case operation:
                 self._mailbox.send(self._operations.run(operation))
 
@@ -242,8 +226,6 @@ class EventLoop:
                 self._add(message, built)
 
     def _add(self, message: Submit, grammar: GrammarState | None) -> None:
-        if message.hands_off or message.ticket is not None:
-            reached("request taken")
         prompt = array("I", message.token_ids)
         terms = message.terms
         request = Request(
@@ -263,7 +245,8 @@ class EventLoop:
         )
         try:
             self._scheduler.add(request)
-            self._clock.submitted(message.serial)
+            for observer in self._observers:
+                observer.submitted(request)
         except SapwoodError as error:
             if grammar is not None:
                 grammar.close()
@@ -282,20 +265,15 @@ class EventLoop:
             outputs += self._take_results(len(self._launched) - 1)
         planned = self._scheduler.schedule()
         if planned:
-            if self._experts is not None:
-                planned.moves = self._experts.moves()
-            self._clock.planned(planned)
-            if planned.entries:
-                reached("step planned")
-            if self._dump is not None:
-                self._dump.planned(planned)
+            for observer in self._observers:
+                observer.planned(planned)
             during = None if planned.copies is None else planned.copies.during
             if during is not None and not self._runner.asynchronous:
                 self._tell(during, outputs)
             try:
                 self._launched.append(self._runner.launch(planned))
-                if planned.entries:
-                    reached("step launched")
+                for observer in self._observers:
+                    observer.launched(planned)
             except RankLostError:
                 raise
             except Exception as error:
@@ -334,18 +312,18 @@ class EventLoop:
                 return outputs + self._fail(error)
             self._failures = 0
             outputs += self._scheduler.update(result)
-            if self._clock.done(result.copied.load_seconds, result.spared_tokens):
-                reached("first token")
+            for observer in self._observers:
+                observer.done(result)
         return outputs
 
     def _fail(self, error: Exception) -> list[RequestOutput]:
         """Ends the requests of the steps in flight with an error."""
         computed = self._scheduler.in_flight()
-        if self._dump is not None:
-            self._dump.write(error, computed, self._scheduler.load())
+        load = self._scheduler.load()
+        for observer in self._observers:
+            observer.failed(error, computed, load)
         names = ", ".join(computed)
         outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
-        self._clock.failed()
         logger.error("a step failed; it was computing the requests %s", names, exc_info=error)
         self._failures += 1
         if self._failures >= MOST_FAILURES:
@@ -355,17 +333,14 @@ class EventLoop:
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
         events, rank_events = self._scheduler.take_kv_events(), self._scheduler.take_rank_kv_events()
-        experts = None if self._experts is None else self._experts.take(idle=not self._busy)
-        sums = None if self._sums is None else self._sums.take(idle=not self._busy)
-        if outputs or events or rank_events or experts is not None or sums is not None or load != self._reported:
+        message = Step(outputs, load, events, rank_kv_events=rank_events)
+        idle = not self._busy
+        news = [observer.report(message, idle=idle) for observer in self._observers]
+        if outputs or events or rank_events or any(news) or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts, sums, rank_events))
-            if outputs:
-                reached("tokens sent")
-            if any(output.ticket is not None for output in outputs):
-                reached(
-                    "ticket sent" if any(output.finish_reason == "handoff" for output in outputs) else "pages told of"
-                )
+            self._mailbox.send(message)
+            for observer in self._observers:
+                observer.sent()
 
 
 # Requests whose grammar is being built: they are scheduled once it is there, and delay no other request.
@@ -412,62 +387,3 @@ class PendingGrammars(Generic[ItemT]):
             except SapwoodError as error:
                 results.append((item, error))
         return results
-
-
-# Measures how long steps take and when requests leave the queue; the front gets both with the outputs.
-class StepClock:
-    """Life cycle of a step: :meth:`planned`, then :meth:`done`; :meth:`take` gives what was measured since the last call.
-
-    Args:
-        clock: Seconds, monotonic, the same in all processes.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._waiting: set[int] = set()
-        self._times: list[StepTime] = []
-        self._current: deque[tuple[float, int, int, list[int], list[CacheLoad]]] = deque()
-
-    def submitted(self, serial: int) -> None:
-        """Notes that a request waits."""
-        self._waiting.add(serial)
-
-    def aborted(self, serial: int) -> None:
-        """Notes that a request will not run any more."""
-        self._waiting.discard(serial)
-
-    def planned(self, step: PlannedStep) -> None:
-        """Notes that a step begins. O(requests that enter with it), and a look at the others' numbers."""
-        started: list[int] = []
-        loads: list[CacheLoad] = []
-        prefill = decode = 0
-        for part in step.parts or (step,):
-            started += [entry.serial for entry in part.entries if entry.serial in self._waiting]
-            decodes = (part.starts > 0) & ((part.counts == 1) | (part.samples > 1))
-            prefill += len(part.token_ids) - int(part.counts[decodes].sum())
-            decode += int(decodes.sum())
-            loads += () if part.copies is None else part.copies.loads
-        self._waiting.difference_update(started)
-        self._current.append((self._clock(), prefill, decode, started, loads))
-
-    def done(self, load_seconds: float = 0.0, spared_tokens: int = 0) -> bool:
-        """Notes that the oldest unfinished step has ended; its loads took so many seconds, and so many tokens were not read.
-        Returns whether a request has begun with it."""
-        at, prefill, decode, started, loads = self._current.popleft()
-        times: list[LoadTime] = []
-        for load in loads:
-            if load.fetched:
-                times.append(LoadTime(load.serial, "storage", load.fetched, load.began, load.ended))
-            times.append(LoadTime(load.serial, "host", load.pages, at, at + load_seconds))
-        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times, spared_tokens))
-        return bool(started)
-
-    def failed(self) -> None:
-        """Drops all unfinished steps, which have failed."""
-        while self._current:
-            self.done()
-
-    def take(self) -> list[StepTime]:
-        """Removes and returns the steps that ended since the last call."""
-        times, self._times = self._times, []
-        return times

@@ -29,8 +29,8 @@ from sapwood_worker.core.experts.balancer import ExpertBalancer
 from sapwood_worker.core.experts.watch import ExpertWatch
 from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.group.split_requests import SplitRequestsRunner
-from sapwood_worker.core.group.sum_watch import SumWatch
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
+from sapwood_worker.core.observers import AllReduceWatch, Observer, StageLog, StepClock, Watchdog
 from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
@@ -40,8 +40,9 @@ from sapwood_worker.core.tiering import Tiering, measure_token_seconds
 from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
 from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
-from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
+from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse
 from sapwood_worker.ipc.rank import last_words
+from sapwood_worker.ipc.stages import StagedMailbox, stages_are_logged
 from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
 from sapwood_worker.model.grammar.registry import make_backend
 from sapwood_worker.records.grammar_state import MaskFiller
@@ -196,28 +197,19 @@ def main() -> int:
     )
     mailbox.send(Ready(_described(runner, speculate, fingerprint)))
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
+    observers: list[Observer] = [] if dump is None else [dump]
+    staged = stages_are_logged()
     try:
-        progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
-        operations = Operations(scheduler, _profiler())
-        overlap = config.overlap
-        balancer = ExpertBalancer(config.tensor_parallel, config.redundant_experts) if config.expert_parallel else None
-        experts = (
-            None
-            if runner.experts is None
-            else ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.exchanged_bytes)
-        )
+        observers += _observers(config, runner, Watchdog(arguments.folder / PROGRESS_FILE, config.watchdog_timeout))
         loop = EventLoop(
             scheduler,
             runner,
-            mailbox,
+            StagedMailbox(mailbox) if staged else mailbox,
             grammars,
-            operations,
-            progress,
+            Operations(scheduler, _profiler()),
             tiering,
-            dump=dump,
-            experts=experts,
-            sums=None if runner.sums is None else SumWatch(runner.sums),
-            overlap=overlap,
+            observers=[*observers, StageLog()] if staged else observers,
+            overlap=config.overlap,
         )
         loop.run()
         if grammars is not None:
@@ -238,6 +230,17 @@ def main() -> int:
         raise
     mailbox.close()
     return 0
+
+
+def _observers(config: WorkerConfig, runner: LoadedRunner, watchdog: Watchdog) -> list[Observer]:
+    """What sees each round of the loop."""
+    observers: list[Observer] = [watchdog, StepClock()]
+    if runner.experts is not None:
+        balancer = ExpertBalancer(config.tensor_parallel, config.redundant_experts) if config.expert_parallel else None
+        observers.append(ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.exchanged_bytes))
+    if runner.sums is not None:
+        observers.append(AllReduceWatch(runner.sums))
+    return observers
 
 
 def _make_runner(arguments: argparse.Namespace, task: Task, waits: Waits) -> LoadedRunner:

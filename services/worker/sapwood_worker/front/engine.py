@@ -42,7 +42,6 @@ from sapwood_worker.ipc.messages import (
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.handoff import NO_HANDOFF, Handoff
-from sapwood_worker.records.handoff_stages import reached
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.terms import USUAL, Terms
 from sapwood_worker.records.tier_report import TierReport
@@ -139,8 +138,6 @@ class Engine:
             SchedulerLostError: The scheduler process is gone.
         """
         self.check()
-        if handoff != NO_HANDOFF:
-            reached("request checked")
         if request_id in self._by_id:
             raise errors.AlreadyExistsError(f"request {request_id} is already running", field="request_id")
         serials = [next(self._serials) for _ in range(count)]
@@ -162,8 +159,6 @@ class Engine:
             own = sampling if index == 0 else _continued(sampling, index)
             self._observer.submitted(serial, request_id, traceparent)
             self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens, terms, "", *handoff))
-        if handoff != NO_HANDOFF:
-            reached("request passed on")
         return generation
 
     async def set_role(self, role: Role) -> None:
@@ -184,7 +179,6 @@ class Engine:
 
     def announce(self, pages: AnnouncePages) -> None:
         """Has pages read that another worker keeps for a request which is likely to come."""
-        reached("pages passed on")
         self._send(pages)
 
     def abort(self, request_id: str) -> bool:
@@ -285,8 +279,6 @@ class Engine:
             case Step(outputs, load, kv_events, times, experts, sums, rank_kv_events):
                 self.experts = experts or self.experts
                 self.sums = sums or self.sums
-                if outputs:
-                    reached("tokens at front")
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:
@@ -295,8 +287,6 @@ class Engine:
                     if (found := self._running.get(output.serial)) is not None:
                         generation, index = found
                         generation.put(index, output)
-                        if output.ticket is not None:
-                            reached("ticket at front" if output.finish_reason else "pages at front")
                 self.kv_events.apply(kv_events)
                 for stream, events in zip(self.rank_kv_events, rank_kv_events, strict=False):
                     stream.apply(events)

@@ -168,7 +168,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     retry_after: float | None
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class Step(msgspec.Struct, tag="step"):
     """What came of one scheduler step.
 
     ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the

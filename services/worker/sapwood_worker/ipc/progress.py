@@ -9,10 +9,8 @@ What follows is what a rank of several shows of itself (``records/ranks/waits.py
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import struct
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,45 +26,12 @@ def progress_file(rank: int) -> str:
     return f"{PROGRESS_FILE}-{rank}" if rank else PROGRESS_FILE
 
 
-_BEGAN = struct.Struct("=d")
+BEGAN = struct.Struct("=d")
 _PULSE = struct.Struct("=Q")
-_PULSE_AT = _BEGAN.size
+_PULSE_AT = BEGAN.size
 _WAITS_AT = _PULSE_AT + _PULSE.size
 _SIZE = _WAITS_AT + WAITS_BYTES
 _PULSE_SECONDS = 0.1
-
-
-class StepProgress:
-    """The scheduler process's side; also has the stacks of all threads written to standard error when a step hangs.
-
-    Args:
-        path: The shared file; :class:`ProgressView` has made it.
-        timeout: Seconds after which a step counts as hung.
-    """
-
-    def __init__(self, path: Path, timeout: float) -> None:
-        self._memory = _map(path)
-        self._timeout = timeout
-        self._armed_until = 0.0
-
-    def begin(self) -> None:
-        """Notes that a step begins."""
-        now = time.monotonic()
-        _BEGAN.pack_into(self._memory, 0, now)
-        # Each arming starts a thread: once in a quarter of the time is enough, and the dump comes at most that much early.
-        if now > self._armed_until:
-            self._armed_until = now + self._timeout / 4
-            faulthandler.dump_traceback_later(self._timeout, file=sys.stderr)
-
-    def end(self) -> None:
-        """Notes that the step has ended."""
-        _BEGAN.pack_into(self._memory, 0, 0.0)
-
-    def idle(self) -> None:
-        """Notes that no step will begin before a message comes in."""
-        if self._armed_until:
-            self._armed_until = 0.0
-            faulthandler.cancel_dump_traceback_later()
 
 
 class Pulse:
@@ -80,7 +45,7 @@ class Pulse:
     """
 
     def __init__(self, path: Path) -> None:
-        self._memory = _map(path)
+        self._memory = map_progress(path)
         self.waits = Waits(memoryview(self._memory)[_WAITS_AT:])
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
@@ -107,11 +72,11 @@ class ProgressView:
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(_SIZE))
-        self._memory = _map(path)
+        self._memory = map_progress(path)
 
     def seconds(self) -> float:
         """Seconds since the current step began; 0 while there is none."""
-        (began,) = _BEGAN.unpack_from(self._memory, 0)
+        (began,) = BEGAN.unpack_from(self._memory, 0)
         return time.monotonic() - began if began else 0.0
 
     def pulse(self) -> int:
@@ -124,6 +89,7 @@ class ProgressView:
         return Shown.of(memoryview(self._memory)[_WAITS_AT:])
 
 
-def _map(path: Path) -> mmap.mmap:
+def map_progress(path: Path) -> mmap.mmap:
+    """The shared memory of a file that :class:`ProgressView` has made."""
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), _SIZE)

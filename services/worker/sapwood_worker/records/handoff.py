@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import NamedTuple
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 
 class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
@@ -52,3 +56,9 @@ class Handoff(NamedTuple):
 
 
 NO_HANDOFF = Handoff()
+
+
+def log_stage(stage: str) -> None:
+    """Writes a debug line: a KV transfer comes to a stage now, in seconds of a clock that all processes of a machine share."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("handoff stage %s at %.6f", stage, time.monotonic())

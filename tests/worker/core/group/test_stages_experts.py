@@ -60,7 +60,7 @@ def loads(runner: Any) -> list[ExpertLoad]:
     """What the loop of the scheduler process tells, which looks in every other turn; the last is told at its end."""
     scheduler, mailbox = scheduler_for(runner.info, max_running=5, max_step_tokens=5 * 17), Mailbox()
     seconds = count()
-    EventLoop(scheduler, runner, mailbox, experts=ExpertWatch(runner.experts, lambda: float(next(seconds)))).run()
+    EventLoop(scheduler, runner, mailbox, observers=[ExpertWatch(runner.experts, lambda: float(next(seconds)))]).run()
     return mailbox.loads
 
 

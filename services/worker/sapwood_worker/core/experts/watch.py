@@ -8,13 +8,16 @@ from collections.abc import Callable
 import msgspec
 
 from sapwood_worker.core.experts.balancer import ExpertBalancer
+from sapwood_worker.core.observers import Observer
+from sapwood_worker.ipc.messages import Step
 from sapwood_worker.records.experts import ExpertLoad, ExpertMove, ExpertPlaces, expert_load
+from sapwood_worker.records.step import Step as PlannedStep
 
 _EVERY = 1.0
 """Seconds between two looks while there is work."""
 
 
-class ExpertWatch:
+class ExpertWatch(Observer):
     """Reports the load of experts when there is a new one.
 
     While there is work, what is asked is read a turn of the loop later, when the steps that it counts are over: so the device is
@@ -38,6 +41,13 @@ class ExpertWatch:
         self._looked = clock() - _EVERY
         self._asked: Callable[[], list[list[int]]] | None = None
         self._told: ExpertLoad | None = None
+
+    def planned(self, step: PlannedStep) -> None:
+        step.moves = self.moves()
+
+    def report(self, message: Step, *, idle: bool) -> bool:
+        message.experts = self.take(idle=idle)
+        return message.experts is not None
 
     def take(self, *, idle: bool) -> ExpertLoad | None:
         """The load, if it is another than the last that was given; looked at once a second, and when there is no more work.

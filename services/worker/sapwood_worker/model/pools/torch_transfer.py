@@ -21,7 +21,7 @@ from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.page_movers import KernelMover, PageStorer, StagedStorer
 from sapwood_worker.model.pools.page_parts import PageParts, layer_groups, ranges_of
 from sapwood_worker.model.pools.transfer import Transfer
-from sapwood_worker.records.handoff_stages import reached
+from sapwood_worker.records.handoff import log_stage
 from sapwood_worker.records.page_copies import Copies, CopyReport, LatePages, PageCopy
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -234,7 +234,7 @@ class CudaTransfer:
             return
         (groups, computed, pages), self._during = self._during, None
         groups.finish(failed=failed)
-        reached("all layers queued")
+        log_stage("all layers queued")
         if failed or (copy := pages.take()) is None:
             return
         parts = self._host.parts.begin(copy.host.tolist())

@@ -21,7 +21,7 @@ from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.wire import LATER, NO, SILENCE_SECONDS, YES, Wire
 from sapwood_worker.core.cache.storage.record import Sealer
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
-from sapwood_worker.records.handoff_stages import reached
+from sapwood_worker.records.handoff import log_stage
 
 _COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
 _NAP_SECONDS, _SHORT_NAP_SECONDS = 1e-3, 2e-4
@@ -100,7 +100,6 @@ def send_parts(
     groups, known = source.pool.parts.groups, 0
     while known < len(groups):
         there = _reach(source, lease, coming, known, on_device=not sealed)
-        reached("layers there")
         ranges = [each for group in groups[known:there] for each in group]
         wire.send(_COUNT.pack(len(ranges)) + b"".join(_RANGE.pack(*each) for each in ranges))
         for sealer in sealers:
@@ -110,7 +109,6 @@ def send_parts(
                     wire.send(part)
         known = there
         wire.goes_on()
-    reached("all layers said")
     had = []
     for place, index in enumerate(coming):
         # The step has ended, or is about to.
@@ -120,7 +118,7 @@ def send_parts(
         else:
             wire.put(NO)
     wire.flush()
-    reached("all pages said")
+    log_stage("all pages said")
     return had
 
 

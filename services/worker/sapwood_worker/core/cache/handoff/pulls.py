@@ -28,8 +28,7 @@ from sapwood_worker.core.cache.host.host_pages import HostPage
 from sapwood_worker.core.cache.page_key import PageKey, PageName
 from sapwood_worker.core.cache.storage.executor import Executor
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES
-from sapwood_worker.records.handoff import HandoffTicket
-from sapwood_worker.records.handoff_stages import reached
+from sapwood_worker.records.handoff import HandoffTicket, log_stage
 
 logger = logging.getLogger(__name__)
 
@@ -273,9 +272,7 @@ class Pulls:
         released = self.arrivals.release(lambda pull: now >= pull.deadline or not self.arrivals.is_reading(pull))
         for serial in released:
             wanted = [name.key for name in self.arrivals[serial].wanted]
-            reached("request need not wait")
             self.counters.fallbacks += not self._ground.released(serial, wanted)
-            reached("pages shared")
         return released
 
     def wait(self, seconds: float) -> None:
@@ -287,9 +284,9 @@ class Pulls:
         if pull.cancelled:
             return None
         began = self._clock()
-        reached("read begins")
+        log_stage("read begins")
         good = self._ground.read(ticket, indices, batch)
-        reached("read ends")
+        log_stage("read ends")
         return _Read(good, self._clock() - began)
 
     def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:

@@ -26,7 +26,7 @@ from sapwood_worker.core.cache.handoff.movers import cuda_ipc, in_place, shm, tc
 from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.handoff.tls import PageTls
 from sapwood_worker.model.pools.host_pool import HostPool
-from sapwood_worker.records.handoff_stages import reached
+from sapwood_worker.records.handoff import log_stage
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class PageServer:
         asked = at.asked()
         if asked is None:
             return
-        reached("read asked for")
+        log_stage("read asked for")
         lease = self._source.leases.find(asked.transfer_id, asked.epoch)
         if lease is None:  # which is told at once
             self._send(at, asked, lease, connection)

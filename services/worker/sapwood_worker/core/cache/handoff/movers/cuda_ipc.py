@@ -29,7 +29,6 @@ from sapwood_worker.core.cache.handoff.wire import YES, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.model.pools.peer_pages import OwnPool, PeerPool, Targets, host_targets
 from sapwood_worker.records.handoff import HandoffTicket
-from sapwood_worker.records.handoff_stages import reached
 
 _WHERE = struct.Struct("<16sI")
 """The boot's name, and how many bytes follow that say what the pool is; 0: there is no such lease. Zeros alone: no pool."""
@@ -114,7 +113,6 @@ class CudaIpcMover:
         """Reads to ``targets`` of the pages with some numbers; ``take`` looks at a page's header or proof and says whether it is
         good. Returns whether each page was had; None: it is not in the source's GPU."""
         with dialled(ticket, way, indices, self._tls) as wire:
-            reached("asked")
             name, length = _WHERE.unpack(wire.receive(_WHERE.size))
             if name != boot_name() or length > _MOST_BYTES:
                 self._apart.add(ticket)
@@ -140,14 +138,12 @@ class CudaIpcMover:
         places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * count))]
         there = [number for number, place in enumerate(places) if place >= 0]
         headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))
-        reached("answered")
 
         def read(numbers: list[int], start: int, end: int) -> None:
             try:
                 peer.read([places[number] for number in numbers], targets(numbers), start, end)
             except (RuntimeError, KeyError) as error:
                 raise MoverError(str(error)) from error
-            reached("copied")
 
         had = [number for number, header in headers.items() if header]
         if had:
@@ -163,7 +159,6 @@ class CudaIpcMover:
             came = receive_parts(wire, len(coming), size, self.parts, read_part, sealed=sealed)
             headers.update(zip(coming, came, strict=True))
             had += [number for number in coming if headers[number]]
-        reached("all is said")
         wire.send(YES)
         answers: list[bool | None] = [None if place < 0 else False for place in places]
         for number in had:

@@ -49,7 +49,10 @@ COLOUR = {
 @pytest.fixture
 def pairs(demo_model: Any, start_cluster_of: Any) -> Iterator[Any]:
     flags = ("--roles", "prefill,prefill,decode,decode", "--threads", "1", "--router-disaggregate", "always")
-    flags += ("--worker-step-ms", "0")  # the long prompt is one step, however slow the machine: its pages are read layer by layer
+    flags += (
+        "--worker-step-ms",
+        "0",
+    )  # the long prompt is one step, however slow the machine: its pages are read layer by layer
     with start_cluster_of(*flags) as cluster:
         yield cluster
 

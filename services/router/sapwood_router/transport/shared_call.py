@@ -60,7 +60,7 @@ class SharedCall(ABC):
         self._share = dialer.share
         self._sending = Sending(None, _CHECK_INTERVAL, self._share.clock)
         self._suspect = False
-        """Whether the last call was given up because what was sent on it did not arrive, and this one has not shown better."""
+        """Whether what was sent did not arrive, or seems not to, and the call has not shown better since."""
 
     @property
     @abstractmethod
@@ -92,6 +92,10 @@ class SharedCall(ABC):
         """Whether nothing speaks against the way to the peer."""
         return not self._suspect
 
+    def distrust(self) -> None:
+        """The way to the peer seems blocked: :attr:`passes` is false until the next call has shown that large packets arrive."""
+        self._suspect = True
+
     def probe(self) -> None:
         """Sends what a path with a hole swallows, so that a hole is noticed though this call has nothing to send."""
         if self._stands and self._call is not None and self._call.ready and not self._sending.open:
@@ -110,7 +114,7 @@ class SharedCall(ABC):
             self._stuck()
             self.abandon(f"what is sent there has not arrived for {seconds:.1f} s")
             return
-        self._suspect = self._suspect and self._sending.open
+        self._suspect = self._suspect and not self._sending.has_arrived(len(_LARGE))
         asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._watch_sending, call)
 
     def finish(self) -> None:
@@ -129,6 +133,8 @@ class SharedCall(ABC):
             while not (self._finishing and not self.load):
                 end = await self._carry()
                 self._stands = False
+                if end.code is grpc.StatusCode.UNIMPLEMENTED:  # no call will ever stand to show that large packets arrive
+                    self._suspect = False
                 await asyncio.sleep(self._lost(end))
         finally:
             self._stands = False

@@ -112,3 +112,18 @@ def test_a_real_connection_and_what_is_no_tcp_are_well() -> None:
     one, other = socket.socketpair()
     with one, other:
         assert Sending(one, INTERVAL, lambda: 0.0).check() == 0.0
+
+
+def test_large_packets_have_arrived_when_the_kernel_counts_them_acknowledged() -> None:
+    watched = Watched()
+    assert not watched.sending.has_arrived(16_384), "nothing was written yet, so nothing is unacknowledged either"
+    watched.kernel.acknowledged = 300
+    watched.pass_by(0.2)
+    assert not watched.sending.has_arrived(16_384)
+    watched.kernel.acknowledged = 16_700
+    watched.pass_by(0.1)
+    assert watched.sending.has_arrived(16_384)
+
+
+def test_a_socket_without_counts_has_let_all_arrive() -> None:
+    assert Sending(None, INTERVAL, lambda: 0.0).has_arrived(16_384)

@@ -54,6 +54,10 @@ class Sending:
         self._acknowledged = self._sent_again = b""
         self.open = False
 
+    def has_arrived(self, size: int) -> bool:
+        """Whether the last check found at least ``size`` bytes acknowledged since the connection began; true where none are counted."""
+        return self._socket is None or int.from_bytes(self._acknowledged, sys.byteorder) >= size
+
     def check(self) -> float:
         """Seconds in which nothing was acknowledged though the kernel sent it again; 0: all is well, or nothing was sent."""
         if self._socket is None:
@@ -64,6 +68,7 @@ class Sending:
             self._socket = None
             return 0.0
         if len(info) < _SIZE:
+            self._socket = None
             return 0.0
         held_back = _fails_to_send(info)
         self.open = held_back or any(info[_UNACKNOWLEDGED])

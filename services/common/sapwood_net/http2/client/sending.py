@@ -55,7 +55,7 @@ class Sending:
         self.open = False
 
     def has_arrived(self, size: int) -> bool:
-        """Whether the last check found at least ``size`` bytes acknowledged since the connection began; true where none are counted."""
+        """Whether at least ``size`` bytes were acknowledged by the last check; true where nobody counts them."""
         return self._socket is None or int.from_bytes(self._acknowledged, sys.byteorder) >= size
 
     def check(self) -> float:

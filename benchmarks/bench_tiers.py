@@ -63,7 +63,7 @@ def store_url(kind: str) -> Iterator[str]:
 @contextlib.contextmanager
 def worker(url: str) -> Iterator[worker_pb2_grpc.WorkerStub]:
     log = tempfile.NamedTemporaryFile("w+", prefix="sapwood-bench-")  # noqa: SIM115 -- closed with the worker
-    flags = ("--port", "0", "--kv-cache-gb", "0.5", "--host-cache-ratio", "2", "--storage-prefetch", "wait_complete")
+    flags = ("--port", "0", "--kv-cache-gb", "0.5", "--host-cache", "ratio=2", "--storage-prefetch", "wait_complete")
     command = [sys.executable, "-m", "sapwood_worker", *flags, "--storage", url, "--max-step-tokens", "2048"]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
     with log, killed_at_the_end([process]):

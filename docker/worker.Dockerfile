@@ -6,7 +6,7 @@
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
 ARG VARIANT=cpu
-# "mooncake" for --storage mooncake:// and --handoff-mover mooncake: 140 MB more; "nixl" for --storage nixl:// and --handoff-mover nixl: 130 MB more.
+# "mooncake" for --storage mooncake:// and --kv-transfer mooncake: 140 MB more; "nixl" for --storage nixl:// and --kv-transfer nixl: 130 MB more.
 ARG EXTRAS=""
 
 # The sources as a wheel. This stage is the same in every image's file, so it is built once for all of them.

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from sapwood.cli.main import build_parser as sapwood_parser
-from sapwood_common.settings.config import ServiceConfig, build_parser
+from sapwood_common.settings.config import ServiceConfig, build_parser, flag_of
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
@@ -25,25 +25,39 @@ HEAD = """\
 Written by `make docs` from the parsers that answer `--help`; a test checks that it is fresh.
 
 A setting of a service is, first match wins: its flag, its environment variable, its entry in the YAML file that `--config`
-names (the flag's name with underscores: `drain_timeout: 10`), the default. One that would change nothing beside the others, such
+names (the flag's name with underscores: `drain_timeout: 10`), the default. One that would have no effect with the others, such
 as `--storage` without a second tier, is refused at the start, by its name.
 
+Some settings have several parts. The first is given alone, others by name: `--queue-size 512,wait=10`; a YAML file may hold a
+mapping, `queue_size: {size: 512, wait: 10}`. Parts that are left out have the defaults shown. `--no-prefix-cache` is
+`--prefix-cache off`.
+
 `sapwood up` takes every flag of every service with the service's name before it, and `sapwood up --help` shows them by service.
-What no flag says, and none of the variables SAPWOOD_UP_..., is the service's own variable, file or default. These two are one:
+A setting without such a flag or a variable SAPWOOD_UP_... comes from the service's own variable, file or default. These two
+commands do the same:
 
 ```bash
 sapwood up --worker-max-running 8 --router-policy least_load --tokenizer-tool-parser hermes
 SAPWOOD_WORKER_MAX_RUNNING=8 SAPWOOD_ROUTER_POLICY=least_load SAPWOOD_TOKENIZER_TOOL_PARSER=hermes sapwood up
 ```
 
-Ports of workers are the first one's; each further worker takes the next. `--router-workers` and `--router-tokenizer` name others
-beside those that `sapwood up` starts. With TLS at the router it is ready when its health says so on `--router-health-port`, a
-free one unless given.
+Ports of workers are the first worker's; each further worker takes the next. `--router-workers` and `--router-tokenizer` add to
+those that `sapwood up` starts. A router with TLS is ready when its health check says so on `--router-health-port`, a free port
+unless given.
 
 `SAPWOOD_HOME` (default `~/.cache/sapwood`) is where models and the history of `sapwood chat` are kept.
 """
 
-_HELP = re.compile(r"(?P<text>.*?) \[(?:(?P<variable>[A-Z_]+); )?default: (?P<default>.*)\]", re.DOTALL)
+_OLD = """\
+## Old names
+
+Settings of 0.1 under another name. Flag, variable and YAML entry still work in 0.2; a warning names the new one.
+
+| service | 0.1 | 0.2 |
+|---|---|---|
+"""
+
+_HELP = re.compile(r"(?P<text>.*?) \[(?:(?P<variable>[A-Z0-9_]+); )?default: (?P<default>.*)\]", re.DOTALL)
 
 
 def main() -> None:
@@ -69,7 +83,16 @@ def render() -> str:
     (verbs,) = [action for action in sapwood_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     for verb in ("up", "generate", "chat"):
         parts += [f"## `sapwood {verb}`\n", table(verbs.choices[verb])]
+    parts.append(_OLD + "".join(old_names(name, config) for name, config in services))
     return "\n".join(parts)
+
+
+def old_names(service: str, config: type[ServiceConfig]) -> str:
+    """The rows of a service's settings that got another name."""
+    return "".join(
+        f"| {service} | `{flag_of(old)}` | `{flag_of(new.setting)}{f' {new.part}=' if new.part else ''}` |\n"
+        for old, new in config.retired.items()
+    )
 
 
 def table(parser: argparse.ArgumentParser) -> str:

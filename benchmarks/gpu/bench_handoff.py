@@ -313,7 +313,7 @@ def main() -> None:
         write_model(options.model, folder)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         flags = ["--port", "0", "--max-running", "8", "--max-step-tokens", "8192"]
-        flags += ["--host-cache-gb", str(options.host_gb)]
+        flags += ["--host-cache", str(options.host_gb)]
         if options.worker_module == REAL_WORKER:
             flags += ["--model", str(folder), "--load-format", "dummy", "--device", options.device]
             flags += ["--kv-cache-gb", str(options.kv_gb), "--context-length", "16384"]

@@ -82,7 +82,7 @@ class Pair:
         self._draw = random.Random(1)
         shared = ["--port", "0", "--model", str(folder), "--served-model-name", "pair"]
         flags = ["--load-format", "dummy", "--device", options.device, "--kv-cache-gb", str(options.kv_gb)]
-        flags += ["--host-cache-gb", str(options.host_gb), "--handoff-mover", options.mover]
+        flags += ["--host-cache", str(options.host_gb), "--kv-transfer", options.mover]
         flags += ["--context-length", "16384"]
         flags += ["--max-running", "256", "--max-step-tokens", str(options.step_tokens)]
         flags += ["--log-level", "debug"] if options.stages else []
@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="A folder with a config.json.")
     parser.add_argument("--only", default="handoff,decode,mixes", help="Which parts.")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--mover", default="auto", help="--handoff-mover of the workers.")
+    parser.add_argument("--mover", default="auto", help="--kv-transfer of the workers.")
     parser.add_argument("--kv-gb", type=float, default=40.0, help="KV cache of each worker in GiB.")
     parser.add_argument("--host-gb", type=float, default=12.0, help="Its second tier in GiB.")
     parser.add_argument("--step-tokens", type=int, default=8192, help="Most tokens of a step.")

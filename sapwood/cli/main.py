@@ -102,7 +102,7 @@ _ELSEWHERE = {
     "enable-dp-attention": "--worker-data-parallel-attention",
     "enforce-eager": "--no-worker-cuda-graphs",
     "gpu-memory-utilization": "--worker-memory-fraction",
-    "guided-decoding-backend": "--worker-grammar-backend",
+    "guided-decoding-backend": "--worker-structured-output",
     "max-model-len": "--worker-context-length",
     "max-num-batched-tokens": "--worker-max-step-tokens",
     "max-num-seqs": "--worker-max-running",

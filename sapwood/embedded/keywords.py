@@ -20,7 +20,9 @@ from sapwood.cli.fetch import fetch_models
 from sapwood.cli.services import Services, read_service
 from sapwood.errors import InvalidArgumentError
 from sapwood_common.cores import usable_cores
+from sapwood_common.settings.compound import parts_of
 from sapwood_common.settings.config import ServiceConfig
+from sapwood_common.settings.retired import compound_of
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
@@ -57,7 +59,7 @@ def read_keywords(options: Mapping[str, Any], workers: int, defaults: Mapping[st
         for option, value in source.items():
             if value is not None:
                 for service, field in _places(option):
-                    given[service][field] = _plain(value)
+                    given[service][field] = _joined(_CLASSES[service], field, given[service].get(field), _plain(value))
     given["worker"].setdefault("threads", max(1, usable_cores() // workers))
     files = {service: fields.pop("config", None) for service, fields in given.items()}
     try:
@@ -88,9 +90,9 @@ def provide_model(services: Services) -> None:
 def _places(option: str) -> list[tuple[str, str]]:
     """Services and fields that an option sets. Raises InvalidArgumentError if there are none."""
     service, _, field = option.partition("_")
-    if service in _CLASSES and (field in _CLASSES[service].model_fields or field == "config"):
+    if service in _CLASSES and (_takes(_CLASSES[service], field) or field == "config"):
         return [(service, field)]
-    found = [name for name, cls in _CLASSES.items() if option in cls.model_fields]
+    found = [name for name, cls in _CLASSES.items() if _takes(cls, option)]
     if len(found) > 1 and option not in _OF_ALL:
         named = " or ".join(f"{name}_{option}" for name in found)
         raise _refusal(f"several services have a {option}: {named}", option)
@@ -100,6 +102,16 @@ def _places(option: str) -> list[tuple[str, str]]:
         similar = difflib.get_close_matches(option, sorted(known), n=1)
         raise _refusal(f"there is no option {option!r}" + (f"; {similar[0]}?" if similar else ""), option)
     return [(name, option) for name in found]
+
+
+def _takes(cls: type[ServiceConfig], option: str) -> bool:
+    return option in cls.model_fields or option in cls.retired
+
+
+def _joined(cls: type[ServiceConfig], field: str, default: Any, value: Any) -> Any:
+    """A value; of a setting of several parts, with those of the default that the value does not give."""
+    compound = compound_of(cls, field) if field in cls.model_fields and default is not None else None
+    return value if compound is None else parts_of(compound, default) | parts_of(compound, value)
 
 
 def _plain(value: Any) -> Any:

@@ -46,10 +46,9 @@ class PrivateCluster:
             "worker_port": 0,
             # A busy program is no reason to take a worker for lost, and one that was lost is started anew.
             "worker_silence": 30.0,
-            "resume_grace": 300.0,
+            "most_resumptions": {"grace": 300.0},
             "tokenizer_grace": 300.0,
-            "queue_size": _MOST_QUEUED,
-            "queue_wait": _WEEK,
+            "queue_size": {"size": _MOST_QUEUED, "wait": _WEEK},
             "request_timeout": _WEEK,
             "status_page": "off",
             "drain_timeout": 5.0,

@@ -64,17 +64,17 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
         num_pages=num_pages,
         embedding_size=config.embedding_size,
         tensor_parallel=config.tensor_parallel,
-        pipeline_parallel=config.pipeline_parallel,
+        pipeline_parallel=config.pipeline_parallel.stages,
         attention_ranks=config.tensor_parallel if config.data_parallel_attention else 1,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)
         time.sleep(config.load_seconds)
-    vocabulary = _vocabulary(config.vocab_size) if config.structured_output else None
+    vocabulary = _vocabulary(config.vocab_size) if config.structured_output.on else None
     host_pages = host_pool_pages(
         page_bytes=config.page_size * 8,
         num_device_pages=num_pages,
-        gigabytes=config.host_cache_gb,
+        gigabytes=config.host_cache.gb,
         ratio=config.tier_ratio,
     )
     size = config.page_size * 8

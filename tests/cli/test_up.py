@@ -126,7 +126,7 @@ def test_an_address_that_is_not_this_machines_is_named_by_its_flag(capsys: pytes
 
 def test_each_further_worker_has_the_next_ports() -> None:
     services = read("--worker-port", "6000", "--worker-kv-events-port", "7000", "--worker-metrics-port", "0")
-    assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0, "handoff_port": 0}
+    assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0, "kv_transfer_port": 0}
 
 
 def test_roles_are_those_of_each_worker_and_say_how_many_there_are() -> None:
@@ -149,7 +149,10 @@ def test_ports_auto_leaves_those_that_are_named() -> None:
     ("flags", "said"),
     [
         (["--worker-max-running", "0"], "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: "),
-        (["--router-heartbeat-ms", "x"], "--router-heartbeat-ms / SAPWOOD_ROUTER_HEARTBEAT_MS: "),
+        (
+            ["--router-worker-silence", "heartbeat_ms=x"],
+            "--router-worker-silence heartbeat_ms / SAPWOOD_ROUTER_WORKER_SILENCE: ",
+        ),
         (["--router-worker-silence", "0.1"], "--router-worker-silence / SAPWOOD_ROUTER_WORKER_SILENCE: "),
         (["--tokenizer-config", "/nowhere.yaml"], "--tokenizer-config: cannot read /nowhere.yaml"),
         (
@@ -221,8 +224,8 @@ def test_help_shows_the_flags_by_service(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_a_service_says_of_its_flags_is_said_of_ups() -> None:
     worker = read().worker
-    assert worker.reworded("--storage needs a second tier: --host-cache-gb or --host-cache-ratio") == (
-        "--worker-storage needs a second tier: --worker-host-cache-gb or --worker-host-cache-ratio"
+    assert worker.reworded("--storage needs a second tier: --host-cache") == (
+        "--worker-storage needs a second tier: --worker-host-cache"
     )
     assert worker.reworded("turn off with --no-prefix-cache, not --prefix-caches") == (
         "turn off with --no-worker-prefix-cache, not --prefix-caches"

@@ -178,7 +178,7 @@ def test_workers_of_each_role_reach_the_pages_of_all_as_roles_change() -> None:
         assert settings[name]["data"]["SAPWOOD_WORKER_ROLE"] == role
         assert pods[name]["spec"]["serviceName"] == "worker"
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert str(ports["handoff"]) == settings[name]["data"]["SAPWOOD_WORKER_HANDOFF_PORT"]
+        assert str(ports["handoff"]) == settings[name]["data"]["SAPWOOD_WORKER_KV_TRANSFER_PORT"]
     policies = {name: policy["spec"] for name, policy in of_kind(items, "NetworkPolicy").items()}
     (let_in,) = policies["handoff"]["ingress"]
     (let_out,) = policies["handoff-reads"]["egress"]

@@ -23,7 +23,7 @@ def test_a_setting_goes_to_each_service_that_has_it_and_with_a_name_before_it_to
         "model": None,
     }
     services = read_keywords(options, 2, {"max_running": 9, "worker_silence": 30.0})
-    assert (services.worker.config.max_running, services.router.config.worker_silence) == (7, 30.0)
+    assert (services.worker.config.max_running, services.router.config.worker_silence.seconds) == (7, 30.0)
     assert (services.tokenizer.config.log_level, services.router.config.log_level) == ("error", "debug")
     assert services.router.config.policy == "least_load" and services.worker.config.threads is not None
     assert read_keywords({"threads": 3}, 2, {}).worker.config.threads == 3

@@ -206,7 +206,7 @@ def test_what_xgrammar_takes_of_the_hundred_schemas_it_completes_validly(
 
 
 def test_an_unknown_backend_is_named_with_those_there_are(vocabulary):
-    with pytest.raises(ConfigError, match=r"--grammar-backend nope: 'nope' is none of llguidance, xgrammar"):
+    with pytest.raises(ConfigError, match=r"--structured-output backend=nope: 'nope' is none of llguidance, xgrammar"):
         make_backend("nope", GrammarNeeds(vocabulary, len(vocabulary.tokens), (), 1.0))
 
 

@@ -13,9 +13,9 @@ from sapwood_router.config import RouterConfig
     ("flags", "named"),
     [
         (("--request-timeout", "inf"), "--request-timeout"),  # no event loop can wait for that
-        (("--queue-wait", "nan"), "--queue-wait"),
+        (("--queue-size", "9,wait=nan"), "--queue-size wait"),
         (("--worker-silence", "0.3"), "--worker-silence"),  # every worker would be lost again and again
-        (("--heartbeat-ms", "2000"), "--worker-silence"),
+        (("--worker-silence", "heartbeat_ms=2000"), "--worker-silence"),
     ],
 )
 def test_they_are_named(flags: tuple[str, ...], named: str) -> None:
@@ -26,7 +26,7 @@ def test_they_are_named(flags: tuple[str, ...], named: str) -> None:
 
 
 def test_a_slow_heartbeat_and_a_patient_router_are_fine() -> None:
-    assert RouterConfig(heartbeat_ms=2000, worker_silence=4).worker_silence == 4
+    assert RouterConfig.model_validate({"worker_silence": "4,heartbeat_ms=2000"}).worker_silence.seconds == 4
 
 
 @pytest.mark.parametrize(

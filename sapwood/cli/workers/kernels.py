@@ -89,17 +89,18 @@ def _config(flags: str) -> str:
     from sapwood_common.errors import ConfigError
     from sapwood_common.settings.config import build_parser, given_settings, load_config
     from sapwood_worker.config import WorkerConfig
+    from sapwood_worker.settings.compounds import Kernels
 
     try:
         given = build_parser(WorkerConfig, "--worker", "").parse_args(shlex.split(flags))
         config = load_config(WorkerConfig, given_settings(WorkerConfig, given), given.config)
     except (ConfigError, ValueError) as error:
         raise CliError(f'--worker "{flags}": {error}', REFUSED) from None
-    if config.tensor_parallel * config.pipeline_parallel > 1:
+    if config.ranks > 1:
         raise CliError(
             f'--worker "{flags}": kernels are built on one GPU; a model that is split compiles its own', REFUSED
         )
-    changed = {"load_format": "dummy", "device": "cuda", "kernels": None, "kernels_wait": True}
+    changed = {"load_format": "dummy", "device": "cuda", "kernels": Kernels(wait=True)}
     return config.model_copy(update=changed).model_dump_json()
 
 

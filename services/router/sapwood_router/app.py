@@ -101,7 +101,7 @@ class RouterApplication:
     ) -> None:
         self._config = config
         self._metrics = MetricSet()
-        self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
+        self._tracing = start_tracing("sapwood-router", config.trace_endpoint.address, config.trace_endpoint.ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         if config.metrics_of:
             self._metrics.registry.register(JoinedMetrics(config.metrics_of))
@@ -111,7 +111,7 @@ class RouterApplication:
         self._backends = config.backends_by_address
         self._lookup = lookup
         self._make_parser = make_parser
-        self._blocks = BlockIndex(config.block_index_bytes)
+        self._blocks = BlockIndex(config.kv_events.bytes)
         parts = PolicyParts(config.cache_index_bytes, random.Random(), time.monotonic, self._blocks)
         self._policies = PolicyBook(
             config.policy,
@@ -123,11 +123,11 @@ class RouterApplication:
         )
         self._lag = LoopLag()
         self.heavy = HeavyWork()
-        self._silence_limit = SilenceLimit(config.worker_silence, self._lag)
+        self._silence_limit = SilenceLimit(config.worker_silence.seconds, self._lag)
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         own = {model: self._make_tokenizer(where) for model, where in config.tokenizers_of_models.items()}
         self._tokenizers = Tokenizers(self._make_tokenizer(config.tokenizers), own, self.registry)
-        settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
+        settings = AdmissionSettings(most_waiting=config.queue_size.size, most_wait=config.queue_size.wait)
         self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time, random.Random())
         self._slices = (
             None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
@@ -145,12 +145,12 @@ class RouterApplication:
         router_metrics.watch_lag(self._lag, self._silence_limit, self.registry)
         observer = RequestObserver(router_metrics, self._tracing, RequestLog(config.log_requests))
         retry = RetryPolicy(
-            RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
+            RetrySettings(attempts=config.retry_attempts.attempts, ratio=config.retry_attempts.budget),
             asyncio.get_running_loop().time,
             random.Random(),
         )
         sessions = self._sessions = SessionStore(
-            SessionLimits(config.max_sessions, config.session_tokens, config.session_ttl),
+            SessionLimits(config.max_sessions.count, config.max_sessions.tokens, config.max_sessions.ttl),
             WorkerPins(self._worker_dialer),
             router_metrics.session_grew,
             asyncio.get_running_loop().time,
@@ -164,8 +164,8 @@ class RouterApplication:
             self._admission,
             self._policies,
             retry,
-            lambda: Failover(retry, config.most_resumptions),
-            config.resume_grace,
+            lambda: Failover(retry, config.most_resumptions.count),
+            config.most_resumptions.grace,
             observer,
             sessions,
             Disaggregation(config.disaggregate, self.registry, self._policies, costs),
@@ -187,7 +187,7 @@ class RouterApplication:
             telemetry=calls,
             tls=tls,
             gate=guard,
-            max_request_bytes=config.max_body_bytes,
+            max_request_bytes=config.max_body_bytes.bytes,
             memory=bodies,
             heavy=self.heavy,
             health_address=config.health_address,
@@ -219,7 +219,7 @@ class RouterApplication:
             local=listens_on_loopback(config.http_host or config.host),
         )
         shown = self.status if config.shows_status else None
-        responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
+        responses = ResponseStore(config.stored_responses.count, config.stored_responses.bytes)
         for_clients = None if config.separates_operators else steering
         registry = self._metrics.registry if config.metrics_port is None else None
         routes = all_routes(pipeline, self.problem, responses, for_clients, registry, shown, origins)
@@ -230,7 +230,7 @@ class RouterApplication:
             routes,
             self._server.draining,
             request_timeout=config.request_timeout,
-            max_body_bytes=config.max_body_bytes,
+            max_body_bytes=config.max_body_bytes.bytes,
             tracing=self._tracing,
             guard=guard,
             origins=origins,
@@ -294,11 +294,11 @@ class RouterApplication:
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
             self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")
-        host, _, port = (self._config.workers_dns or "").rpartition(":")
+        host, _, port = (self._config.workers_dns.name or "").rpartition(":")
         named = partial(self._fleet.name, "service discovery")
-        interval = self._config.workers_dns_interval
-        if self._config.workers_dns is not None and not (host and port.isdigit()):
-            raise ConfigError(f"--workers-dns: {self._config.workers_dns!r} is not name:port")
+        interval = self._config.workers_dns.interval
+        if self._config.workers_dns.name is not None and not (host and port.isdigit()):
+            raise ConfigError(f"--workers-dns: {self._config.workers_dns.name!r} is not name:port")
         lookups = partial(follow_name, host, int(port), named, interval, self._lookup) if host else None
         if self._slices is not None:  # names in DNS are for when the API server does not answer
             self._spawn(follow_endpoint_slices(*self._slices, named, lookups), "EndpointSlices")
@@ -362,12 +362,12 @@ class RouterApplication:
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
         config = self._config
         if (backend := worker.backend) is not None:
-            probe = BackendProbe(worker, backend, self.registry, config.backend_interval, self._worker_lost)
+            probe = BackendProbe(worker, backend, self.registry, config.backend_silence.interval, self._worker_lost)
             return [self._spawn(probe.run(), f"probe of {worker.address}")]
         connection = WorkerConnection(
             worker,
             self.registry,
-            config.heartbeat_ms,
+            config.worker_silence.heartbeat_ms,
             self._silence_limit,
             self._worker_lost,
             self._fleet.hand_over,
@@ -375,7 +375,7 @@ class RouterApplication:
             self._worker_dialer,
         )
         tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
-        if config.kv_events and self._policies.reads_events:
+        if config.kv_events.on and self._policies.reads_events:
             drifts = self._router_metrics.drifts.at(worker=worker.address)
             monitor = KvEventMonitor(worker, self._blocks, self._worker_dialer, drifts.inc).run()
             tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))
@@ -390,9 +390,9 @@ class RouterApplication:
     def _make_worker(self, address: str) -> Worker:
         config = self._config
         settings = BreakerSettings(
-            consecutive=config.breaker_failures,
-            failure_rate=config.breaker_failure_rate,
-            open_seconds=config.breaker_open_seconds,
+            consecutive=config.breaker_failures.failures,
+            failure_rate=config.breaker_failures.rate,
+            open_seconds=config.breaker_failures.open_seconds,
         )
 
         def on_change(state: BreakerState) -> None:
@@ -405,7 +405,7 @@ class RouterApplication:
 
         spec = self._backends.get(address) or backend_at(address)
         self._http_client = self._http_client or HttpClient()
-        backend = Backend(spec, self._http_client, config.backend_silence)
+        backend = Backend(spec, self._http_client, config.backend_silence.seconds)
         worker = Worker(address, breaker, time.monotonic, self._worker_has_room, backend)
         if spec.name or spec.model:  # a model that is known, though nobody serves it yet
             worker.model = served_by(spec, None, epoch=0)

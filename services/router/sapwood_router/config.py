@@ -1,17 +1,19 @@
-"""What the router can be told."""
+"""The settings of the router."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from sapwood_common.settings.compound import Compound, Switch
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.needs import Needs
+from sapwood_common.settings.retired import retired_parts
 from sapwood_router.routing.factory import policy_names
 from sapwood_router.transport.backend.spec import BackendSpec, backend_at, has_credentials, parse_backend
 
@@ -40,6 +42,94 @@ _FORGETFUL = frozenset(
 """Policies that go by load, chance or the request alone. Whether those that packages bring do so is not known here."""
 
 
+class BackendSilence(Compound):
+    """``--backend-silence``."""
+
+    seconds: float = Field(default=60.0, gt=0)
+    interval: float = Field(default=5.0, gt=0)
+
+
+class WorkersDns(Compound):
+    """``--workers-dns``."""
+
+    name: str | None = None
+    interval: float = Field(default=5.0, gt=0)
+
+
+class FollowEvents(Switch):
+    """``--kv-events``."""
+
+    on: bool = True
+    bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+
+
+class WorkerSilence(Compound):
+    """``--worker-silence``."""
+
+    seconds: float = Field(default=1.0, gt=0)
+    heartbeat_ms: int = Field(default=200, ge=10)
+
+    @model_validator(mode="after")
+    def _outlasts_heartbeats(self) -> Self:
+        heartbeat = self.heartbeat_ms / 1000
+        if self.seconds < 2 * heartbeat:
+            raise ValueError(
+                f"workers that say something each {heartbeat:g} s would be lost: at least {2 * heartbeat:g}"
+            )
+        return self
+
+
+class Resumptions(Compound):
+    """``--most-resumptions``."""
+
+    count: int = Field(default=3, ge=0)
+    grace: float = Field(default=10.0, ge=0)
+
+
+class Queue(Compound):
+    """``--queue-size``."""
+
+    size: int = Field(default=1024, ge=0)
+    wait: float = Field(default=30.0, gt=0)
+
+
+class Retries(Compound):
+    """``--retry-attempts``."""
+
+    attempts: int = Field(default=4, ge=1)
+    budget: float = Field(default=0.2, ge=0)
+
+
+class Breaker(Compound):
+    """``--breaker-failures``."""
+
+    failures: int = Field(default=5, ge=1)
+    rate: float = Field(default=0.5, gt=0, le=1)
+    open_seconds: float = Field(default=1.0, gt=0)
+
+
+class Bodies(Compound):
+    """``--max-body-bytes``."""
+
+    bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    memory: int | None = Field(default=None, ge=1)
+
+
+class StoredResponses(Compound):
+    """``--stored-responses``."""
+
+    count: int = Field(default=1000, ge=0)
+    bytes: int = Field(default=64 * 1024 * 1024, ge=1)
+
+
+class Sessions(Compound):
+    """``--max-sessions``."""
+
+    count: int = Field(default=64, ge=0)
+    tokens: int = Field(default=65536, ge=1)
+    ttl: float = Field(default=3600.0, gt=0)
+
+
 class RouterConfig(ServiceConfig):
     """Configuration of ``python -m sapwood_router``."""
 
@@ -49,24 +139,51 @@ class RouterConfig(ServiceConfig):
         Needs(("peer_cert", "peer_key", "worker_name"), lambda config: config.peer_ca is not None, "without {peer_ca}"),
         Needs(("peer_cert",), lambda config: config.peer_key is not None, "without {peer_key}"),
         Needs(("peer_key",), lambda config: config.peer_cert is not None, "without {peer_cert}"),
-        Needs(("workers_dns_interval",), lambda config: config.workers_dns is not None, "without {workers_dns}"),
+        Needs(("workers_dns.interval",), lambda config: config.workers_dns.name is not None, "without a name"),
         Needs(
-            ("cache_index_bytes", "kv_events", "block_index_bytes"),
+            ("cache_index_bytes", "kv_events", "kv_events.bytes"),
             lambda config: not _FORGETFUL.issuperset(config.policies),
             "where no {policy} goes by what workers hold, as cache_aware does",
         ),
-        Needs(("block_index_bytes",), lambda config: config.kv_events, "without {kv_events}"),
+        Needs(("kv_events.bytes",), lambda config: config.kv_events.on, "without {kv_events}"),
         Needs(
             ("shadow_policies",),
             lambda config: config.model_policies or set(config.shadow_policies) != {config.policy},
             "where it is the {policy} that decides",
         ),
         Needs(("decode_policy",), lambda config: config.disaggregate != "never", "with {disaggregate} never"),
-        Needs(("queue_wait",), lambda config: config.queue_size > 0, "where {queue_size} is 0"),
-        Needs(("stored_response_bytes",), lambda config: config.stored_responses > 0, "where {stored_responses} is 0"),
-        Needs(("session_tokens", "session_ttl"), lambda config: config.max_sessions > 0, "where {max_sessions} is 0"),
-        Needs(("retry_budget",), lambda config: config.retry_attempts > 1, "where {retry_attempts} is 1"),
+        Needs(("queue_size.wait",), lambda config: config.queue_size.size > 0, "where {queue_size} is 0"),
+        Needs(
+            ("stored_responses.bytes",),
+            lambda config: config.stored_responses.count > 0,
+            "where {stored_responses} is 0",
+        ),
+        Needs(
+            ("max_sessions.tokens", "max_sessions.ttl"),
+            lambda config: config.max_sessions.count > 0,
+            "where {max_sessions} is 0",
+        ),
+        Needs(
+            ("retry_attempts.budget",),
+            lambda config: config.retry_attempts.attempts > 1,
+            "where {retry_attempts} is 1",
+        ),
     )
+
+    retired: ClassVar = {
+        **ServiceConfig.retired,
+        **retired_parts("backend_silence", backend_interval="interval"),
+        **retired_parts("workers_dns", workers_dns_interval="interval"),
+        **retired_parts("kv_events", block_index_bytes="bytes"),
+        **retired_parts("worker_silence", heartbeat_ms="heartbeat_ms"),
+        **retired_parts("most_resumptions", resume_grace="grace"),
+        **retired_parts("queue_size", queue_wait="wait"),
+        **retired_parts("retry_attempts", retry_budget="budget"),
+        **retired_parts("breaker_failures", breaker_failure_rate="rate", breaker_open_seconds="open_seconds"),
+        **retired_parts("max_body_bytes", body_memory_bytes="memory"),
+        **retired_parts("stored_responses", stored_response_bytes="bytes"),
+        **retired_parts("max_sessions", session_tokens="tokens", session_ttl="ttl"),
+    }
 
     model_config = SettingsConfigDict(env_prefix="SAPWOOD_ROUTER_", extra="forbid", frozen=True)
 
@@ -131,29 +248,25 @@ class RouterConfig(ServiceConfig):
         "VARIABLE holds the key. A server without name and key may also be among --workers: http://host:8000 or "
         "http://host:8000#MODEL.",
     )
-    backend_interval: float = Field(
-        5.0,
-        gt=0,
-        description="Seconds between two checks of a backend, in which it is asked for its models; after three without an "
-        "answer it is down.",
-    )
-    backend_silence: float = Field(
-        60.0, gt=0, description="Seconds that a backend's stream may say nothing before it counts as broken."
+    backend_silence: Annotated[BackendSilence, NoDecode] = Field(
+        BackendSilence(),
+        description="Seconds that a backend's stream may say nothing before it counts as broken. interval: seconds between two "
+        "checks, in which a backend is asked for its models; after three without an answer it is down.",
     )
     workers_file: Path | None = Field(
         None, description="File of further workers, one host:port or URL a line; followed as it changes."
     )
-    workers_dns: str | None = Field(
-        None,
-        description="name:port of which every address is a worker, such as a headless service; it is looked up again and again. "
-        "Beside --kubernetes-service it counts only while the API server does not answer.",
+    workers_dns: Annotated[WorkersDns, NoDecode] = Field(
+        WorkersDns(),
+        description="NAME:PORT[,interval=SECONDS]: each address of that name is a worker, such as those of a headless service. "
+        "The name is looked up again after each interval. With --kubernetes-service it counts only while the API server does not "
+        "answer.",
     )
     kubernetes_service: str | None = Field(
         None,
         description="NAMESPACE/NAME:PORT of a Kubernetes service whose endpoints are further workers, followed through the "
         "API server (EndpointSlices); PORT is the port's name or number.",
     )
-    workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
     policy: PolicyName = Field(
         "cache_aware",
         description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, least_tokens, "
@@ -178,49 +291,42 @@ class RouterConfig(ServiceConfig):
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
-    kv_events: bool = Field(
-        True, description="Follow the workers' KV events, so that the cache_aware policy knows what each worker holds."
-    )
-    block_index_bytes: int = Field(
-        256 * 1024 * 1024, ge=0, description="Memory for the index that the workers' KV events fill, in bytes."
+    kv_events: Annotated[FollowEvents, NoDecode] = Field(
+        FollowEvents(),
+        description="Follow the workers' KV events, so that the cache_aware policy knows what each worker holds. bytes: memory "
+        "for the index that they fill.",
     )
     health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
-    heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
-    worker_silence: float = Field(
-        1.0,
-        gt=0,
-        validate_default=True,
+    worker_silence: Annotated[WorkerSilence, NoDecode] = Field(
+        WorkerSilence(),
         description="Seconds of silence after which a worker is lost; at least two heartbeats. Up to three times as long if its "
-        "event loop or the router's has lately run late.",
+        "event loop or the router's has lately run late. heartbeat_ms: workers send something at least this often.",
     )
-    most_resumptions: int = Field(
-        3,
-        ge=0,
-        description="How many workers a request may lose, going on elsewhere each time, before it fails; workers that drained or "
-        "were removed do not count.",
-    )
-    resume_grace: float = Field(
-        10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
+    most_resumptions: Annotated[Resumptions, NoDecode] = Field(
+        Resumptions(),
+        description="How many workers a request may lose, and continue on another each time, before it fails; workers that "
+        "drained or were removed do not count. grace: seconds that a request whose worker was lost waits for "
+        "another if there is none.",
     )
     requests_per_worker: int = Field(
         0,
         ge=0,
         description="Most requests that a worker is given at a time, others wait; 0: twice what it runs at once.",
     )
-    queue_size: int = Field(1024, ge=0, description="Requests that may wait for workers to have room.")
-    queue_wait: float = Field(
-        30.0,
-        gt=0,
-        description="Seconds that a request may wait; one that would wait longer, or past its deadline, is refused.",
+    queue_size: Annotated[Queue, NoDecode] = Field(
+        Queue(),
+        description="Requests that may wait for workers to have room. wait: seconds that a request may wait; one that would wait "
+        "longer, or past its deadline, is refused.",
     )
-    retry_attempts: int = Field(4, ge=1, description="How many workers are asked at most if workers refuse a request.")
-    retry_budget: float = Field(0.2, ge=0, description="Most retries of refused requests, as a share of all requests.")
-    breaker_failures: int = Field(5, ge=1, description="Failures in a row after which a worker is left alone.")
-    breaker_failure_rate: float = Field(
-        0.5, gt=0, le=1, description="Share of failed requests in the last 10 s (of at least 10) that does the same."
+    retry_attempts: Annotated[Retries, NoDecode] = Field(
+        Retries(),
+        description="How many workers are asked at most if workers refuse a request. budget: most retries of refused requests, "
+        "as a share of all requests.",
     )
-    breaker_open_seconds: float = Field(
-        1.0, gt=0, description="Seconds that it is left alone at first; each failed probe doubles them, up to 30."
+    breaker_failures: Annotated[Breaker, NoDecode] = Field(
+        Breaker(),
+        description="Failures in a row after which a worker gets no requests for a while. rate: share of failed requests in the "
+        "last 10 s (of at least 10) that does the same. open_seconds: how long at first; each failed probe doubles it, up to 30.",
     )
     random_seed: int | None = Field(
         None,
@@ -254,30 +360,22 @@ class RouterConfig(ServiceConfig):
         description="Refuse HTTP requests with parameters that no API here knows, or tools of kinds that nothing here runs. Else "
         "the request is answered without them; the header x-sapwood-ignored and the log name them.",
     )
-    max_body_bytes: int = Field(
-        16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
+    max_body_bytes: Annotated[Bodies, NoDecode] = Field(
+        Bodies(),
+        description="Largest HTTP request body and gRPC request, in bytes. memory: bytes for requests that have not come "
+        "completely, for gRPC requests over 64 KiB that are being handled, and for answers that clients are slow to read. Beyond "
+        "it the largest is refused. None: three times the largest body.",
     )
-    body_memory_bytes: int | None = Field(
-        None,
-        ge=1,
-        description="Memory, in bytes, for requests that have not come completely, for gRPC requests over 64 KiB that are being "
-        "handled, and for answers that clients are slow to read. Beyond it the largest is refused. None: three times "
-        "max_body_bytes.",
-    )
-    stored_responses: int = Field(
-        1000,
-        ge=0,
+    stored_responses: Annotated[StoredResponses, NoDecode] = Field(
+        StoredResponses(),
         description="How many answers of /v1/responses are kept in memory for each tenant, so that it can ask for them again and "
-        "continue from them; 0 keeps none.",
+        "continue from them; 0 keeps none. bytes: memory for the kept answers of all tenants.",
     )
-    stored_response_bytes: int = Field(
-        64 * 1024 * 1024, ge=1, description="Memory for the kept answers of all tenants together, in bytes."
+    max_sessions: Annotated[Sessions, NoDecode] = Field(
+        Sessions(),
+        description="Sessions that a tenant may have open; 0: there are none. tokens: how many a tenant's sessions may hold "
+        "together; workers keep them cached. ttl: longest time in seconds that a session may live unused.",
     )
-    max_sessions: int = Field(64, ge=0, description="Sessions that a tenant may have open; 0: there are none.")
-    session_tokens: int = Field(
-        65536, ge=1, description="Tokens that a tenant's sessions may hold together; workers keep them cached."
-    )
-    session_ttl: float = Field(3600.0, gt=0, description="Longest time in seconds that a session may live unused.")
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),
         description="Origins whose web pages may send requests over HTTP, such as https://chat.example:8443; * is all; none: "
@@ -292,13 +390,14 @@ class RouterConfig(ServiceConfig):
 
     @property
     def body_memory(self) -> int:
-        """``body_memory_bytes``, or what goes for it; at least the largest body fits."""
-        return max(self.max_body_bytes, self.body_memory_bytes or 3 * self.max_body_bytes)
+        """``memory`` of ``max_body_bytes``, or three times the largest body; at least the largest body fits."""
+        largest, memory = self.max_body_bytes.bytes, self.max_body_bytes.memory
+        return max(largest, memory or 3 * largest)
 
     @property
     def named_workers(self) -> tuple[str, ...]:
         """The addresses in ``workers`` and of ``backends``; one on this machine where nothing else names any."""
-        elsewhere = self.backends or self.workers_file or self.workers_dns or self.kubernetes_service
+        elsewhere = self.backends or self.workers_file or self.workers_dns.name or self.kubernetes_service
         workers = self.workers if "workers" in self.model_fields_set or not elsewhere else ()
         return tuple(dict.fromkeys((*(_without_credentials(worker) for worker in workers), *self.backends_by_address)))
 
@@ -337,16 +436,6 @@ class RouterConfig(ServiceConfig):
             if not model or name not in policy_names():
                 raise ValueError(f"{item!r} is not MODEL=POLICY with one of {', '.join(policy_names())}")
         return given
-
-    @field_validator("worker_silence")
-    @classmethod
-    def _outlasts_heartbeats(cls, seconds: float, others: ValidationInfo) -> float:
-        heartbeat = others.data.get("heartbeat_ms", 0) / 1000  # absent where it is wrong itself
-        if seconds < 2 * heartbeat:
-            raise ValueError(
-                f"workers that say something each {heartbeat:g} s would be lost: at least {2 * heartbeat:g}"
-            )
-        return seconds
 
     @property
     def separates_operators(self) -> bool:

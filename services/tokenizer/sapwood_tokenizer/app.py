@@ -76,22 +76,19 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig, library: Lib
     return Encoder(
         loaded.tokenizer,
         EncoderOptions(
-            max_text_bytes=config.max_text_bytes,
-            max_text_tokens=config.max_text_tokens,
-            threads=config.encode_threads or min(_MOST_THREADS, os.cpu_count() or 1),
-            exact_cache_bytes=int(config.exact_cache_mb * 2**20),
-            prefix_cache_bytes=int(config.prefix_cache_mb * 2**20),
+            max_text_bytes=config.max_text_bytes.bytes,
+            max_text_tokens=config.max_text_bytes.tokens,
+            threads=config.encoder.threads or min(_MOST_THREADS, os.cpu_count() or 1),
+            exact_cache_bytes=int(config.cache_mb.exact * 2**20),
+            prefix_cache_bytes=int(config.cache_mb.prefix * 2**20),
         ),
-        library or make_library(config.encoder, loaded.tokenizer, loaded.origin),
+        library or make_library(config.encoder.library, loaded.tokenizer, loaded.origin),
     )
 
 
 OF_ENCODERS = (
     Needs(
-        (
-            *("tool_parser", "reasoning_parser", "max_open_streams"),
-            *("grammar_timeout", "grammar_max_bytes", "grammar_processes", "grammar_cache_mb"),
-        ),
+        ("tool_parser", "reasoning_parser", "max_open_streams", "grammar_timeout"),
         lambda config: False,
         "with a model that makes embeddings only",
     ),
@@ -206,7 +203,7 @@ async def serve(
         ConfigError: It cannot start.
     """
     metrics = MetricSet()
-    tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
+    tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint.address, config.trace_endpoint.ratio)
     telemetry = RpcTelemetry(metrics, tracing)
     server = ServiceServer(
         config.host,
@@ -234,7 +231,7 @@ async def serve(
     except BaseException:
         await server.stop(0)
         raise
-    limits = Limits(config.max_text_bytes, config.max_open_streams)
+    limits = Limits(config.max_text_bytes.bytes, config.max_open_streams)
     starting.service = service = TokenizerService(
         model.loaded,
         model.vocabulary,

@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from sapwood_common.models.needs import OF_HUB
+from sapwood_common.settings.compound import Compound
 from sapwood_common.settings.config import ServiceConfig
+from sapwood_common.settings.retired import retired_parts
 
 LibraryName = Literal["auto", "fastokens", "tokenizers"]
+
+
+class LongestText(Compound):
+    """``--max-text-bytes``."""
+
+    bytes: int = Field(default=8 * 1024 * 1024, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+
+
+class Grammars(Compound):
+    """``--grammar-timeout``."""
+
+    seconds: float = Field(default=10.0, gt=0)
+    max_bytes: int = Field(default=1 << 20, ge=1)
+    processes: int = Field(default=2, ge=1)
+    cache_mb: float = Field(default=64.0, ge=0)
+
+
+class Encoder(Compound):
+    """``--encoder``."""
+
+    library: LibraryName = "auto"
+    threads: int | None = Field(default=None, ge=1)
+
+
+class Caches(Compound):
+    """``--cache-mb``."""
+
+    exact: float = Field(default=32.0, ge=0)
+    prefix: float = Field(default=64.0, ge=0)
 
 
 class TokenizerConfig(ServiceConfig):
     """Flags, variables and defaults of ``python -m sapwood_tokenizer``."""
 
     needs = (*ServiceConfig.needs, OF_HUB)
+    retired: ClassVar = {
+        **ServiceConfig.retired,
+        **retired_parts("max_text_bytes", max_text_tokens="tokens"),
+        **retired_parts(
+            "grammar_timeout", grammar_max_bytes="max_bytes", grammar_processes="processes", grammar_cache_mb="cache_mb"
+        ),
+        **retired_parts("encoder", encode_threads="threads"),
+        **retired_parts("cache_mb", exact_cache_mb="exact", prefix_cache_mb="prefix"),
+    }
 
     model_config = SettingsConfigDict(
         env_prefix="SAPWOOD_TOKENIZER_", extra="forbid", frozen=True, protected_namespaces=()
@@ -58,39 +99,31 @@ class TokenizerConfig(ServiceConfig):
     reasoning_parser: str = Field(
         "auto", description="Parser of reasoning that fits the model; 'auto' asks its chat template, 'none' is none."
     )
-    max_text_bytes: int = Field(
-        8 * 1024 * 1024, ge=1, description="Longest text that is encoded, in bytes of UTF-8; longer ones are refused."
+    max_text_bytes: Annotated[LongestText, NoDecode] = Field(
+        LongestText(),
+        description="Longest text that is encoded, in bytes of UTF-8; longer ones are refused. tokens: most tokens a text may "
+        "have; none: no limit.",
     )
-    grammar_timeout: float = Field(
-        10.0, gt=0, description="Most seconds that compiling a grammar may take, the wait for its turn included."
+    grammar_timeout: Annotated[Grammars, NoDecode] = Field(
+        Grammars(),
+        description="Most seconds that compiling a grammar may take, the wait for its turn included. max_bytes: longest grammar, "
+        "in bytes of UTF-8; the router sends 2 MiB at most. processes: most grammars compiled at a time, each in its own "
+        "process. cache_mb: memory for compiled grammars, in MiB.",
     )
-    grammar_max_bytes: int = Field(
-        1 << 20,
-        ge=1,
-        description="Longest grammar that is compiled, in bytes of UTF-8; the router passes on 2 MiB at most.",
-    )
-    grammar_processes: int = Field(2, ge=1, description="Most grammars compiled at a time, each in its own process.")
-    grammar_cache_mb: float = Field(64.0, ge=0, description="Memory for compiled grammars, in MiB.")
     max_open_streams: int = Field(
         16384, ge=1, description="Most detokenize streams open at a time, of all callers; more are refused."
     )
     template_timeout: float = Field(
         10.0, gt=0, description="Most seconds that the chat template may take to render a conversation."
     )
-    max_text_tokens: int | None = Field(
-        None, ge=1, description="Most tokens a text may have; longer ones are refused. No limit unless given."
-    )
-    encoder: LibraryName = Field(
-        "auto",
+    encoder: Annotated[Encoder, NoDecode] = Field(
+        Encoder(),
         description="Library that encodes texts. 'auto' takes fastokens once it has shown that its ids are those of the "
-        "tokenizers library, 'tokenizers' never does, 'fastokens' loads it at the start and fails if it cannot be used.",
+        "tokenizers library, 'tokenizers' never does, 'fastokens' loads it at the start and fails if it cannot be used. threads: "
+        "threads that encode short texts; half as many encode long ones. None: as many as cores, at most 8.",
     )
-    encode_threads: int | None = Field(
-        None,
-        ge=1,
-        description="Threads that encode short texts; half as many encode long ones. As many as cores, at most 8, unless given.",
-    )
-    exact_cache_mb: float = Field(32.0, ge=0, description="Memory for token ids of whole texts (L0), in MiB; 0 is off.")
-    prefix_cache_mb: float = Field(
-        64.0, ge=0, description="Memory for token ids of text between special tokens (L1), in MiB; 0 is off."
+    cache_mb: Annotated[Caches, NoDecode] = Field(
+        Caches(),
+        description="EXACT[,prefix=PREFIX]: memory in MiB for token ids of whole texts (exact), and of text between special "
+        "tokens (prefix); 0 is off.",
     )

@@ -60,7 +60,9 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
         name = config.served_model_name or model_name(config.model)
         nodes = Nodes(config) if config.nnodes > 1 else None
         scheduler = Supervisor(
-            lambda: SchedulerProcess(config, runner, nodes), config.watchdog_timeout, config.watchdog_restart
+            lambda: SchedulerProcess(config, runner, nodes),
+            config.watchdog_timeout.seconds,
+            config.watchdog_timeout.restart,
         )
         try:
             if nodes is not None:
@@ -78,10 +80,10 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
 async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     await scheduler.start()
     metrics = MetricSet()
-    tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
+    tracing = start_tracing("sapwood-worker", config.trace_endpoint.address, config.trace_endpoint.ratio)
     worker_metrics = WorkerMetrics(metrics)
     telemetry = RpcTelemetry(metrics, tracing)
-    sglang = _sglang() if config.sglang else None
+    sglang = _sglang() if config.sglang.on else None
     server = ServiceServer(
         config.host,
         config.port,
@@ -161,7 +163,7 @@ async def _run(
                 *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
             )
             if grammars is None:
-                grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
+                grammars = RequestGrammars(info, CompilerLimits(timeout=config.structured_output.timeout))
                 publishers = _publishers(config, engine, info)
             epoch = time.time_ns()
             engine.scheduler_started(epoch)
@@ -229,10 +231,10 @@ def _publishers(config: WorkerConfig, engine: Engine, info: ModelInfo) -> list[K
     publishers: list[KvEventPublisher] = []
     if config.kv_events_port is None:
         return publishers
-    host = config.kv_events_host or ("127.0.0.1" if config.kv_events_keys is None else config.host)
-    if config.kv_events_keys is None and not is_loopback(host):
+    host = config.kv_events.host or ("127.0.0.1" if config.kv_events.key_folder is None else config.host)
+    if config.kv_events.key_folder is None and not is_loopback(host):
         logger.warning(
-            "--kv-events-host %s without --kv-events-keys: the tokens of all prompts go to whoever reaches the ports",
+            "--kv-events %s without key_folder: everybody who reaches the ports gets the tokens of all prompts",
             host,
         )
     ranks = info.attention_ranks
@@ -241,12 +243,12 @@ def _publishers(config: WorkerConfig, engine: Engine, info: ModelInfo) -> list[K
             host,
             _port_of(rank, config.kv_events_port),
             None if config.kv_events_replay_port is None else _port_of(rank, config.kv_events_replay_port),
-            topic=config.kv_events_topic,
-            keep=config.kv_events_keep,
+            topic=config.kv_events.topic,
+            keep=config.kv_events.keep,
             block_size=info.page_size,
             rank=rank,
-            form=config.kv_events_format,
-            keys=config.kv_events_keys,
+            form=config.kv_events.format,
+            keys=config.kv_events.key_folder,
         )
         publishers.append(publisher)
         stream.listen(publisher.publish)

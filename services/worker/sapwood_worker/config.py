@@ -1,17 +1,31 @@
-"""What a worker can be told."""
+"""The settings of a worker."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from sapwood_common.models.needs import OF_HUB
+from sapwood_common.settings.retired import Retired, retired_parts
+from sapwood_worker.settings.compounds import (
+    CudaGraphs,
+    HostCache,
+    Kernels,
+    KvEvents,
+    KvTransfer,
+    PrefixCaching,
+    QueuePolicy,
+    Sglang,
+    StoragePrefetch,
+    StructuredOutput,
+    Watchdog,
+)
 from sapwood_worker.settings.model_settings import ModelSettings
-from sapwood_worker.settings.names import GrammarBackendName, HandoffMover, KvEventsFormat, Role, SpeculateChoice
+from sapwood_worker.settings.names import Role, SpeculateChoice
 from sapwood_worker.settings.needs import NEEDS
 
 
@@ -19,6 +33,35 @@ class WorkerConfig(ModelSettings):
     """Configuration of a worker."""
 
     needs = (*ModelSettings.needs, OF_HUB, *NEEDS)
+    retired: ClassVar = {
+        **ModelSettings.retired,
+        **retired_parts("sglang", sglang_tokenizer="tokenizer"),
+        "kernels_wait": Retired("kernels", "wait", switch=True),
+        **retired_parts("cuda_graphs", cuda_graph_max_batch="max_batch"),
+        **retired_parts("policy", starved_after="starved_after"),
+        **retired_parts("watchdog_timeout", watchdog_restart="restart"),
+        **retired_parts("prefix_cache", eviction="eviction"),
+        **retired_parts(
+            "kv_events",
+            kv_events_host="host",
+            kv_events_keys="key_folder",
+            kv_events_format="format",
+            kv_events_topic="topic",
+            kv_events_keep="keep",
+        ),
+        "handoff_port": Retired("kv_transfer_port", ""),
+        **retired_parts("kv_transfer", handoff_mover="backend", handoff_share="share"),
+        **retired_parts("host_cache", host_cache_gb="gb", host_cache_ratio="ratio", host_write_policy="write"),
+        **retired_parts(
+            "storage_prefetch",
+            storage_timeout="seconds",
+            storage_timeout_per_1k="per_1k",
+            storage_share="share",
+            storage_min_tokens="min_tokens",
+        ),
+        **retired_parts("structured_output", grammar_backend="backend", grammar_timeout="timeout"),
+        "jump_forward": Retired("structured_output", "jump_forward", switch=True),
+    }
 
     model_config = SettingsConfigDict(env_prefix="SAPWOOD_WORKER_", extra="forbid", frozen=True)
 
@@ -29,14 +72,11 @@ class WorkerConfig(ModelSettings):
         le=65535,
         description="Port of /metrics; 0 takes a free one; none is 9161, or a free one with --port 0.",
     )
-    sglang: bool = Field(
-        False,
-        description="Also answer SGLang's scheduler protocol on the same port, for gateways made for SGLang such as smg.",
-    )
-    sglang_tokenizer: str = Field(
-        "",
-        description="Folder of the tokenizer files that such gateways get from this worker; empty: the model's own folder. For a "
-        ".gguf file a folder is needed, because gateways cannot read the tokenizer in it.",
+    sglang: Annotated[Sglang, NoDecode] = Field(
+        Sglang(),
+        description="Also answer SGLang's scheduler protocol on the same port, for gateways made for SGLang such as smg. "
+        "tokenizer: folder of the tokenizer files that such gateways get from this worker; empty: the model's own folder. A "
+        ".gguf file needs one, because gateways cannot read the tokenizer in it.",
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
     kv_cache_gb: float | None = Field(
@@ -83,27 +123,19 @@ class WorkerConfig(ModelSettings):
         description="On a GPU, plan and launch a step while the previous one is computed. A request that ends at an end token "
         "may be computed for one step too many.",
     )
-    kernels: Path | None = Field(
-        None,
-        description="On a GPU, an archive that `sapwood kernels build` has written, or a folder of archives, of which the one "
-        "for this GPU and these packages is used. Kernels in the archive need not be compiled, unless they have changed since.",
+    kernels: Annotated[Kernels, NoDecode] = Field(
+        Kernels(),
+        description="PATH[,wait=on], on a GPU. PATH: an archive that `sapwood kernels build` has written, or a folder of "
+        "archives, of which the one for this GPU and these packages is used. Kernels in the archive need no compilation, unless "
+        "they have changed since. wait: wait for FlashInfer's libraries before the first request, if they have to be compiled, "
+        "which takes a minute or two. Otherwise Triton's kernels compute prompts until the libraries are there, and decodes "
+        "until the worker starts again.",
     )
-    kernels_wait: bool = Field(
-        False,
-        description="On a GPU, wait for FlashInfer's libraries before the first request, if they have to be compiled, which "
-        "takes a minute or two. Otherwise Triton's kernels compute prompts until the libraries are there, and decodes until the "
-        "worker is started again.",
-    )
-    cuda_graphs: bool = Field(
-        True,
-        description="On a GPU, capture decode steps and small prefill steps as CUDA graphs when the worker starts; without them "
-        "it starts sooner and has more memory for the KV cache, but each step of a small batch takes longer.",
-    )
-    cuda_graph_max_batch: int | None = Field(
-        None,
-        ge=1,
-        description="Most tokens of a decode step that is captured as a CUDA graph; larger steps are computed like prompts. "
-        "None: as many as requests may run.",
+    cuda_graphs: Annotated[CudaGraphs, NoDecode] = Field(
+        CudaGraphs(),
+        description="On a GPU, capture decode steps and small prefill steps as CUDA graphs at the start. Without them the worker "
+        "starts sooner and has more memory for the KV cache, but each step of a small batch takes longer. max_batch: most tokens "
+        "of a decode step that is captured; larger steps are computed like prompts. None: as many as requests may run.",
     )
     expert_tuning: float = Field(
         60.0,
@@ -111,11 +143,13 @@ class WorkerConfig(ModelSettings):
         description="On a GPU, most seconds that a model's first start spends on measuring tile sizes for its experts' products. "
         "The result is kept in ~/.cache/sapwood for later starts. 0: a cost model chooses tile sizes.",
     )
-    policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = Field(
-        "fcfs",
+    policy: Annotated[QueuePolicy, NoDecode] = Field(
+        QueuePolicy(),
         description="Order of a tenant's requests in the queue: fcfs (by arrival), lpm (longest cached prefix first), "
         "dfs-weight (the branch of the prefix tree with the most requests first), lof (longest output first) or priority (by the "
-        "requests' priority; a higher one pushes running requests of a lower one back into the queue).",
+        "requests' priority; a higher one pushes running requests of a lower one back into the queue). starved_after: steps "
+        "after which a waiting request is no longer overtaken by what the policy prefers, and a tenant that had no request "
+        "admitted gets a turn.",
     )
     random_seed: int | None = Field(
         None,
@@ -125,23 +159,11 @@ class WorkerConfig(ModelSettings):
         "come; none: random seeds. It is for clients without a router: a router sends a seed with each request, by a flag of the "
         "same name.",
     )
-    starved_after: int = Field(
-        1024,
-        ge=1,
-        description="Steps after which a waiting request is no longer overtaken by what the policy prefers. A tenant of which no "
-        "request was admitted for so long gets a turn.",
-    )
-    watchdog_timeout: float = Field(
-        300.0,
-        gt=0,
+    watchdog_timeout: Annotated[Watchdog, NoDecode] = Field(
+        Watchdog(),
         description="Seconds after which a step counts as stuck: its stacks are logged, the worker turns unhealthy and routers "
         "give it nothing new. (A long prompt is many steps. A scheduler process that is stopped is noticed within seconds, "
-        "whatever this says.)",
-    )
-    watchdog_restart: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds after which the scheduler process of a stuck step is ended and started anew. Its requests end "
+        "whatever this says.) restart: seconds after which the scheduler process of a stuck step is replaced. Its requests end "
         "UNAVAILABLE, and routers continue them on other workers.",
     )
     crash_dump_folder: Path | None = Field(
@@ -155,12 +177,12 @@ class WorkerConfig(ModelSettings):
         description="Factor on the pages that stay free for the expected output of running requests when others are admitted. A "
         "smaller factor runs more requests at once, but sends requests back to the queue more often.",
     )
-    eviction: Literal["lru", "lfu", "fifo", "slru"] = Field(
-        "lru",
-        description="Which cached prefix goes first when room is needed: the least recently (lru) or least often (lfu) "
-        "used, the oldest (fifo), or lru with those used twice kept longest (slru).",
+    prefix_cache: Annotated[PrefixCaching, NoDecode] = Field(
+        PrefixCaching(),
+        description="Keep the KV of finished work for requests that share a prefix. eviction: which cached prefix goes first "
+        "when room is needed: the least recently (lru) or least often (lfu) used, the oldest (fifo), or lru with those used "
+        "twice kept longest (slru).",
     )
-    prefix_cache: bool = Field(True, description="Keep the KV of finished work for requests that share a prefix.")
     kv_events_port: int | None = Field(
         None,
         ge=0,
@@ -176,95 +198,59 @@ class WorkerConfig(ModelSettings):
         description="Port on which ZeroMQ subscribers ask for events they missed; none: they cannot. "
         "With --data-parallel-attention each rank has one, from this one up.",
     )
-    kv_events_host: str | None = Field(
-        None,
-        description="Address that both ports listen on; none: 127.0.0.1, or with --kv-events-keys that of --host. Events have "
-        "the tokens of all prompts.",
+    kv_events: Annotated[KvEvents, NoDecode] = Field(
+        KvEvents(),
+        description="HOST[,PART=VALUE]: how KV events go out over ZeroMQ. HOST: address that both ports listen on; none: "
+        "127.0.0.1, or with a key_folder that of --host. Events have the tokens of all prompts. key_folder: the keys of those "
+        "who may subscribe (ZeroMQ's CURVE): server.key_secret, and their public keys as clients/NAME.key; none: anybody who "
+        "reaches the ports. format: a map, as vLLM 0.33 and SGLang 0.5.23 write events, or an array, as earlier versions did. "
+        "topic: the messages' topic. keep: batches of events kept for replay.",
     )
-    kv_events_keys: Path | None = Field(
-        None,
-        description="Folder with the keys of those who may subscribe (ZeroMQ's CURVE): server.key_secret, and their public keys "
-        "as clients/NAME.key; none: whoever reaches the ports may.",
-    )
-    kv_events_format: KvEventsFormat = Field(
-        "map",
-        description="How an event is written over ZeroMQ: as a map, as vLLM 0.33 and SGLang 0.5.23 do, or as an array, as "
-        "earlier versions did.",
-    )
-    kv_events_topic: str = Field("kv-events", description="Topic of the ZeroMQ messages.")
-    kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     role: Role = Field(
         "both",
         description="What the worker does if routers can choose: prefill computes prompts and keeps their pages until a decode "
-        "worker has pulled them; decode pulls pages and generates; both does all of it. prefill and decode have a second tier of "
+        "worker has read them; decode reads pages and generates; both does all of it. prefill and decode have a second tier of "
         "the KV cache as large as the first, unless its size is given.",
     )
-    handoff_port: int = Field(
+    kv_transfer_port: int = Field(
         0,
         ge=0,
         le=65535,
         description="TCP port at which decode workers read the pages that a prefill worker keeps; 0 takes a free one. "
         "With --data-parallel-attention each rank has one, from this one up.",
     )
-    handoff_mover: HandoffMover = Field(
-        "auto",
-        description="What carries pages from a prefill to a decode worker: auto (cuda or shm where possible, else tcp), tcp, "
-        "shm (shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, on one host), or, if both "
-        "workers name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine).",
+    kv_transfer: Annotated[KvTransfer, NoDecode] = Field(
+        KvTransfer(),
+        description="BACKEND[,share=SHARE]. BACKEND carries pages from a prefill to a decode worker: auto (cuda or shm where "
+        "possible, else tcp), tcp, shm (shared memory, on one host and as one user), cuda (out of the other's GPU by CUDA IPC, "
+        "on one host), or, if both workers name it, nixl (NIXL over UCX) or mooncake (Mooncake's transfer engine). share: "
+        "largest share of the second tier that a prefill worker uses for pages it keeps for others, or a decode worker "
+        "for pages it reads.",
     )
-    handoff_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Largest share of the second tier that a prefill worker uses for pages it keeps for others, or a decode "
-        "worker for pages it pulls.",
-    )
-    host_cache_gb: float = Field(
-        0.0,
-        ge=0,
-        description="Memory in GiB for the KV cache's second tier, in the host's memory; 0 goes by the ratio.",
-    )
-    host_cache_ratio: float = Field(
-        0.0,
-        ge=0,
-        description="Pages of the second tier for each page of the first, unless its memory is given; both 0: none.",
-    )
-    host_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
-        "write_through",
-        description="When pages are copied to the second tier: once they are computed (write_through), once they are "
-        "asked for a second time (write_through_selective), or when they are evicted from the first tier (write_back).",
+    host_cache: Annotated[HostCache, NoDecode] = Field(
+        HostCache(),
+        description="GIB, or ratio=RATIO: the KV cache's second tier, in the host's memory, as GiB or as pages for each page of "
+        "the first; 0: none. write: when pages are copied to it: once they are computed (write_through), once they are asked for "
+        "a second time (write_through_selective), or when they are evicted from the first tier (write_back).",
     )
     storage: str = Field(
         "",
         description="URL of the KV cache's third tier, a store that workers share: file:///folder?size_gb=10, "
         "nixl://posix/folder, nixl://obj/bucket or mooncake://master:port?metadata=URL; needs a second tier. Empty: none.",
     )
-    storage_prefetch: Literal["best_effort", "wait_complete", "timeout"] = Field(
-        "timeout",
+    storage_prefetch: Annotated[StoragePrefetch, NoDecode] = Field(
+        StoragePrefetch(),
         description="How long a queued request waits for its pages from the store: not at all (best_effort), until all are "
-        "there (wait_complete), or until a time that grows with the prompt (timeout).",
+        "there (wait_complete), or until a time that grows with the prompt (timeout): seconds at least, and per_1k seconds more "
+        "for each 1000 tokens looked for. share: largest share of the second tier that pages on their way from the store may "
+        "take. min_tokens: fewest tokens worth fetching; none: measured at the start.",
     )
-    storage_timeout: float = Field(1.0, ge=0, description="Seconds that --storage-prefetch timeout waits at least.")
-    storage_timeout_per_1k: float = Field(
-        0.25, ge=0, description="Seconds that it waits in addition for each 1000 tokens looked for."
-    )
-    storage_share: float = Field(
-        0.5, gt=0, le=1, description="Largest share of the second tier that pages on their way from the store may take."
-    )
-    storage_min_tokens: int | None = Field(
-        None, ge=1, description="Fewest tokens worth fetching from the store; none: measured at the start."
-    )
-    structured_output: bool = Field(
-        True,
-        description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",
-    )
-    grammar_backend: GrammarBackendName = Field(
-        "llguidance",
-        description="What enforces grammars: llguidance, xgrammar (of the extra [xgrammar]) or a package's own.",
-    )
-    jump_forward: bool = Field(
-        True,
-        description="Append tokens that a grammar forces without asking the model; outputs are the same with and without.",
+    structured_output: Annotated[StructuredOutput, NoDecode] = Field(
+        StructuredOutput(),
+        description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary. backend: "
+        "llguidance, xgrammar (of the extra [xgrammar]) or a package's own. jump_forward: append tokens that a grammar forces "
+        "without asking the model; outputs are the same with and without. timeout: most seconds to compile a grammar that comes "
+        "as a bare source, and to build one with xgrammar.",
     )
     speculate: SpeculateChoice = Field(
         "auto",
@@ -275,19 +261,13 @@ class WorkerConfig(ModelSettings):
         "for multi-token prediction in the model's own checkpoint (DeepSeek, GLM); off drafts nothing. MODEL is a name as for "
         "--model.",
     )
-    grammar_timeout: float = Field(
-        10.0,
-        gt=0,
-        description="Most seconds to compile a grammar that comes as a bare source, and to build one with "
-        "--grammar-backend xgrammar.",
-    )
 
     @property
     def shares_host_cache(self) -> bool:
         """Whether decode workers of this host may read the second tier in place."""
-        return self.role == "prefill" and self.handoff_mover != "tcp" and hasattr(os, "memfd_create")
+        return self.role == "prefill" and self.kv_transfer.backend != "tcp" and hasattr(os, "memfd_create")
 
     @property
     def tier_ratio(self) -> float:
-        """``host_cache_ratio``, or what goes for it: prompts are handed off from host memory and into it."""
-        return self.host_cache_ratio or float(self.role != "both" and not self.host_cache_gb)
+        """``ratio`` of ``host_cache``; where a role needs a second tier and none is given, 1."""
+        return self.host_cache.ratio or float(self.role != "both" and not self.host_cache.gb)

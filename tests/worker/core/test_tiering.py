@@ -13,6 +13,7 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.tiering import Tiering
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.settings.compounds import HostCache
 
 INFO = ModelInfo(
     architecture="fake",
@@ -42,7 +43,7 @@ class SlowFiles(FakeRunner):
 
 def tiering(runner: SlowFiles) -> Tiering:
     assert runner.host_pool is not None
-    return Tiering(WorkerConfig(host_cache_ratio=1), runner, runner.host_pool, 0.001)
+    return Tiering(WorkerConfig(host_cache=HostCache(ratio=1)), runner, runner.host_pool, 0.001)
 
 
 def until_done(tiers: Tiering) -> None:

@@ -28,7 +28,7 @@ FIRST, PATIENCE = bytes(8), 60_000
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for --kv-events-keys, and beside it the keys of one who may not."""
+    """A key_folder for --kv-events, and the keys of a stranger."""
     folder = tmp_path_factory.mktemp("keys")
     (folder / "clients").mkdir()
     zmq.auth.create_certificates(folder, "server")
@@ -160,7 +160,7 @@ def test_a_subscriber_that_leaves_in_the_middle_is_forgotten() -> None:
 
 def test_a_folder_that_lacks_keys_is_named(tmp_path: Path, keys: Path) -> None:
     (tmp_path / "clients").mkdir()
-    with pytest.raises(ConfigError, match="--kv-events-keys"), published(0, tmp_path):
+    with pytest.raises(ConfigError, match="--kv-events key_folder"), published(0, tmp_path):
         pass
     zmq.auth.create_certificates(tmp_path, "server")
     with pytest.raises(ConfigError, match="public keys in clients"), published(0, tmp_path):
@@ -173,7 +173,7 @@ def test_a_folder_that_lacks_keys_is_named(tmp_path: Path, keys: Path) -> None:
 )
 def test_only_loopback_needs_no_warning(host: str, own: bool) -> None:
     assert is_loopback(host) is own
-    assert WorkerConfig(kv_events_port=0).kv_events_host is None
+    assert WorkerConfig(kv_events_port=0).kv_events.host is None
 
 
 def test_subscribers_that_do_not_read_keep_nobody_from_an_answer() -> None:

@@ -31,7 +31,6 @@ def test_a_malformed_attention_is_refused(setting: str) -> None:
     [
         ("attention_backend", "fa9", "auto, flashinfer, native, torch, triton"),
         ("attention_backend", "decode=fa9", "auto, flashinfer, native, torch, triton"),
-        ("grammar_backend", "fa9", "llguidance, xgrammar"),
         ("quantization", "fa9", "fp8, fp8_block, fp8_tensor, int4, int8, none"),
     ],
 )
@@ -41,6 +40,11 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(name: str, value: 
     flag = name.replace("_", "-")
     whole = "" if value == "fa9" else f" (got {value!r})"
     assert str(refused.value) == f"--{flag} / SAPWOOD_WORKER_{name.upper()}: 'fa9' is none of {known}{whole}"
+
+
+def test_an_unknown_grammar_backend_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"--structured-output backend / .*: 'fa9' is none of llguidance, xgrammar"):
+        load_config(WorkerConfig, {"model": "demo", "structured_output": "backend=fa9"})
 
 
 def test_the_names_are_those_of_the_registries() -> None:

@@ -32,6 +32,7 @@ from sapwood_worker.core.tiering import HostGround, Tiering
 from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.settings.compounds import HostCache, KvTransfer
 
 PAGE, PAGES, CONTEXT = 4, 96, 128
 FINGERPRINT = bytes.fromhex(namespace_of("model"))
@@ -207,6 +208,8 @@ def test_an_aborted_request_gives_its_pages_back(pair: tuple[Worker, Worker]) ->
 def test_a_worker_without_a_gpu_refuses_the_mover_by_name(tiny_model: Any, make_runner: Any, role: str) -> None:
     path = tiny_model("llama").path
     runner = make_runner(path, page_size=PAGE, num_pages=PAGES, max_running=2, host_cache_ratio=4.0)
-    config = WorkerConfig(model=str(path), role=role, handoff_mover="cuda", host_cache_ratio=4.0)
-    with pytest.raises(ConfigError, match="--handoff-mover cuda: "):
+    config = WorkerConfig(
+        model=str(path), role=role, kv_transfer=KvTransfer(backend="cuda"), host_cache=HostCache(ratio=4.0)
+    )
+    with pytest.raises(ConfigError, match="--kv-transfer cuda: "):
         Tiering(config, runner, runner.host_pool, 0.001)

@@ -27,7 +27,7 @@ from sapwood_testing.worker.fake_runner import continuation
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster
 
 VOCAB = 1000
-TIERS = ("--host-cache-ratio", "2", "--storage-min-tokens", "16", "--storage-prefetch", "wait_complete")
+TIERS = ("--host-cache", "ratio=2", "--storage-prefetch", "wait_complete,min_tokens=16")
 PROMPT = list(range(100, 515))  # 25 whole pages of 16 and some
 
 
@@ -206,7 +206,7 @@ def test_an_operator_attaches_shows_clears_and_detaches(
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 async def test_a_flush_leaves_nothing_but_what_a_store_has(start: Any, files: str, policy: str) -> None:
-    worker = start(*TIERS, "--host-write-policy", policy)
+    worker = start(*TIERS, "--host-cache", f"ratio=2,write={policy}")
     async with stub_of(worker) as stub:
         events = stub.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(token_ids=False))
         await events.read()  # the snapshot
@@ -255,7 +255,7 @@ def test_what_cannot_be_done_is_said(start: Any, tmp_path: Path, capsys: pytest.
     ("flags", "code", "said"),
     [
         ((*TIERS, "--storage", "nowhere"), 1, "--storage: 'nowhere' names no kind of store"),
-        (("--storage", "file:///nowhere"), 2, "has no effect without a second tier: --host-cache-gb"),
+        (("--storage", "file:///nowhere"), 2, "has no effect without a second tier: --host-cache"),
     ],
 )
 def test_a_wrong_storage_flag_ends_the_worker_with_its_reason(flags: tuple[str, ...], code: int, said: str) -> None:

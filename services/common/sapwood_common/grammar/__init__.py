@@ -3,9 +3,9 @@
 The tokenizer service compiles (``CompileGrammar``), workers mask with what comes out; a worker that gets a bare source compiles
 it the same way, so the code is shared. Only ``compile`` and what runs in the compile process import llguidance.
 
-Why llguidance compiles and is a worker's default (``--grammar-backend`` takes xgrammar too). Both were run on the 100 schemas of
-``tests/fixtures/json_schemas`` with the 262 144 tokens of Gemma 3 (one thread of a shared x86 core, llguidance 1.9.1, xgrammar
-0.2.8; random tokens through the mask; xgrammar with ``strict_mode=False``):
+Why llguidance compiles and is a worker's default (``--structured-output backend=xgrammar`` takes the other). Both were run on the
+100 schemas of ``tests/fixtures/json_schemas`` with the 262 144 tokens of Gemma 3 (one thread of a shared x86 core, llguidance
+1.9.1, xgrammar 0.2.8; random tokens through the mask; xgrammar with ``strict_mode=False``):
 
 ==============================  =============================  ====================================
 measure                         llguidance                     xgrammar

@@ -12,36 +12,50 @@ import json
 import os
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.settings.compound import Compound, Switch, shown, text_of
 from sapwood_common.settings.flags import Kind, add_option
 from sapwood_common.settings.needs import Needs, idle_settings
+from sapwood_common.settings.retired import Retired, compound_of, in_environment, renewed, retired_parts
 from sapwood_common.telemetry.shown_text import without_credentials
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
 
+class TraceEndpoint(Compound):
+    """Where traces go, and how many."""
+
+    address: str | None = None
+    ratio: float = Field(default=1.0, ge=0, le=1)
+
+
 class ServiceConfig(BaseSettings):
-    """What every service can be told. Frozen: nothing changes it after construction.
+    """The settings of every service. Frozen: nothing changes them after construction.
 
     Attributes:
         needs: What settings need to have an effect.
+        retired: What settings of the last version became, by their old names.
     """
 
     needs: ClassVar[tuple[Needs, ...]] = (
-        Needs(("trace_ratio",), lambda config: config.trace_endpoint is not None, "without {trace_endpoint}"),
+        Needs(
+            ("trace_endpoint.ratio",), lambda config: config.trace_endpoint.address is not None, "without an address"
+        ),
         Needs(("tls_cert", "tls_client_ca"), lambda config: config.tls_key is not None, "without {tls_key}"),
         Needs(("tls_key",), lambda config: config.tls_cert is not None, "without {tls_cert}"),
         Needs(("health_host",), lambda config: config.health_port is not None, "without {health_port}"),
     )
+
+    retired: ClassVar[Mapping[str, Retired]] = retired_parts("trace_endpoint", trace_ratio="ratio")
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -53,11 +67,10 @@ class ServiceConfig(BaseSettings):
     log_format: Literal["text", "json"] = Field(
         "text", description="Log lines for people (text) or for machines (json: one object a line, with trace ids)."
     )
-    trace_endpoint: str | None = Field(
-        None, description="OTLP/gRPC collector that traces are sent to, such as 127.0.0.1:4317; none: no tracing."
-    )
-    trace_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of traces kept of those that begin here; others follow their caller."
+    trace_endpoint: Annotated[TraceEndpoint, NoDecode] = Field(
+        TraceEndpoint(),
+        description="ADDRESS[,ratio=SHARE]: OTLP/gRPC collector that gets traces, such as 127.0.0.1:4317; none: no tracing. "
+        "ratio: share kept of the traces that begin here; others follow their caller.",
     )
     tls_cert: Path | None = Field(None, description="PEM file with the server's certificate; none: plain text.")
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
@@ -81,6 +94,11 @@ class ServiceConfig(BaseSettings):
         30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM before they are cut off."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renew(cls, values: Any) -> Any:
+        return renewed(cls, cls.retired, values) if isinstance(values, Mapping) else values
+
     @property
     def health_address(self) -> str | None:
         """Where the health check alone is served, as ``host:port``; None: nowhere."""
@@ -88,13 +106,14 @@ class ServiceConfig(BaseSettings):
 
 
 def flag_of(name: str, prefix: str = "") -> str:
-    """The command-line flag of a field."""
-    return f"--{prefix}{name.replace('_', '-')}"
+    """The command-line flag of a field, or of a part of one (``queue.wait``)."""
+    name, _, part = name.partition(".")
+    return f"--{prefix}{name.replace('_', '-')}{f' {part}' if part else ''}"
 
 
 def variable_of(cls: type[ServiceConfig], name: str) -> str:
-    """The environment variable of a field."""
-    return f"{cls.model_config.get('env_prefix', '')}{name}".upper()
+    """The environment variable of a field, or of the field that a part belongs to."""
+    return f"{cls.model_config.get('env_prefix', '')}{name.partition('.')[0]}".upper()
 
 
 def add_settings(
@@ -116,7 +135,7 @@ def add_settings(
     for name, field in cls.model_fields.items():
         if name in without:
             continue
-        choices, kind = _choices(field.annotation), _kind(field.annotation)
+        choices, kind = _choices(field.annotation), _kind(cls, name)
         add_option(
             parser,
             flag_of(name, prefix),
@@ -128,12 +147,23 @@ def add_settings(
             dest=f"{prefix}{name}",
             reads_variable=False,
         )
+    for name, old in cls.retired.items():
+        action: Any = argparse.BooleanOptionalAction if old.switch else "store"
+        parser.add_argument(flag_of(name, prefix), dest=f"{prefix}{name}", action=action, help=argparse.SUPPRESS)
 
 
 def given_settings(cls: type[ServiceConfig], arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
-    """The fields whose flags were given, as argparse has them: text, a list of texts or a boolean."""
+    """The fields whose flags were given, as argparse has them: text, a list of texts or a boolean.
+
+    Flags of the last version stand under their present names; a warning names each.
+
+    Raises:
+        ConfigError: The value of a flag is malformed.
+    """
     values = vars(arguments)
-    return {name: value for name in cls.model_fields if (value := values.get(f"{prefix}{name}")) is not None}
+    names = (*cls.model_fields, *cls.retired)
+    found = {name: value for name in names if (value := values.get(f"{prefix}{name}")) is not None}
+    return _renewed(cls, found, lambda name: flag_of(name, prefix))
 
 
 def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None = None, *, prefix: str = "") -> ConfigT:
@@ -149,11 +179,19 @@ def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None =
         ConfigError: A value is missing or wrong, or has no effect; the message names flag and variable.
     """
     from_file = {} if file is None else _read_yaml(Path(file), f"--{prefix}config")
-    unknown = sorted(set(from_file) - set(cls.model_fields))
+    unknown = sorted(set(from_file) - set(cls.model_fields) - set(cls.retired))
     if unknown:
         raise ConfigError(f"{file}: unknown setting {unknown[0]!r}")
-    in_environment = {name for name in cls.model_fields if variable_of(cls, name) in os.environ}
-    values = {name: value for name, value in from_file.items() if name not in in_environment} | dict(given)
+    variables = {name: variable_of(cls, name) for name in cls.model_fields}
+    variables = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
+    old = dict(in_environment(cls.retired, str(cls.model_config.get("env_prefix", ""))))
+    # What an old variable is a part of: where no present variable gives the rest, the file does.
+    rest = {cls.retired[name].setting for name in old}
+    from_file = _renewed(cls, from_file, lambda name: f"{file}: {name}")
+    values = {name: value for name, value in from_file.items() if name not in variables}
+    old |= {name: value for name, value in (from_file | variables).items() if name in rest}
+    values |= _renewed(cls, old, lambda name: variable_of(cls, name))
+    values |= _renewed(cls, given, lambda name: flag_of(name, prefix))
     try:
         config = cls(**values)
     except ValidationError as error:
@@ -179,8 +217,10 @@ def refuse_idle(config: ServiceConfig, needs: Iterable[Needs], *, prefix: str = 
     flags = {name: flag_of(name, prefix) for name in values}
     problems = []
     for name, what in idle_settings(config, needs):
-        shown = flag_of(name, f"no-{prefix}") if values[name] is False else flags[name]
-        problems.append(f"{shown} / {variable_of(cls, name)}: has no effect {what.format_map(flags)}")
+        value = values.get(name)
+        off = value is False or (isinstance(value, Switch) and not value and bool(cls.model_fields[name].default))
+        named = flag_of(name, f"no-{prefix}") if off else flag_of(name, prefix)
+        problems.append(f"{named} / {variable_of(cls, name)}: has no effect {what.format_map(flags)}")
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -193,6 +233,8 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
             flags.append(flag_of(name) if value else flag_of(f"no_{name}"))
         elif isinstance(value, list):
             flags += [flag_of(name), *map(str, value)]
+        elif isinstance(value, Mapping):
+            flags.append(f"{flag_of(name)}={text_of(value)}")
         else:
             flags.append(f"{flag_of(name)}={value}")
     return flags
@@ -205,9 +247,10 @@ def may_hold_secret(value: Any) -> bool:
 
 def variables(cls: type[ServiceConfig], given: Mapping[str, Any]) -> dict[str, str]:
     """The environment variables that give a service these settings, as :func:`command_line` gives them by flags."""
+    texts = {name: text_of(value) if isinstance(value, Mapping) else value for name, value in given.items()}
     return {
         variable_of(cls, name): json.dumps(value) if isinstance(value, list | tuple | bool) else str(value)
-        for name, value in given.items()
+        for name, value in texts.items()
     }
 
 
@@ -234,10 +277,21 @@ def parse_config(cls: type[ConfigT], program: str, description: str, argv: list[
 
 
 def _explain(cls: type[ServiceConfig], item: dict[str, Any], prefix: str) -> str:
-    name = str(item["loc"][0]) if item["loc"] else "configuration"
+    name = ".".join(map(str, item["loc"][:2] if _is_compound(cls, item["loc"]) else item["loc"][:1])) or "configuration"
     said, value = item["msg"].removeprefix("Value error, "), f"{item['input']!r}"
     shown = "" if item["type"] == "missing" or value in said else f" (got {value})"
     return without_credentials(f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {said}{shown}")
+
+
+def _is_compound(cls: type[ServiceConfig], place: tuple[Any, ...]) -> bool:
+    return bool(place) and place[0] in cls.model_fields and compound_of(cls, str(place[0])) is not None
+
+
+def _renewed(cls: type[ServiceConfig], values: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, Any]:
+    try:
+        return renewed(cls, cls.retired, values, named)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _read_yaml(path: Path, flag: str) -> dict[str, Any]:
@@ -260,6 +314,8 @@ def _shown_default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is None:
         return "none"
+    if isinstance(default, Compound):
+        return shown(default)
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or "none"
     return str(default)
@@ -271,7 +327,10 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return tuple(map(str, get_args(annotation))) if get_origin(annotation) is typing.Literal else ()
 
 
-def _kind(annotation: Any) -> Kind:
+def _kind(cls: type[ServiceConfig], name: str) -> Kind:
+    annotation, compound = cls.model_fields[name].annotation, compound_of(cls, name)
+    if compound is not None and issubclass(compound, Switch):
+        return "compound switch"
     if annotation is bool:
         return "switch"
     return "list" if get_origin(annotation) is tuple else "value"

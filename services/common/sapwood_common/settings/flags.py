@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-Kind = Literal["value", "switch", "list"]
-"""``--flag VALUE``, ``--flag`` or ``--no-flag``, ``--flag VALUE ...``."""
+Kind = Literal["value", "switch", "list", "compound switch"]
+"""``--flag VALUE``; ``--flag`` or ``--no-flag``; ``--flag VALUE ...``; ``--flag``, ``--flag on,part=VALUE`` or ``--no-flag``."""
 
 
 def service_flag(service: str, name: str) -> str:
-    """A service's flag as an answer names it, whoever started the service: ``service_flag("worker", "storage")``."""
+    """A service's flag as an answer names it, however the service was started: ``service_flag("worker", "storage")``."""
     return f"the {service}'s --{name} (--{service}-{name} of `sapwood up`)"
 
 
@@ -58,9 +58,32 @@ def add_option(
         how = {"action": argparse.BooleanOptionalAction}
     elif kind == "list":
         how["nargs"] = "*"
+    elif kind == "compound switch":
+        how = {"action": _CompoundSwitch, "metavar": "on|off,PART=VALUE"}
     explained = f"{text} [{variable}; default: {words}]".replace("%", "%%")
     name = dest or flag.strip("-").replace("-", "_")
     parser.add_argument(flag, dest=name, default=default, help=explained, **how)
+
+
+class _CompoundSwitch(argparse.Action):
+    """``--flag`` is ``on``, ``--no-flag`` is ``off``, and ``--flag on,part=value`` is itself."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **others: Any) -> None:
+        flags = [*option_strings, *(f"--no-{flag.removeprefix('--')}" for flag in option_strings)]
+        super().__init__(flags, dest, nargs="?", **others)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string is not None and option_string.startswith("--no-"):
+            if values is not None:
+                parser.error(f"{option_string} takes no value")
+            values = "off"
+        setattr(namespace, self.dest, "on" if values is None else values)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,7 +16,7 @@ class Needs:
     """What some settings need to have an effect.
 
     Attributes:
-        settings: Their names.
+        settings: Their names; ``queue.wait`` is a part of a setting.
         met: Whether a configuration has what they need.
         what: The same in words, with the names of settings in braces: "without {storage}".
     """
@@ -30,10 +31,11 @@ def idle_settings(config: BaseModel, needs: Iterable[Needs]) -> list[tuple[str, 
 
     A setting that equals its default is passed over, even if it was given: files for many deployments spell defaults out.
     """
-    values, fields = dict(config), type(config).model_fields
+    fields = type(config).model_fields
+    defaults = type(config).model_construct(**{n: f.get_default(call_default_factory=True) for n, f in fields.items()})
     found: dict[str, str] = {}
     for each in needs:
-        given = [name for name in each.settings if values[name] != fields[name].get_default(call_default_factory=True)]
+        given = [name for name in each.settings if attrgetter(name)(config) != attrgetter(name)(defaults)]
         if given and not each.met(config):
             for name in given:
                 found.setdefault(name, each.what)

@@ -166,7 +166,9 @@ class TokenizerReplica:
             known = problem
             if problem in (None, NOT_SERVING):
                 self.heard = asyncio.get_running_loop().time()
-            if hangs:  # perhaps behind a large message that does not arrive: small ones on a new connection prove nothing
+            if (
+                hangs
+            ):  # perhaps behind a large message that does not arrive: small ones on a new connection prove nothing
                 self.encodings.distrust()
                 self.encodings.abandon("health checks time out")
                 self._drop_calls()

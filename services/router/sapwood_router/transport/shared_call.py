@@ -133,7 +133,9 @@ class SharedCall(ABC):
             while not (self._finishing and not self.load):
                 end = await self._carry()
                 self._stands = False
-                if end.code is grpc.StatusCode.UNIMPLEMENTED:  # no call will ever stand to show that large packets arrive
+                if (
+                    end.code is grpc.StatusCode.UNIMPLEMENTED
+                ):  # no call will ever stand to show that large packets arrive
                     self._suspect = False
                 await asyncio.sleep(self._lost(end))
         finally:

@@ -131,10 +131,10 @@ def build_grammars(path: Path, loaded: LoadedTokenizer, config: TokenizerConfig)
         ConfigError: It cannot be read; the message names the file.
     """
     limits = CompilerLimits(
-        max_source_bytes=config.grammar_max_bytes,
-        timeout=config.grammar_timeout,
-        processes=config.grammar_processes,
-        cache_bytes=int(config.grammar_cache_mb * (1 << 20)),
+        max_source_bytes=config.grammar_timeout.max_bytes,
+        timeout=config.grammar_timeout.seconds,
+        processes=config.grammar_timeout.processes,
+        cache_bytes=int(config.grammar_timeout.cache_mb * (1 << 20)),
     )
     vocabulary = load_vocabulary(path) if path.is_dir() or path.suffix == ".gguf" else None
     if vocabulary is None:

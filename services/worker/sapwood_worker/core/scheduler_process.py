@@ -97,14 +97,14 @@ def build_scheduler(
         max_waiting=config.max_waiting,
         max_step_tokens=config.max_step_tokens or info.max_step_tokens,
         step_seconds=config.step_ms / 1000,
-        policy=config.policy,
-        starved_after=config.starved_after,
-        prefix_cache=config.prefix_cache and not info.encodes,
+        policy=config.policy.name,
+        starved_after=config.policy.starved_after,
+        prefix_cache=config.prefix_cache.on and not info.encodes,
         whole_prompts=info.encodes,
-        eviction=config.eviction,
+        eviction=config.prefix_cache.eviction,
         kv_events=True,
         conservativeness=config.conservativeness,
-        jump_forward=config.jump_forward,
+        jump_forward=config.structured_output.jump_forward,
         speculate=_speculate(config) if info.generates else "off",
         windows=info.windows,
         lanes=info.lanes,
@@ -121,7 +121,7 @@ def build_scheduler(
 
 def build_tiers(config: WorkerConfig, runner: LoadedRunner) -> Tiering | TiersOfRanks | None:
     """The tiers below the device's pages; None: there are none. Raises as :class:`Tiering`."""
-    if runner.host_pool is None or not config.prefix_cache:
+    if runner.host_pool is None or not config.prefix_cache.on:
         return None
     tiers = Tiering if runner.info.attention_ranks == 1 else TiersOfRanks
     return tiers(config, runner, runner.host_pool, measure_token_seconds(config, runner))
@@ -138,8 +138,8 @@ def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend
     if runner.vocabulary is None:
         return None
     info = runner.info
-    needs = GrammarNeeds(runner.vocabulary, info.vocab_size, info.eos_token_ids, config.grammar_timeout)
-    return make_backend(config.grammar_backend, needs)
+    needs = GrammarNeeds(runner.vocabulary, info.vocab_size, info.eos_token_ids, config.structured_output.timeout)
+    return make_backend(config.structured_output.backend, needs)
 
 
 def _described(runner: LoadedRunner, speculate: str, fingerprint: bytes) -> ModelInfo:
@@ -200,7 +200,9 @@ def main() -> int:
     observers: list[Observer] = [] if dump is None else [dump]
     staged = stages_are_logged()
     try:
-        observers += _observers(config, runner, Watchdog(arguments.folder / PROGRESS_FILE, config.watchdog_timeout))
+        observers += _observers(
+            config, runner, Watchdog(arguments.folder / PROGRESS_FILE, config.watchdog_timeout.seconds)
+        )
         loop = EventLoop(
             scheduler,
             runner,
@@ -236,7 +238,11 @@ def _observers(config: WorkerConfig, runner: LoadedRunner, watchdog: Watchdog) -
     """What sees each round of the loop."""
     observers: list[Observer] = [watchdog, StepClock()]
     if runner.experts is not None:
-        balancer = ExpertBalancer(config.tensor_parallel, config.redundant_experts) if config.expert_parallel else None
+        balancer = (
+            ExpertBalancer(config.tensor_parallel, config.expert_parallel.redundant)
+            if config.expert_parallel.on
+            else None
+        )
         observers.append(ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.exchanged_bytes))
     if runner.sums is not None:
         observers.append(AllReduceWatch(runner.sums))

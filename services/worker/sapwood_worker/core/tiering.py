@@ -107,30 +107,32 @@ class Tiering:
         fingerprint: What pages hold besides tokens, for who pairs workers; empty: it has had no role that needs it.
 
     Raises:
-        ConfigError: ``--storage`` is not a store's URL, or ``--handoff-port`` cannot be listened on.
+        ConfigError: ``--storage`` is not a store's URL, or ``--kv-transfer-port`` cannot be listened on.
     """
 
     def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool, seconds_per_token: float) -> None:
         info = runner.info
         self._page_size, self._page_bytes = info.page_size, pool.whole_bytes
         options = PrefetchOptions(
-            policy=config.storage_prefetch,
-            timeout=config.storage_timeout,
-            timeout_per_1k=config.storage_timeout_per_1k,
-            share=config.storage_share,
+            policy=config.storage_prefetch.mode,
+            timeout=config.storage_prefetch.seconds,
+            timeout_per_1k=config.storage_prefetch.per_1k,
+            share=config.storage_prefetch.share,
         )
         if config.storage:
             parse_storage(config.storage)
         host = HostPages(pool.num_pages)
         storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
         self._config, self._runner, self._pool = config, runner, pool
-        self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
+        self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_cache.write, storage)
         self.caches = (self.cache,)
         self.fingerprint = b""
         self._changes: list[ThreadExecutor] = []
         """They read the model's files for a role that the worker gets while it runs."""
         self._take_role(config.role)
-        facts = StorageFacts(pool, info.page_size, runner.cache_identity, seconds_per_token, config.storage_min_tokens)
+        facts = StorageFacts(
+            pool, info.page_size, runner.cache_identity, seconds_per_token, config.storage_prefetch.min_tokens
+        )
         self.opener = StorageOpener(storage, facts)
         if config.storage:
             self.opener.open(config.storage)
@@ -197,8 +199,8 @@ class Tiering:
             self.fingerprint = page_fingerprint(self._runner, self._pool)
         given = self._runner, cache, self._pool, self.fingerprint
         if role == "prefill" and cache.leases is None:
-            if config.host_write_policy != "write_through":
-                raise ConfigError(f"--host-write-policy {config.host_write_policy}: pages must go to the host at once")
+            if config.host_cache.write != "write_through":
+                raise ConfigError(f"--host-cache write={config.host_cache.write}: pages must go to the host at once")
             cache.leases = _build_leases(config, *given)
         if role == "decode" and cache.pulls is None:
             cache.pulls = _build_takeover(config, *given)
@@ -258,14 +260,14 @@ def _build_leases(
     config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
 ) -> HandoffLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
-    tls, mover = _page_tls(config), config.handoff_mover
+    tls, mover = _page_tls(config), config.kv_transfer.backend
     engines: dict[Way, Callable[[str], bytes]] = {}
     if mover == "nixl" or mover == "mooncake":
         engines[mover] = _ENGINES[mover](tls, pool)
     device = None
     if (own := _own_pool(config, runner)) is not None and (exported := _on_gpu(config, own.export)) is not None:
         device = ExportedPages(exported, cache.device_epoch)
-    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port, tls)
+    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.kv_transfer_port, tls)
     source, epoch = f":{server.port}", time.time_ns()
     leases = HandoffLeases(
         cache.host,
@@ -273,7 +275,7 @@ def _build_leases(
         fingerprint,
         epoch,
         source,
-        config.handoff_share,
+        config.kv_transfer.share,
         time.monotonic,
         in_parts=_LEAST_PARTS if pool.in_one else 0,
     )
@@ -286,9 +288,9 @@ def _build_takeover(
     config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
 ) -> Takeover:
     """What takes prompts over; into the device's pages too, where the mover can fill them."""
-    tls, share = _page_tls(config), config.handoff_share
+    tls, share = _page_tls(config), config.kv_transfer.share
     executor, own = ThreadExecutor(READS), _own_pool(config, runner)
-    mover = _MOVERS[config.handoff_mover](tls, pool) if own is None else CudaIpcMover(tls, own)
+    mover = _MOVERS[config.kv_transfer.backend](tls, pool) if own is None else CudaIpcMover(tls, own)
     ground = HostGround(cache.host, pool, fingerprint, mover)
     host = Pulls(ground, fingerprint, executor, share, time.monotonic)
     if not isinstance(mover, CudaIpcMover):
@@ -299,7 +301,7 @@ def _build_takeover(
 
 def _own_pool(config: WorkerConfig, runner: TieredRunner) -> OwnPool | None:
     """The device's pages, if they are read and filled among processes. Raises as :func:`_on_gpu`."""
-    if config.handoff_mover == "cuda" or (config.handoff_mover == "auto" and runner.asynchronous):
+    if config.kv_transfer.backend == "cuda" or (config.kv_transfer.backend == "auto" and runner.asynchronous):
         return _on_gpu(config, runner.own_pool)
     return None
 
@@ -313,8 +315,8 @@ def _on_gpu(config: WorkerConfig, made: Callable[[], T | None]) -> T | None:
     try:
         return made()
     except (OSError, RuntimeError) as error:
-        if config.handoff_mover == "cuda":
-            raise ConfigError(f"--handoff-mover cuda: {error}") from error
+        if config.kv_transfer.backend == "cuda":
+            raise ConfigError(f"--kv-transfer cuda: {error}") from error
         logger.info("pages do not go from GPU to GPU: %s", error)
         return None
 

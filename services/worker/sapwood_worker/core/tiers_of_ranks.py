@@ -19,7 +19,7 @@ class TiersOfRanks:
     """Does with the ranks' tiers what :class:`~sapwood_worker.core.tiering.Tiering` does with one's.
 
     A page is the same object whichever rank has computed it: of a store, and of what other workers hand off, each rank reads what
-    it lacks. Each listens at a port of its own for those that read what it hands off, from ``--handoff-port`` up.
+    it lacks. Each listens at a port of its own for those that read what it hands off, from ``--kv-transfer-port`` up.
 
     Args:
         config: The worker's configuration.
@@ -76,7 +76,7 @@ class TiersOfRanks:
 
 
 def _of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
-    return config.model_copy(update={"handoff_port": config.handoff_port and config.handoff_port + rank})
+    return config.model_copy(update={"kv_transfer_port": config.kv_transfer_port and config.kv_transfer_port + rank})
 
 
 def _together(reports: Sequence[TierReport]) -> TierReport:

@@ -53,15 +53,15 @@ class Subscribers:
         if keys is None:
             return
         if not zmq.has("curve"):
-            raise ConfigError("--kv-events-keys: ZeroMQ is built without CURVE here")
+            raise ConfigError("--kv-events key_folder: ZeroMQ is built without CURVE here")
         try:
             public, secret = zmq.auth.load_certificate(keys / _SERVER)
             clients = zmq.auth.load_certificates(keys / _CLIENTS)
-            warn_of_readers(keys / _SERVER, "--kv-events-keys")
+            warn_of_readers(keys / _SERVER, "--kv-events key_folder")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--kv-events-keys: {keys}: {error}") from error
+            raise ConfigError(f"--kv-events key_folder: {keys}: {error}") from error
         if secret is None or not clients:
-            raise ConfigError(f"--kv-events-keys: {keys} needs {_SERVER} and public keys in {_CLIENTS}")
+            raise ConfigError(f"--kv-events key_folder: {keys} needs {_SERVER} and public keys in {_CLIENTS}")
         self._pair = public, secret
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()

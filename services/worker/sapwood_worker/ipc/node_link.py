@@ -25,13 +25,12 @@ _BEAT_SECONDS = 0.1
 _OWN = frozenset(
     (
         *("node_rank", "rendezvous_key", "model", "revision", "served_model_name", "threads", "device"),
-        *("host", "port", "metrics_port", "health_host", "health_port", "sglang", "sglang_tokenizer"),
-        *("log_level", "log_format", "trace_endpoint", "trace_ratio", "tls_cert", "tls_key", "tls_client_ca"),
+        *("host", "port", "metrics_port", "health_host", "health_port", "sglang"),
+        *("log_level", "log_format", "trace_endpoint", "tls_cert", "tls_key", "tls_client_ca"),
         *(
             "kv_events_port",
             "kv_events_replay_port",
-            "kv_events_host",
-            "kv_events_keys",
+            "kv_events",
             "crash_dump_folder",
             "grpc_server",
             "drain_timeout",

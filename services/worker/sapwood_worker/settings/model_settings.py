@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
+from pydantic_settings import NoDecode
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.keyed_ways import read_key
 from sapwood_common.settings.config import ServiceConfig
-from sapwood_worker.settings.names import (
-    AllReduceName,
-    AttentionSetting,
-    DispatchName,
-    LanesName,
-    QuantizationName,
-)
+from sapwood_common.settings.retired import retired_parts
+from sapwood_worker.settings.compounds import ExpertParallel, PipelineParallel
+from sapwood_worker.settings.names import AllReduceName, AttentionSetting, QuantizationName
 
 
 class ModelSettings(ServiceConfig):
     """The part of a worker's configuration that is about its model."""
+
+    retired: ClassVar = {
+        **ServiceConfig.retired,
+        **retired_parts("pipeline_parallel", pipeline_lanes="micro_batches"),
+        **retired_parts("expert_parallel", redundant_experts="redundant", expert_dispatch="dispatch"),
+    }
 
     model: str = Field(
         "demo",
@@ -78,16 +81,12 @@ class ModelSettings(ServiceConfig):
         description="Ranks that each layer is split over, on one machine: a process each, with a GPU each. Has to divide the "
         "model's attention heads and the width of its MLPs.",
     )
-    pipeline_parallel: int = Field(
-        1,
-        ge=1,
+    pipeline_parallel: Annotated[PipelineParallel, NoDecode] = Field(
+        PipelineParallel(),
         description="Stages that the layers are spread over, each of --tensor-parallel ranks. A step goes through one stage "
-        "after the other, a long step in pieces, so that all stages compute.",
-    )
-    pipeline_lanes: LanesName = Field(
-        "auto",
-        description="Whether stages compute several steps at once, of other requests each: auto does on CPUs, on GPUs from as "
-        "many requests on as a trial at the start says; always; off.",
+        "after the other, a long step in chunks, so that all stages compute. micro_batches: whether stages compute several steps "
+        "at once, of other requests each: auto does on CPUs, on GPUs from as many requests on as a trial at the start says; "
+        "always; off.",
     )
     nnodes: int = Field(
         1,
@@ -104,23 +103,15 @@ class ModelSettings(ServiceConfig):
         None,
         description="File with a secret that all of --nnodes have alike, by which they know each other: openssl rand -hex 32.",
     )
-    expert_parallel: bool = Field(
-        False,
-        description="Whether each rank of --tensor-parallel gets whole experts, equally many, instead of a part of every expert.",
-    )
-    redundant_experts: int = Field(
-        0,
-        ge=0,
-        description="Extra slots for experts in a layer, spread evenly over the ranks of --expert-parallel. Experts that get "
-        "many tokens are copied into them and moved, a few at a time, so that all ranks have equally much to compute. 0: "
-        "experts stay where they are.",
-    )
-    expert_dispatch: DispatchName = Field(
-        "gather",
-        description="How rows reach experts with --data-parallel-attention and --expert-parallel: gather (all rows go to all "
-        "ranks), direct (each row goes to the ranks that have its experts, which write their sums back) or direct-float8 (the "
-        "same, with rows in 8 bits on the way there). The last two are for ranks of one host. They are tested at the start, and "
-        "gather is used if they are not exact.",
+    expert_parallel: Annotated[ExpertParallel, NoDecode] = Field(
+        ExpertParallel(),
+        description="Whether each rank of --tensor-parallel gets whole experts, equally many, instead of a part of every expert. "
+        "redundant: extra slots for experts in a layer, spread evenly over the ranks. Experts that get many tokens are copied "
+        "into them and moved, a few at a time, so that all ranks have equally much to compute. 0: experts stay where they are. "
+        "dispatch: how rows reach experts with --data-parallel-attention: gather (all rows go to all ranks), direct (each row "
+        "goes to the ranks that have its experts, which write their sums back) or direct-float8 (the same, with rows in 8 bits "
+        "on the way there). The last two are for ranks of one host. They are tested at the start, and gather is used if they "
+        "are not exact.",
     )
     all_reduce: AllReduceName = Field(
         "auto",
@@ -172,4 +163,4 @@ class ModelSettings(ServiceConfig):
     @property
     def ranks(self) -> int:
         """Processes that run the model together."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel.stages

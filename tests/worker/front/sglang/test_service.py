@@ -194,7 +194,7 @@ async def test_a_subscriber_hears_of_what_is_cached(stub: Any) -> None:
 
 
 async def test_a_single_file_has_no_tokenizer_to_send(stub: Any) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="--sglang-tokenizer") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="--sglang on,tokenizer=") as caught:
         [each async for each in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 

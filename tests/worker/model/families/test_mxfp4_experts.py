@@ -135,7 +135,7 @@ def test_they_move_between_ranks_where_they_are_multiplied_as_stored(published, 
         loaded.model.move_experts(moves)
         return logits_of(loaded, TOKENS, parallel)
 
-    with pytest.raises(ConfigError, match=r"--redundant-experts: model.layers.0.mlp.experts: on this device"):
+    with pytest.raises(ConfigError, match=r"--expert-parallel redundant: model.layers.0.mlp.experts: on this device"):
         run_ranks(2, work)
     monkeypatch.setattr(CpuOps, "groups_experts", True)  # as on a GPU, multiplied by the reference of its kernels
     for part in run_ranks(2, work):

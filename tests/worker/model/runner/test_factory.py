@@ -10,6 +10,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.runner import factory
 from sapwood_worker.records.ranks.place import Place
+from sapwood_worker.settings.compounds import ExpertParallel
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,8 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_before_they_meet(
     ("experts", "redundant", "words"),
     [
         (9, 0, "--expert-parallel: 9 experts cannot be handed out to 2 ranks"),
-        (8, 3, "--redundant-experts: 3 slots cannot be handed out to 2 ranks"),
-        (8, 10, "--redundant-experts 10: all 8 experts on all 2 ranks are 8 more"),
+        (8, 3, "--expert-parallel redundant: 3 slots cannot be handed out to 2 ranks"),
+        (8, 10, "--expert-parallel redundant=10: all 8 experts on all 2 ranks are 8 more"),
         (8, 8, "they met"),
     ],
 )
@@ -46,7 +47,7 @@ def test_experts_that_do_not_fit_ranks_are_refused_before_these_meet(
     monkeypatch.setattr(factory, "_meet", meet)
     path = str(tiny_model("qwen3-moe-plain", num_experts=experts).path)
     config = WorkerConfig(
-        model=path, device="cpu", tensor_parallel=2, expert_parallel=True, redundant_experts=redundant
+        model=path, device="cpu", tensor_parallel=2, expert_parallel=ExpertParallel(on=True, redundant=redundant)
     )
     with pytest.raises(ConfigError, match=words):
         factory.make_runner(config, Place(size=2))

@@ -112,7 +112,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
         path = await self._path()
         return sglang_scheduler_pb2.GetModelInfoResponse(
             model_path=path,
-            tokenizer_path=self._config.sglang_tokenizer or path,
+            tokenizer_path=self._config.sglang.tokenizer or path,
             is_generation=info.generates,
             served_model_name=name,
             max_context_length=info.context_length,
@@ -208,7 +208,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        folder = self._config.sglang_tokenizer or await self._path()
+        folder = self._config.sglang.tokenizer or await self._path()
         data = await asyncio.to_thread(tokenizer_bundle, Path(folder))
         for start in range(0, len(data), _CHUNK):
             last = start + _CHUNK >= len(data)
@@ -288,7 +288,7 @@ def tokenizer_bundle(folder: Path) -> bytes:
     files = [folder / name for name in _FILES if (folder / name).is_file()]
     if not any(file.name.startswith("tokenizer.") for file in files):
         raise UnimplementedError(
-            f"{folder.name} has no tokenizer files for gateways: give the worker --sglang-tokenizer"
+            f"{folder.name} has no tokenizer files for gateways: give the worker --sglang on,tokenizer=FOLDER"
         )
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:

@@ -112,11 +112,12 @@ class Parallel:
         most = experts * (self.ep.size - 1)
         if self.redundant_experts > most:
             raise ConfigError(
-                f"--redundant-experts {self.redundant_experts}: all {experts} experts on all {self.ep.size} ranks are {most} more"
+                f"--expert-parallel redundant={self.redundant_experts}: all {experts} experts on all {self.ep.size} ranks are "
+                f"{most} more"
             )
         if self.redundant_experts % self.ep.size:
             raise ConfigError(
-                f"--redundant-experts: {self.redundant_experts} slots cannot be handed out to {self.ep.size} ranks"
+                f"--expert-parallel redundant: {self.redundant_experts} slots cannot be handed out to {self.ep.size} ranks"
             )
         return self.redundant_experts // self.ep.size
 

@@ -21,5 +21,5 @@ def make_backend(name: str, needs: GrammarNeeds) -> GrammarBackend:
     try:
         make = find_part(GROUP, name, _BACKENDS)
     except ConfigError as error:
-        raise ConfigError(f"--grammar-backend {name}: {error}") from error
+        raise ConfigError(f"--structured-output backend={name}: {error}") from error
     return make(needs)

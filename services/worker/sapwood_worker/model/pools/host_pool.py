@@ -173,12 +173,12 @@ def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float,
     pages = int(gigabytes * (1 << 30)) // record_bytes(page_bytes) if gigabytes else int(ratio * num_device_pages)
     if not pages:
         if gigabytes or ratio:
-            raise ConfigError(f"--host-cache-gb / --host-cache-ratio: not even one page of {page_bytes} bytes")
+            raise ConfigError(f"--host-cache: not even one page of {page_bytes} bytes")
         return 0
     wanted, free = pages * record_bytes(page_bytes), available_memory()
     if free is not None and wanted > _MOST_OF_FREE * free:
         raise ConfigError(
-            f"--host-cache-gb / --host-cache-ratio: the host cache of {wanted / (1 << 30):.1f} GiB does not fit in the "
+            f"--host-cache: the host cache of {wanted / (1 << 30):.1f} GiB does not fit in the "
             f"{free / (1 << 30):.1f} GiB of memory that are free"
         )
     return pages

@@ -38,7 +38,7 @@ class SharedMemory:
             ConfigError: The system has no such memory.
         """
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("--host-cache-gb / --host-cache-ratio: processes share the host cache on Linux only")
+            raise ConfigError("--host-cache: processes share the host cache on Linux only")
         memory = SharedMemory(os.memfd_create("sapwood-host-cache", os.MFD_CLOEXEC))
         os.truncate(memory._descriptor, size)
         return memory

@@ -33,52 +33,28 @@ from sapwood_worker.records.ranks.place import ALONE, Place
 
 logger = logging.getLogger(__name__)
 
-_GRAPHS = ("cuda_graphs", "cuda_graph_max_batch", "expert_tuning")
-ON_CPU = (Needs(("memory_fraction", "overlap", "kernels_wait", *_GRAPHS), lambda config: False, "on a CPU"),)
+_NO_CACHE = "with a model that makes embeddings only or classifies, and caches nothing"
+_GRAPHS = ("cuda_graphs", "expert_tuning")
+ON_CPU = (Needs(("memory_fraction", "overlap", "kernels.wait", *_GRAPHS), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
     Needs(
         (
-            *("tensor_parallel", "pipeline_parallel", "data_parallel_attention"),
-            *("expert_parallel", "redundant_experts", "expert_dispatch", "all_reduce"),
-            *("quantization", "stored_weights", "sampling_defaults"),
-            *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
-            *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
-            *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
-            *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
-            *(
-                "kv_events_keep",
-                "kv_events_format",
-                "kv_events_host",
-                "kv_events_keys",
-                "structured_output",
-                "jump_forward",
-                "grammar_timeout",
-                "grammar_backend",
-                "attention_backend",
-                "kernels_wait",
-                "shared_prefix_attention",
-                *_GRAPHS,
-            ),
-            *("speculate", "role"),
+            *("tensor_parallel", "pipeline_parallel", "data_parallel_attention", "expert_parallel", "all_reduce"),
+            *("quantization", "stored_weights", "sampling_defaults", "kv_cache_dtype", "kv_cache_gb", "num_pages"),
+            *("page_size", "memory_fraction", "overlap", "conservativeness", "prefix_cache", "kv_events_port"),
+            *("kv_events_replay_port", "kv_events", "host_cache", "storage", "storage_prefetch", "structured_output"),
+            *("attention_backend", "shared_prefix_attention", "kernels.wait", "speculate", "role", *_GRAPHS),
         ),
         lambda config: False,
-        "with a model that makes embeddings only or classifies, and caches nothing",
+        _NO_CACHE,
     ),
     Needs(
         ("policy",),
-        lambda config: config.policy in ("fcfs", "priority"),
-        "with a model that makes embeddings only or classifies, and caches nothing, unless it is priority",
+        lambda config: config.policy.name in ("fcfs", "priority"),
+        f"{_NO_CACHE}, unless it is priority",
     ),
 )
-
-
-OF_CLASSIFIERS = (
-    Needs(
-        ("structured_output", "jump_forward", "grammar_timeout", "grammar_backend", *_GRAPHS),
-        lambda config: False,
-        "with a model that only classifies",
-    ),
-)
+OF_CLASSIFIERS = (Needs(("structured_output", *_GRAPHS), lambda config: False, "with a model that only classifies"),)
 
 
 _MEETING_SECONDS = 120.0
@@ -120,7 +96,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         return EncoderRunner(options)
     kind, _, drafter = config.speculate.partition(":")
     if kind in ("eagle", "mtp"):
-        if config.pipeline_parallel > 1:
+        if config.pipeline_parallel.stages > 1:
             raise ConfigError(f"--speculate {kind}: a head has no hidden states of a pipeline's earlier stages")
         if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
             return build_runner(replace(options, headed=True))
@@ -139,7 +115,7 @@ def _choose_device(config: WorkerConfig, place: Place) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and place.size > 1:
         if place.on_node > torch.cuda.device_count():
-            flags = f"--tensor-parallel {config.tensor_parallel} --pipeline-parallel {config.pipeline_parallel}"
+            flags = f"--tensor-parallel {config.tensor_parallel} --pipeline-parallel {config.pipeline_parallel.stages}"
             raise ConfigError(f"{flags}: there are {torch.cuda.device_count()} GPUs here")
         device = f"cuda:{place.rank % place.on_node}"
         torch.cuda.set_device(place.rank % place.on_node)
@@ -149,10 +125,10 @@ def _choose_device(config: WorkerConfig, place: Place) -> str:
 def _check_split(config: WorkerConfig, path: Path) -> None:
     """Refuses ranks that the model's heads, layers or experts cannot be split over, before these meet and load."""
     model, group = read_config(path)[1], Group()
-    if model.sparse is not None and config.expert_parallel:
+    if model.sparse is not None and config.expert_parallel.on:
         ranks, experts = Group(), model.sparse.routing.experts
         ranks.size = config.tensor_parallel
-        placed = Parallel(ep=ranks, redundant_experts=config.redundant_experts)
+        placed = Parallel(ep=ranks, redundant_experts=config.expert_parallel.redundant)
         placed.own_experts(experts)
         placed.spare_slots(experts)
     group.size = 1 if config.data_parallel_attention else config.tensor_parallel
@@ -160,9 +136,9 @@ def _check_split(config: WorkerConfig, path: Path) -> None:
     heads.shard("num_attention_heads", model.num_heads)
     if model.latent is None:
         heads.shard("num_key_value_heads", model.num_kv_heads, copies=True)
-    if config.pipeline_parallel > model.num_layers:
+    if config.pipeline_parallel.stages > model.num_layers:
         raise ConfigError(
-            f"--pipeline-parallel {config.pipeline_parallel}: num_hidden_layers is {model.num_layers}, fewer than stages"
+            f"--pipeline-parallel {config.pipeline_parallel.stages}: num_hidden_layers is {model.num_layers}, fewer than stages"
         )
 
 
@@ -178,8 +154,8 @@ def _ready_gpu(config: WorkerConfig, device: str) -> None:
     )
     for warning in warnings:
         logger.warning(warning)
-    if config.kernels is not None:
-        take_kernels(config.kernels)
+    if config.kernels.path is not None:
+        take_kernels(config.kernels.path)
 
 
 def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str, parallel: Parallel) -> RunnerOptions:
@@ -203,18 +179,18 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         max_step_tokens=config.max_step_tokens,
         context_length=config.context_length,
         max_running=config.max_running,
-        cuda_graphs=config.cuda_graphs,
+        cuda_graphs=config.cuda_graphs.on,
         expert_tuning=config.expert_tuning,
-        cuda_graph_max_batch=config.cuda_graph_max_batch,
+        cuda_graph_max_batch=config.cuda_graphs.max_batch,
         attention_backend=config.attention_backend,
         shared_prefix_attention=config.shared_prefix_attention == "auto",
-        kernels_wait=config.kernels_wait,
+        kernels_wait=config.kernels.wait,
         threads=_threads(config, place),
-        structured_output=config.structured_output and place.rank == 0,
-        host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
-        host_cache_ratio=config.tier_ratio if config.prefix_cache else 0.0,
+        structured_output=config.structured_output.on and place.rank == 0,
+        host_cache_gb=config.host_cache.gb if config.prefix_cache.on else 0.0,
+        host_cache_ratio=config.tier_ratio if config.prefix_cache.on else 0.0,
         share_host_cache=config.shares_host_cache,
-        lanes=config.pipeline_lanes,
+        lanes=config.pipeline_parallel.micro_batches,
     )
 
 
@@ -253,8 +229,8 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
     parallel = join_groups(
         place.rank,
         tensor=config.tensor_parallel,
-        pipeline=config.pipeline_parallel,
-        expert=config.tensor_parallel if config.expert_parallel else 1,
+        pipeline=config.pipeline_parallel.stages,
+        expert=config.tensor_parallel if config.expert_parallel.on else 1,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         timeout=_EXCHANGE_SECONDS if place.rank or place.nodes > 1 else _MEETING_SECONDS,
@@ -263,8 +239,13 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         waits=place.waits,
     )
     rows = OwnRows(parallel.tp, device_ops(device)) if config.data_parallel_attention else None
-    parallel = replace(parallel, redundant_experts=config.redundant_experts, rows=rows, dispatch=config.expert_dispatch)
-    if config.redundant_experts:
+    parallel = replace(
+        parallel,
+        redundant_experts=config.expert_parallel.redundant,
+        rows=rows,
+        dispatch=config.expert_parallel.dispatch,
+    )
+    if config.expert_parallel.redundant:
         # NCCL connects when it is first used: the first move would take far longer than the others.
         parallel.ep.connect(torch.device(device))
     choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)

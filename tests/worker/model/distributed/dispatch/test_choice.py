@@ -104,7 +104,7 @@ def test_what_is_wrong_on_one_rank_is_used_on_none(
         )
     assert found == [None, None]
     assert (
-        "--expert-dispatch: it is not used, rows go to all ranks: rank 1: the sums of 1 rows of 152 numbers"
+        "--expert-parallel dispatch: it is not used, rows go to all ranks: rank 1: the sums of 1 rows of 152 numbers"
         in caplog.text
     )
 

@@ -98,5 +98,5 @@ def test_tokens_of_an_expert_take_its_copies_in_turns(tiny_model):
 
 def test_what_cannot_move_is_refused(tiny_model):
     path = tiny_model("qwen3-moe", **SHAPE).path
-    with pytest.raises(ConfigError, match="--redundant-experts: 3 slots cannot be handed out to 2 ranks"):
+    with pytest.raises(ConfigError, match="--expert-parallel redundant: 3 slots cannot be handed out to 2 ranks"):
         run_ranks(2, lambda group: load(path, placed(group, 3)))

@@ -114,7 +114,7 @@ class PageServer:
             address = host.strip("[]"), port
             self._listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as error:
-            raise ConfigError(f"--handoff-port {port}: cannot listen on {host}: {error.strerror}") from error
+            raise ConfigError(f"--kv-transfer-port {port}: cannot listen on {host}: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]
         self._listener.settimeout(_LOOK_SECONDS)
         self._room = threading.BoundedSemaphore(_MOST_READS)

@@ -43,11 +43,11 @@ def choose_exchange(group: Group, rows: OwnRows, shape: RowShape, ops: DeviceOps
     make = _WAYS.get(ops.device.type)
     found = None if make is None else make(group, shape, most_rows, ops.device)
     if found is None:
-        logger.warning("--expert-dispatch: ranks do not share memory here: rows go to all ranks")
+        logger.warning("--expert-parallel dispatch: ranks do not share memory here: rows go to all ranks")
         return None
     ways, replay, end_trial = found
     if fault := _fault(group, ways, ops, replay):
-        logger.warning("--expert-dispatch: it is not used, rows go to all ranks: %s", fault)
+        logger.warning("--expert-parallel dispatch: it is not used, rows go to all ranks: %s", fault)
         return None
     end_trial()
     kept = "float8" if shape.float8 else shape.dtype

@@ -135,7 +135,7 @@ def make_xgrammar(needs: GrammarNeeds) -> XgrammarBackend:
         ConfigError: The library is not installed.
     """
     if importlib.util.find_spec("xgrammar") is None:
-        raise ConfigError("--grammar-backend xgrammar: it is not installed: pip install 'sapwood[xgrammar]'")
+        raise ConfigError("--structured-output backend=xgrammar: it is not installed: pip install 'sapwood[xgrammar]'")
     backend = XgrammarBackend(needs)
     backend.warm()
     return backend

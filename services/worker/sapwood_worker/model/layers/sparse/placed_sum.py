@@ -50,7 +50,7 @@ class PlacedSum:
         self._tensors = (*gate_up.tensors, *down.tensors)
         if places.movable and not (gate_up.tensors and down.tensors):
             raise ConfigError(
-                f"--redundant-experts: {context.prefix}: on this device experts in few bits stay where they are; "
+                f"--expert-parallel redundant: {context.prefix}: on this device experts in few bits stay where they are; "
                 "--stored-weights widen widens float8 and GGUF's types"
             )
         self._sum = context.ops.expert_sum(gate_up, down, activation, chosen, shared)

@@ -257,7 +257,7 @@ def test_an_engine_is_refused_beside_encryption_and_without_a_source_engine(name
     try:
         files = tls_of(trustme.CA(), tmp_path / "files")
         for refused in (mover, source):
-            with pytest.raises(ConfigError, match=rf"--handoff-mover {name} .*--tls-cert"):
+            with pytest.raises(ConfigError, match=rf"--kv-transfer {name} .*--tls-cert"):
                 refused(files, kept.into)
         kept.mover = mover(None, kept.into)
         with pytest.raises(MoverError, match="no such engine"):
@@ -304,5 +304,5 @@ def test_pages_are_read_over_ipv6(mover: str, host: str) -> None:
 
 
 def test_a_port_that_is_taken_is_named(served: Kept) -> None:
-    with pytest.raises(ConfigError, match=f"--handoff-port {served.server.port}"):
+    with pytest.raises(ConfigError, match=f"--kv-transfer-port {served.server.port}"):
         PageServer("127.0.0.1", served.server.port)

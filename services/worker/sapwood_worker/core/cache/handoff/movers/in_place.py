@@ -148,6 +148,4 @@ def refuse_tls(mover: str, tls: PageTls | None) -> None:
         ConfigError: There are files for TLS.
     """
     if tls is not None:
-        raise ConfigError(
-            f"--handoff-mover {mover} sends pages in plain text, which is not for a worker with --tls-cert"
-        )
+        raise ConfigError(f"--kv-transfer {mover} sends pages in plain text, which is not for a worker with --tls-cert")

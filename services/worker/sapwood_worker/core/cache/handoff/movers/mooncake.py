@@ -35,14 +35,14 @@ def _mooncake_engine(pool: HostPool, host: str) -> Any:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise ConfigError(
-            f"--handoff-mover mooncake: Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and "
+            f"--kv-transfer mooncake: Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and "
             "libibverbs1, libcurl4, libnuma1"
         ) from error
     engine = TransferEngine()
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
-        raise ConfigError("--handoff-mover mooncake: its transfer engine does not start")
+        raise ConfigError("--kv-transfer mooncake: its transfer engine does not start")
     if engine.register_memory(pool.buffers.ctypes.data, pool.buffers.nbytes) != 0:
-        raise ConfigError(f"--handoff-mover mooncake: it does not take {pool.buffers.nbytes} bytes of host pages")
+        raise ConfigError(f"--kv-transfer mooncake: it does not take {pool.buffers.nbytes} bytes of host pages")
     return engine
 
 

@@ -40,7 +40,7 @@ def nixl_agent(pool: HostPool, *, progresses: bool) -> Any:
         nixl = nixl_library()
     except ImportError as error:
         raise ConfigError(
-            f"--handoff-mover nixl: NIXL is not installed here ({error}): pip install 'sapwood[nixl]'"
+            f"--kv-transfer nixl: NIXL is not installed here ({error}): pip install 'sapwood[nixl]'"
         ) from error
     try:
         sync = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -49,7 +49,7 @@ def nixl_agent(pool: HostPool, *, progresses: bool) -> Any:
         agent.create_backend("UCX")
         agent.register_memory([(pool.buffers.ctypes.data, pool.buffers.nbytes, 0, "")], "DRAM", ["UCX"])
     except Exception as error:  # NIXL's errors have no class in common
-        raise ConfigError(f"--handoff-mover nixl: {error}") from error
+        raise ConfigError(f"--kv-transfer nixl: {error}") from error
     return agent
 
 

@@ -10,7 +10,7 @@ import grpc
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import SapwoodError
-from sapwood_common.status import code_number
+from sapwood_common.status import code_number, reason_of
 from sapwood_common.telemetry.logs import request_id_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -73,7 +73,7 @@ async def _answer(service: Encodes, item: tokenizer_pb2.EncodeItem, context: Con
             result.apply_chat_template.CopyFrom(await service.ApplyChatTemplate(item.apply_chat_template, context))
     except SapwoodError as error:
         result.error.code, result.error.message = code_number(error), error.message
-        result.error.field = error.field or ""
+        result.error.field, result.error.reason = error.field or "", reason_of(error)
         if error.retry_after is not None:
             result.error.retry_after_ms = round(error.retry_after * 1000)
     return result

@@ -129,3 +129,11 @@ async def test_the_tokenizer_sends_no_tokens_of_a_long_text_that_no_context_hold
     assert answer.status_code == 400
     assert error.get("param") == param
     assert "prompt is too long" in error["message"]  # the tokenizer's words
+
+
+async def test_each_conversation_names_the_most_tokens_that_its_template_may_make(cluster) -> None:
+    await cluster.openai.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "short"}], max_tokens=1
+    )
+    (chat,) = cluster.tokenizer.chats
+    assert chat.max_tokens == cluster.router.registry.context_length("fake")

@@ -291,7 +291,7 @@ class TokenizerClient:
                 request.messages.extend(to_turns(prompt.turns))
             else:
                 await in_turns(_write_turns(prompt.turns, request), stint)
-            if large and most_tokens is not None:
+            if most_tokens is not None:  # a template may make a long text of a short conversation
                 request.max_tokens = most_tokens()
             if large:
                 await stint.turn()

@@ -106,10 +106,7 @@ class TokenizerReplica:
         return (await self.encodings.ask(item, deadline)).apply_chat_template
 
     def _by_session(self, request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest) -> bool:
-        # Only long texts have max_tokens; what they need takes time to tell.
-        if not self.encodings.up or request.HasField("max_tokens"):
-            return False
-        return request.ByteSize() <= EncodeSession.MOST_BYTES
+        return self.encodings.up and request.ByteSize() <= EncodeSession.MOST_BYTES
 
     async def call(
         self,

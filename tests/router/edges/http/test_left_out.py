@@ -257,3 +257,52 @@ async def test_custom_calls_in_a_chats_history_are_left_out(cluster) -> None:
     without = [*HI, {"role": "assistant", "tool_calls": [{"id": "2", "type": "function"}]}]
     answer = await cluster.http.post(CHAT, json={"messages": without})
     assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function"
+
+
+FORMS = {
+    "json_schema": SCHEMA,
+    "grammar": 'root ::= "a"',
+    "regex": "a",
+    "ebnf": 'root ::= "a"',
+    "guided_json": SCHEMA,
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": 'root ::= "a"',
+    "structural_tag": "{}",
+    "structured_outputs": {"regex": "a"},
+    "response_format": {"type": "json_object"},
+    "stop_regex": "a",
+}
+TAKEN_BY = {RESPONSES: "text", MESSAGES: "output_config", "/generate": "sampling_params", "/api/chat": "format"}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/generate", "/api/chat", "/v2/chat"])
+async def test_a_form_of_the_answer_is_enforced_or_refused_but_never_left_out(cluster, path) -> None:
+    good = GOOD.get(path, {"model": "fake", "messages": HI, "stream": False})
+    refused = 0
+    for name, form in FORMS.items():
+        answer = await cluster.http.post(path, json={**good, name: form})
+        assert "x-sapwood-ignored" not in answer.headers
+        if answer.status_code == 400:
+            refused += name in answer.text
+        else:
+            assert (answer.status_code, name) == (200, name)
+            assert cluster.calls()[-1].request.HasField("grammar"), name
+    assert (refused == len(FORMS)) == (path in TAKEN_BY)
+    if path in TAKEN_BY:
+        assert f"{TAKEN_BY[path]} takes it" in answer.text
+    nothing = await cluster.http.post(path, json={**good, "guided_json": None, "grammar": "", "images": []})
+    assert (nothing.status_code, "x-sapwood-ignored" in nothing.headers) == (200, False)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+async def test_parts_of_a_prompt_that_the_model_would_not_see_are_refused(cluster, path) -> None:
+    for name, part in (("images", ["aGk="]), ("documents", [{"text": "a"}]), ("input_ids", [5])):
+        answer = await cluster.http.post(path, json={**GOOD[path], name: part})
+        assert (answer.status_code, name in answer.text) == (400, True)
+
+
+async def test_the_form_of_an_answer_says_nothing_to_the_count_of_a_prompt(cluster) -> None:
+    for body in ({"prompt": "hi"}, {"messages": HI}):
+        answer = await cluster.http.post("/tokenize", json={**body, "response_format": {"type": "json_object"}})
+        assert answer.status_code == 200

@@ -23,6 +23,8 @@ Neutral = Mapping[str, tuple[Any, ...]]
 _MOST_EXPLAINED = 64 * 1024
 """Bytes up to which a body is searched for the parameter with bad Unicode, so that the error can name it."""
 
+_NOTHING: tuple[Any, ...] = ("", False, [], {})
+"""Values that ask for nothing, beside null."""
 _LONGEST_COMPARED = 40
 """Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
 _MOST_COMPARED = 8
@@ -34,6 +36,18 @@ _OF_OTHERS = {
     "input": "/v1/responses and /v1/embeddings take it",
 }
 """What APIs call the prompt."""
+
+FORMS = frozenset(
+    {"response_format", "output_format", "output_config", "format", "json_schema", "structural_tag", "grammar", "ebnf", "regex"}
+    | {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json", "choice", "stop_regex"}
+)  # fmt: skip
+"""What APIs call the form that an answer must have: a client relies on it, so an API that has it under another name says so."""
+_TAKE_FORMS = ("response_format", "output_config", "format", "sampling_params", "text")
+"""Parameters that take a form, one in each API."""
+_SHOWN = frozenset(
+    {"images", "image_data", "documents", "input_ids", "prompt_token_ids", "prompt_embeds", "input_embeds"}
+)
+"""What APIs call parts of a prompt: a client relies on it that the model sees them."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -72,8 +86,9 @@ def convert(
 ) -> StructT:
     """A checked request.
 
-    Parameters that would change the answer but are not supported are refused unless they have a neutral value. Null asks for
-    nothing, whatever its name. A whole number may be written with a point.
+    Parameters that would change the answer but are not supported are refused unless they have a neutral value. So are those of
+    other APIs that say what form the answer must have, or what the model sees. Null asks for nothing, whatever its name. A whole
+    number may be written with a point.
 
     Args:
         value: The JSON object.
@@ -108,6 +123,10 @@ def convert(
                 raise InvalidArgumentError(
                     f"unknown parameter: {shown!r}{_hint(name, shown, known, ignored)}", field=shown
                 )
+            if name in FORMS or name in _SHOWN:
+                if given in _NOTHING:
+                    continue
+                raise InvalidArgumentError(f"{shown} is not supported here{_instead(name, known)}", field=shown)
             left_out.parameter(shown, partial(_hint, name, shown, known, ignored))
             unknown.append(name)
     make_whole(taken, cls)
@@ -212,6 +231,14 @@ def _hint(name: str, shown: str, known: Collection[str], ignored: Collection[str
     """What may have been meant by an unknown parameter, to stand behind it; empty: nothing."""
     hint = _OF_OTHERS.get(shown) or _similar(name, (*known, *ignored))
     return f"; {hint}" if hint else ""
+
+
+def _instead(name: str, known: Collection[str]) -> str:
+    """What an API takes in place of another's parameter of a form or of a prompt, to stand behind it."""
+    if name not in FORMS:
+        return ": the model would not see it"
+    takes = next((other for other in _TAKE_FORMS if other in known), None)
+    return f": the answer would not have that form{f'; {takes} takes it' if takes else ''}"
 
 
 def _similar(name: str, known: Sequence[str]) -> str:

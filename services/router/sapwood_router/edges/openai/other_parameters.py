@@ -58,6 +58,8 @@ _NEUTRAL: Neutral = {
     "bootstrap_room": (),
     "data_parallel_rank": (),
     "log_metrics": (True, False),
+    # Others': the model would not see it.
+    "system": ("", []),
 }
 
 COMPLETION_NEUTRAL: Neutral = {

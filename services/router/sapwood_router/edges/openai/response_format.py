@@ -1,4 +1,6 @@
-"""``response_format``, and as extensions ``regex``, ``ebnf`` (SGLang), ``structured_outputs`` and ``guided_...`` (vLLM)."""
+"""``response_format``, and as extensions ``regex``, ``ebnf``, ``structural_tag`` (SGLang), ``structured_outputs``,
+``guided_...`` (vLLM), ``json_schema`` and ``grammar`` (llama.cpp and TGI).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _KINDS = {
     "json": "a JSON schema, as an object or as text",
     "regex": "an expression",
     "choice": "one or more texts, none empty",
-    "grammar": "the text of a grammar",
+    "grammar": "the text of a grammar, or an object with type (json, regex) and value",
     "json_object": "a boolean",
     "structural_tag": "JSON as text",
 }
@@ -34,8 +36,12 @@ _PARAMETERS = (
     ("guided_regex", "regex"),
     ("guided_choice", "choice"),
     ("guided_grammar", "grammar"),
+    ("structural_tag", "structural_tag"),
+    ("json_schema", "json"),
+    ("grammar", "grammar"),
 )
 """Parameters of their own, each with the kind that its value is."""
+_EMPTY_ASKS_NOTHING = ("structural_tag", "json_schema", "grammar")
 _NONE = (None,) * len(_PARAMETERS)
 _NO_OPTION = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 """vLLM's options that false leaves out."""
@@ -53,13 +59,14 @@ def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, st
     values = (
         *(request.regex, request.ebnf, request.guided_json),
         *(request.guided_regex, request.guided_choice, request.guided_grammar),
+        *(request.structural_tag, request.json_schema, request.grammar),
     )
     if request.response_format is None and request.structured_outputs is None and values == _NONE:
         return None, _FIELD  # the usual case
     found = _response_format(request.response_format)
     parameters = [] if found[0] is None else [found]
     for (name, kind), value in zip(_PARAMETERS, values, strict=True):
-        if value is not None:
+        if value is not None and (value != "" or name not in _EMPTY_ASKS_NOTHING):
             parameters.append((_of_kind(kind, value, name), name))
     if request.structured_outputs is not None:
         parameters += _structured_outputs(request.structured_outputs)
@@ -104,6 +111,10 @@ def _of_kind(kind: str, value: Any, field: str) -> AnswerGrammar:
             return AnswerGrammar("regex", value)
         case "grammar", str():
             return AnswerGrammar("ebnf", value)
+        case "grammar", {"type": "json" | "json_object", "value": dict() | str() as schema}:  # TGI's
+            return _of_kind("json", schema, field)
+        case "grammar", {"type": "regex", "value": str() as expression}:
+            return AnswerGrammar("regex", expression)
         case "structural_tag", str():
             return AnswerGrammar("structural_tag", value)
         case "choice", [str(), *_]:

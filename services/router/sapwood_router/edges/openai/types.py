@@ -51,6 +51,9 @@ class GenerationRequest(AnyRequest, kw_only=True):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    structural_tag: str | None = None
+    json_schema: Any = None  # named as in llama.cpp; so is the next, which is an object in TGI
+    grammar: Any = None
     return_token_ids: bool | None = None  # an extension, named as in vLLM; so is the next
     return_tokens_as_token_ids: bool | None = None
 

@@ -13,7 +13,7 @@ from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_net.pacing.heavy_work import LARGE
 from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.http.json_body import FORMS, Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.logprobs import text_of
@@ -90,9 +90,9 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         given = decode_object(body)
         request: TokenizeTextRequest | TokenizeChatRequest
         if given.get("messages") is not None:
-            request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL, left_out=exchange.left_out)
+            request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL, FORMS, left_out=exchange.left_out)
         else:
-            request = convert(given, TokenizeTextRequest, {}, left_out=exchange.left_out)
+            request = convert(given, TokenizeTextRequest, {}, FORMS, left_out=exchange.left_out)
         exchange.accept_body_id(request)
         deadline, salt = exchange.sooner(deadline), exchange.caller(request, given).cache_salt
         exchange.on_disconnect(lambda: None)

@@ -229,20 +229,6 @@ def test_a_token_stream_counts_merges_and_fails_as_told() -> None:
     assert stream.take().tokens == 3 + WINDOW
     with pytest.raises(errors.UnavailableError):
         stream.take()
-    passing = TokenStream()
-    passed: list[int] = []
-    passing.push([7])
-    passing.pass_on(lambda token: passed.append(token) is None)
-    assert passing.relay is None, "7 has to be taken first"
-    passing.take()
-    assert passing.relay is not None and passing.relay(8)
-    passing.push([9])
-    assert passing.relay is None, "9 has to be taken first"
-    assert passing.take().tokens == 2
-    assert passed == [8]
-    assert passing.relay is not None
-    passing.fail(errors.UnavailableError("gone"))
-    assert passing.relay is None
     whole = TokenStream(whole=True)
     whole.push([1] * 2 * WINDOW)
     assert not whole.full and not whole.ready

@@ -17,7 +17,7 @@ from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.convert import pack
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.flow.delivery import Sink
+from sapwood_router.flow.client import Client
 from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.embedding import Embedder
 from sapwood_router.flow.generation import GenerationAttempts, pages_of
@@ -156,12 +156,10 @@ class Run:
         self._stream: OutputStream | None = None
         self._attempts: GenerationAttempts | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._sink: Sink | None = None
+        self._client: Client | None = None
         self._index = 0
         self._sent_tokens = 0
         """Tokens that the client got in deltas."""
-        self._relayed_tokens = 0
-        """Tokens that the client got one by one, without a delta."""
         self._closed = False
 
     @property
@@ -184,37 +182,35 @@ class Run:
         """How often it went on, on another worker, so far."""
         return self._context.resumptions
 
-    async def start(self, sink: Sink, index: int = 0) -> None:
-        """Begins. Returns once the prompt is on its way. Output is pushed to the sink. So are errors, which name fields as
+    async def start(self, client: Client, index: int = 0) -> None:
+        """Begins. Returns once the prompt is on its way. Output is written to the client, and so are errors, which name fields as
         the client does.
 
         Args:
-            sink: Takes the deltas, merged from all that is there whenever it is ready.
-            index: The run's, among those of the sink.
+            client: Takes the deltas, merged from all that is there whenever it is ready.
+            index: The run's, among those of the client.
         """
-        self._sink, self._index = sink, index
+        self._client, self._index = client, index
         try:
             await self._start()
         except Exception as error:
             self._fail(error)
 
     def flush(self) -> None:
-        """Hands the sink the output that is there, if the sink is ready."""
-        stream, sink = self._stream, self._sink
-        if stream is None or sink is None:
+        """Writes the output that is there, if the client is ready."""
+        stream, client = self._stream, self._client
+        if stream is None or client is None:
             return
         try:
-            while not self._closed and self._context.usage is None and stream.ready and sink.ready(self._index):
+            while not self._closed and self._context.usage is None and stream.ready and client.ready(self._index):
                 delta = self._respond(stream.take())
                 self._sent_tokens += len(delta.token_ids)
                 if delta.finish is not None and self._context.session is not None:
                     self._commit(self._context.session, delta.finish.usage)  # before the client can ask again
-                sink.delta(self._index, delta)
+                client.take(delta)
                 if delta.finish is not None:
                     # Metrics and shares are counted after the delta is on its way to the client.
                     self._pipeline.afterwards.add(self._finished)
-                elif isinstance(stream, TokenStream) and not stream.relays:
-                    self._relay_tokens(stream, sink)
         except Exception as error:  # fails this request only, not the others whose output came in the same message
             self._fail(error)
 
@@ -248,33 +244,16 @@ class Run:
         if self._closed:
             return
         self._context.error = error
-        sink = self._sink
+        client = self._client
         self.close()
-        if sink is not None:
+        if client is not None:
             # Its traceback refers to the request: a cycle that only the garbage collector would free.
-            sink.failed(error.with_traceback(None))
-
-    def _relay_tokens(self, stream: TokenStream, sink: Sink) -> None:
-        """Lets single token ids of a request without text go straight to the client, without a delta, if the sink takes them."""
-        write = sink.token_writer(self._index)
-        if write is None:
-            return
-        keep, count = self._context.output_ids.append, self._watch.token_counter()
-
-        def relay(token_id: int) -> bool:
-            if not write(token_id):
-                return False
-            keep(token_id)
-            self._relayed_tokens += 1
-            count()
-            return True
-
-        stream.pass_on(relay)
+            client.failed(error.with_traceback(None))
 
     def _respond(self, chunk: OutputChunk) -> Delta:
         started = time.perf_counter()
-        chunk.tokens += self._relayed_tokens  # the stream counts only what was pushed into it
-        delta = respond(self._context, chunk, self._sent_tokens + self._relayed_tokens)
+        delta = respond(self._context, chunk, self._sent_tokens)
+        delta.index = self._index
         self._watch.delta(started, len(delta.token_ids))
         self._line.said(delta.output)
         return delta
@@ -295,7 +274,7 @@ class Run:
             self._place.leave()
         if self._stream is not None:
             self._stream.close()
-        self._sink = None  # it refers to its runs: a cycle
+        self._client = None  # it refers to its runs: a cycle
         if self._context.caller.account is not None:
             self._context.caller.account.take_output(len(self._context.output_ids))
         self._watch.close()

@@ -6,9 +6,7 @@ The pipeline calls a :class:`RequestWatch`; nothing here changes what it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextvars import Token
-from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -22,8 +20,6 @@ from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.pair_parts import PairPart, PairParts
 from sapwood_router.observe.request_log import RequestLog
 from sapwood_router.observe.spans import answered, asked, operation_of, span_name
-
-_MOST_ARRIVALS = 256
 
 if TYPE_CHECKING:
     from sapwood_common.errors import SapwoodError
@@ -120,7 +116,6 @@ class RequestWatch:
         self._responding = 0.0
         self._respond_span: Span | None = None
         self._inter_token: Histogram | None = None
-        self._arrivals: list[float] = []
         self._metrics.request_began()
         self._named = bool(context.model)
         self._span: Span = self._tracing.start(
@@ -172,8 +167,6 @@ class RequestWatch:
 
         That stage's time is that of all deltas; its span goes from the first to the end of the request.
         """
-        if self._arrivals:
-            self._settle()
         now = time.perf_counter()
         context = self._context
         self._responding += now - started
@@ -187,31 +180,11 @@ class RequestWatch:
             self._inter_token.observe((now - self._last) / tokens)
         self._last = now
 
-    def token_counter(self) -> Callable[[], None]:
-        """What does the same for a delta that is one token and nothing else, and not the first."""
-        arrivals, clock = self._arrivals, time.perf_counter
-
-        def count() -> None:
-            arrivals.append(clock())
-            if len(arrivals) >= _MOST_ARRIVALS:
-                self._settle()
-
-        return count
-
-    def _settle(self) -> None:
-        """Puts what came one by one into the histogram."""
-        if self._arrivals and self._inter_token is not None:
-            times = [self._last, *self._arrivals]
-            self._inter_token.observe_all([later - earlier for earlier, later in pairwise(times)])
-            self._last = times[-1]
-            self._arrivals.clear()
-
     def close(self) -> None:
         """The request ended; ``usage`` and ``error`` of its context say how. May be called again."""
         if self._closed:
             return
         self._closed = True
-        self._settle()
         self._metrics.request_ended()
         if self._responding:
             self._metrics.stages["respond"].observe(self._responding)

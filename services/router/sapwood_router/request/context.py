@@ -158,7 +158,8 @@ class Finish(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct):
     """New output and the tokens read for it; ``finish`` is set on the last one only.
 
-    ``logprobs``, if asked for, has one for each token; the first ``text_tokens`` of the tokens are no end token.
+    ``logprobs``, if asked for, has one for each token; the first ``text_tokens`` of the tokens are no end token. ``index`` says
+    which of a request's generations it is of.
     """
 
     output: Output
@@ -166,6 +167,7 @@ class Delta(msgspec.Struct):
     finish: Finish | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     text_tokens: int = 0
+    index: int = 0
 
 
 class RequestContext(msgspec.Struct):

@@ -35,22 +35,14 @@ class OutputChunk(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-Relay = Callable[[int], bool]
-"""Sends a token id to the client at once and counts it; returns False if it did not. Must not raise."""
-
-
 class OutputStream(ABC):
     """Tokens in, output out, all on one event loop.
 
     Args:
         whole: The output is taken in one piece, at its end: nothing holds the pusher back.
-
-    Attributes:
-        relay: A function that the pusher may give a single token instead of pushing it; None: it has to push.
     """
 
-    def __init__(self, *, whole: bool) -> None:
-        self.relay: Relay | None = None
+    def __init__(self, *, whole: bool = False) -> None:
         self._whole = whole
         self._tokens = 0
         """How many tokens the output so far stands for."""
@@ -116,14 +108,13 @@ class OutputStream(ABC):
         """:meth:`take` raises ``error`` after what is there already; the first error counts."""
         if not self.over:
             self._error = error
-            self.relay = None
             self._tell()
             self._tell_pusher()
 
     def close(self) -> None:
         """Nobody takes any more. May be called again."""
         self._closed, self._error = True, None
-        self._listener = self.relay = None
+        self._listener = None
         self._tell_pusher()
 
     def _tell(self) -> None:

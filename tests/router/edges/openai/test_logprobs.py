@@ -56,11 +56,11 @@ async def prompt(stint: Any) -> Any:
 
 
 async def chat(stint: Any) -> Any:
-    return await annotator(stint, partial(ChatWriter, text_of)).annotate(0, of_answer())
+    return await annotator(stint, partial(ChatWriter, text_of)).annotate(of_answer())
 
 
 async def completion(stint: Any) -> Any:
-    return await annotator(stint, partial(CompletionWriter, False, text_of)).annotate(0, of_answer())
+    return await annotator(stint, partial(CompletionWriter, False, text_of)).annotate(of_answer())
 
 
 EXPECTED = {
@@ -125,5 +125,5 @@ async def test_a_few_tokens_wait_for_nobody() -> None:
     made = annotator(Busy(), partial(ChatWriter, text_of))
     for token in [*range(40, 50)] * 10:  # as a stream has them
         delta = Delta(Output("x"), [token], logprobs=[TokenLogprobs(-1.0)], text_tokens=1)
-        note = await made.annotate(0, delta)
+        note = await made.annotate(delta)
         assert [item["token"] for item in msgspec.json.decode(note)["content"]] == [NAMES[token]]

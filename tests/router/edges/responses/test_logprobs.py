@@ -186,7 +186,7 @@ def test_the_end_comes_an_event_at_a_time() -> None:
     events = ResponseEvents(ItemMaker("secret"), dict, ended, lambda _: {}, found)
     for _ in range(3):
         events.more(Delta(Output("a"), [5]))
-    pieces = [*events.end(Finish(FinishReason.STOP, Usage(1, 3, 0)))]
+    pieces = [*events.end(Finish(FinishReason.STOP, Usage(1, 3, 0)), 0)]
     assert [piece.split(b"\n")[0].rpartition(b".")[2] for piece in pieces] == [b"done", b"done", b"done", b"completed"]
     assert [piece.count(b"event: ") for piece in pieces] == [1] * 4
     assert [piece.count(b'[{"token":"a"},{"token":"a"},{"token":"a"}]') for piece in pieces] == [1] * 4

@@ -7,6 +7,7 @@ from typing import Any
 
 from sapwood_router.edges.anthropic.types import SIGNATURE, MessageResponse
 from sapwood_router.edges.http.sse import event
+from sapwood_router.edges.sending import with_resumptions
 from sapwood_router.request.context import Delta, Finish
 
 
@@ -51,10 +52,11 @@ class MessageEvents:
                 written += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return written
 
-    def end(self, finish: Finish) -> Iterable[bytes]:
+    def end(self, finish: Finish, resumptions: int) -> Iterable[bytes]:
         message = self._ended(finish, self._called)
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        return (self._close() + event("message_delta", delta=delta, usage=message.usage) + event("message_stop"),)
+        last = event("message_delta", delta=delta, usage=message.usage) + event("message_stop")
+        return (self._close() + with_resumptions(last, resumptions),)
 
     def _change(self, kind: str | int, block: dict[str, Any]) -> bytes:
         if kind == self._open:

@@ -25,7 +25,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
-from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.edges.sending import send_events, send_whole
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import FieldNames, Finish, FinishReason, RequestContext
 from sapwood_router.request.context import Usage as Counted
@@ -78,7 +78,7 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     events = MessageEvents(
         lambda: make(None, []), lambda finish, called: make(finish, [{"type": "tool_use"}] if called else [])
     )
-    await send_events(exchange, context, pipeline, events)
+    await send_events(exchange, [context], pipeline, events)
 
 
 async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:

@@ -17,7 +17,7 @@ from sapwood_router.edges.http.sse import event
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.openai.tools import tools_of
 from sapwood_router.edges.openai.types import ChatRequest
-from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.edges.sending import send_events, send_whole, with_resumptions
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.arguments import arguments_text
 from sapwood_router.request.context import (
@@ -82,7 +82,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         caller=exchange.caller(request, given),
     )
     if stream:
-        await send_events(exchange, context, pipeline, _ChatEvents(context))
+        await send_events(exchange, [context], pipeline, _ChatEvents(context))
         return
     await send_whole(exchange, context, pipeline, lambda output, finish: _answer(context, output, finish))
 
@@ -233,9 +233,10 @@ class _ChatEvents:
             written += event("tool-call-start", index=call.index, delta=told) + self._arguments(call)
         return written
 
-    def end(self, finish: Finish) -> Iterable[bytes]:
+    def end(self, finish: Finish, resumptions: int) -> Iterable[bytes]:
         delta = {"finish_reason": _reason(finish, called=self._called), "usage": _usage(finish.usage)}
-        return (self._close() + event("message-end", id=self._context.request_id, delta=delta) + b"data: [DONE]\n\n",)
+        last = with_resumptions(event("message-end", id=self._context.request_id, delta=delta), resumptions)
+        return (self._close() + last + b"data: [DONE]\n\n",)
 
     def _content(self, kind: str, text: str) -> bytes:
         written = b""

@@ -224,11 +224,11 @@ def to_classifications(found: Embeddings, *, raw: bool) -> router_pb2.ClassifyRe
     )
 
 
-def to_response(delta: Delta, index: int = 0) -> router_pb2.RouterGenerateResponse:
-    """What a client is sent for a delta of the continuation ``index``."""
+def to_response(delta: Delta) -> router_pb2.RouterGenerateResponse:
+    """What a client is sent for a delta."""
     output = delta.output
     response = router_pb2.RouterGenerateResponse(
-        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning, index=index
+        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning, index=delta.index
     )
     for item in delta.logprobs:
         response.logprobs.add(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)

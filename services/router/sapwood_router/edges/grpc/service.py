@@ -30,7 +30,7 @@ from sapwood_router.edges.grpc.convert import (
 )
 from sapwood_router.edges.grpc.convert_operators import to_explanation, to_pause_mode, to_status, to_worker_status
 from sapwood_router.edges.worker_names import WorkerNames
-from sapwood_router.flow.delivery import READER_SLACK, Delivery
+from sapwood_router.flow.client import READER_SLACK, Client
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.steering import Steering
@@ -39,7 +39,6 @@ from sapwood_router.request.caller import Caller, caller_of
 from sapwood_router.request.context import Delta, RequestContext
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.output_stream import Relay
 from sapwood_router.request.request_ids import accept_request_id, unique_id
 from sapwood_router.request.tokens import MANY
 from sapwood_router.request.validation import check_counts
@@ -63,7 +62,7 @@ NOTICE_KEY = "x-sapwood-notice"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class _CallClient:
+class _CallClient(Client):
     """Writes the deltas of a request's runs as messages of its call.
 
     Args:
@@ -72,35 +71,27 @@ class _CallClient:
     """
 
     def __init__(self, call: PushCall, contexts: Sequence[RequestContext]) -> None:
-        self.writable = call.is_ready
+        super().__init__()
         self._call = call
-        self._single = len(contexts) == 1
         self._untold = contexts[0] if contexts[0].sampling.prompt_logprobs is not None else None
         """Requests whose prompt's log probabilities are still to be told."""
+
+    def writable(self) -> bool:
+        return self._call.is_ready()
 
     async def drained(self) -> None:
         await self._call.drained()
         if self._call.done():
             raise asyncio.CancelledError
 
-    def write(self, index: int, delta: Delta) -> bool:
-        response = to_response(delta, index)
-        if self._untold is not None and index == 0:
+    def write(self, delta: Delta) -> bool:
+        response = to_response(delta)
+        if self._untold is not None and delta.index == 0:
             # They are the worker's messages still, of which there may be very many.
             response.prompt_logprobs.extend(cast(Any, self._untold.prompt_logprobs))
             self._untold = None
         self._call.write_now(response)
         return True
-
-    def token_writer(self, index: int) -> Relay | None:
-        """Sends single token ids; of several continuations each needs its number beside it."""
-        return self._write_token if self._single else None
-
-    def _write_token(self, token_id: int) -> bool:
-        if self._call.is_ready():
-            self._call.write_now(router_pb2.RouterGenerateResponse(token_ids=(token_id,)))
-            return True
-        return False
 
 
 class Members(Protocol):
@@ -166,7 +157,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         # So does one that reads nothing until our deadline; the server ends calls by the deadline that clients name.
         giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, call)
         try:
-            await Delivery(_CallClient(call, contexts)).carry(runs)
+            await _CallClient(call, contexts).carry(runs)
             context.set_trailing_metadata(
                 (
                     (WORKER_KEY, self._workers.id_of(contexts[0].worker)),

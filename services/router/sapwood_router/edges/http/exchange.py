@@ -25,7 +25,7 @@ from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.worker_names import WorkerNames
-from sapwood_router.flow.delivery import READER_SLACK
+from sapwood_router.flow.client import READER_SLACK
 from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of
 from sapwood_router.request.request_ids import accept_request_id
 
@@ -296,10 +296,6 @@ class Exchange:
             self.client_left = True
             self._request.abort()
             raise RequestCancelledError("the client does not read its answer") from None
-
-    def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
-        """Makes what sends ``before``, a number and ``after`` as :attr:`write_events` does, unless it may not be called."""
-        return self._request.number_writer(before, after)
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
         request_id = self.request_id.encode("ascii")

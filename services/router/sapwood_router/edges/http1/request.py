@@ -170,28 +170,6 @@ class Request:
         connection = self._connection
         connection.writes.add(self._transport, b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
 
-    def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
-        """Makes what does :meth:`write_chunk` with ``before``, a number and ``after``, if the client is there and
-        reads, and says whether it was. It is called for each token of each stream.
-        """
-        connection, transport, add = self._connection, self._transport, self._connection.writes.add
-        fixed = len(before) + len(after)
-        heads: dict[int, bytes] = {}
-        """How many digits a number has -> head of its chunk."""
-        tail = after + b"\r\n" if self._chunked else after
-
-        def send(number: int) -> bool:
-            if connection.write_paused or transport.is_closing():
-                return False
-            digits = b"%d" % number
-            size = len(digits)
-            if size not in heads:
-                heads[size] = b"%x\r\n%b" % (fixed + size, before) if self._chunked else before
-            add(transport, heads[size] + digits + tail)
-            return True
-
-        return send
-
     def watch(self, watcher: Callable[[], None]) -> None:
         """Calls ``watcher`` when the client leaves, until :meth:`unwatch`."""
         if self.left:

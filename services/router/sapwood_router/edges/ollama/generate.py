@@ -23,7 +23,7 @@ from sapwood_router.edges.ollama.types import (
 )
 from sapwood_router.edges.openai.tools import tools_of
 from sapwood_router.edges.openai.types import ChatRequest
-from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.edges.sending import send_events, send_whole, with_resumptions
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.arguments import arguments_text, whole_arguments
 from sapwood_router.request.context import ChatPrompt, Delta, Finish, Prompt, RequestContext, TextPrompt, ToolCall, Turn
@@ -107,7 +107,7 @@ async def _answer(
     )
     if streams:
         exchange.stream_headers = LINES
-        await send_events(exchange, context, pipeline, _Lines(context, is_chat=is_chat))
+        await send_events(exchange, [context], pipeline, _Lines(context, is_chat=is_chat))
         return
 
     def whole(output: Output, finish: Finish) -> OllamaAnswer:
@@ -174,12 +174,12 @@ class _Lines:
             return b""
         return self._written(_line(self._context, output, done, is_chat=self._is_chat))
 
-    def end(self, finish: Finish) -> Iterable[bytes]:
+    def end(self, finish: Finish, resumptions: int) -> Iterable[bytes]:
         written = b""
         if self._call is not None:
             written = self._written(_line(self._context, Output(), [self._call], is_chat=self._is_chat))
         last = _line(self._context, Output(), (), is_chat=self._is_chat)
-        return (written + self._written(_ended(last, self._context, finish)),)
+        return (written + with_resumptions(self._written(_ended(last, self._context, finish)), resumptions),)
 
     def _take(self, output: Output) -> list[ToolCallDelta]:
         """The calls that have ended; the last one may go on."""

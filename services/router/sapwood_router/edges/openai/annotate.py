@@ -44,6 +44,8 @@ class Annotator:
 
     Attributes:
         silent: Whether deltas after each choice's first are left as they are, but for the last.
+        note: The ``logprobs`` of the delta that was read last, in JSON; None: there are none. Who writes them takes them.
+        prompt_note: What is told of that delta's prompt, where it is its choice's first.
     """
 
     def __init__(
@@ -65,13 +67,24 @@ class Annotator:
         self._prompt_only = prompt_only
         self._tells_prompt = tells_prompt
         self.silent = self._writers is None and not prompt_only
+        self.note: Any = None
+        self.prompt_note: Any = None
+        self._begun: set[int] = set()
 
-    async def annotate(self, index: int, delta: Delta) -> Any:
+    async def read(self, delta: Delta) -> None:
+        """Makes the notes that go with a delta of a stream. Raises as :meth:`annotate`."""
+        self.note = await self.annotate(delta)
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            self.prompt_note = await self.prompt_logprobs(delta.index)
+
+    async def annotate(self, delta: Delta) -> Any:
         """The ``logprobs`` of a choice's next delta, in JSON; None if there are none. The delta's text and usage may be changed.
 
         Raises:
             SapwoodError: The tokenizer does not say what the tokens are.
         """
+        index = delta.index
         ids, logprobs = self._tokens(delta)
         if self._prompt_only:
             ids, logprobs = [], []

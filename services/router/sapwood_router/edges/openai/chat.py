@@ -106,14 +106,9 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
             prompt_logprobs=await annotator.prompt_logprobs(0),
         )
 
-    def make_chunks() -> ChatChunks:
-        fixed = (answer_id, created, contexts[0].model or "", wish)
-        if not shows_ids:
-            return ChatChunks(*fixed, hides_reasoning=hides_reasoning)
-        return ChatTokenChunks(*fixed, list(contexts[0].token_ids), hides_reasoning=hides_reasoning)
-
-    chunks = make_chunks if stream else None
-    await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, len(contexts))
+    chunks = ChatTokenChunks if shows_ids else ChatChunks
+    events = chunks(answer_id, contexts, wish, annotator, hides_reasoning=hides_reasoning) if stream else None
+    await send_answer(exchange, pipeline, contexts, annotator, make_body, events)
 
 
 def _choice(answer: Answer, shows_ids: bool, hides_reasoning: bool) -> ChatChoice:

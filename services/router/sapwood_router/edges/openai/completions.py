@@ -104,18 +104,16 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
         )
 
-    def make_chunks() -> CompletionChunks:
-        fixed = (answer_id, created, contexts[0].model or "", wish)
-        if not shows_tokens:
-            return CompletionChunks(*fixed)
-        return TokenChunks(*fixed, [list(context.token_ids) for context in contexts] if shows_prompt else [])
-
-    chunks = make_chunks if stream else None
+    events = None
+    if stream and shows_tokens:
+        events = TokenChunks(answer_id, contexts, wish, annotator, count, shows_prompt=shows_prompt)
+    elif stream:
+        events = CompletionChunks(answer_id, contexts, wish, annotator, count)
     turn = None
     if request.session is not None:
         turn = contexts[0].session = pipeline.sessions.begin(caller.tenant, request.session, contexts[0].model)
     try:
-        await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, count)
+        await send_answer(exchange, pipeline, contexts, annotator, make_body, events)
     finally:
         if turn is not None:
             turn.release()

@@ -11,10 +11,9 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import decode_object
-from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.chat import CHAT_FIELDS
 from sapwood_router.edges.routes import Answerer
-from sapwood_router.edges.whole import RESUMPTIONS_HEADER, told_headers
+from sapwood_router.edges.sending import told_headers, with_resumptions
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.relay.asked import Asked, Kind
 from sapwood_router.request.context import ChatPrompt, Prompt, RequestContext, TextPrompt, Turn
@@ -93,7 +92,7 @@ async def relay(exchange: Exchange, kind: Kind, given: dict[str, Any], pipeline:
     async def send_chunk(chunk: dict[str, Any]) -> None:
         event = b"data: %b\n\n" % msgspec.json.encode(chunk)
         if context.resumptions and any(choice.get("finish_reason") for choice in chunk["choices"]):
-            event = with_field(event, RESUMPTIONS_HEADER, context.resumptions)
+            event = with_resumptions(event, context.resumptions)
         await exchange.send_events(event)
 
     exchange.on_disconnect(lambda: None)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_common.tenants.api_keys import until_revoked
 from sapwood_router.edges.guard import tenant_var
-from sapwood_router.edges.single_run import Reader
-from sapwood_router.edges.whole import collect
+from sapwood_router.edges.sending import Reader, collect
 from sapwood_router.flow.pipeline import Pipeline, Run
 from sapwood_router.request.context import Finish, RequestContext
 from sapwood_router.request.output import Output
@@ -33,7 +32,7 @@ class Background:
         context: RequestContext,
         ended: Callable[[Output, Finish], object],
         failed: Callable[[SapwoodError], None],
-        read: Reader | None,
+        reader: Reader | None,
     ) -> None:
         """Begins to make one.
 
@@ -44,7 +43,7 @@ class Background:
             context: The request.
             ended: Takes its output at its end.
             failed: Takes the error if it has none.
-            read: Sees the output first.
+            reader: Sees the output first.
         """
         runs: list[Run] = []
         key = tenant_var.get()
@@ -55,8 +54,8 @@ class Background:
                     runs.extend(await pipeline.open_all([context]))
                     (whole,) = await collect(runs)
                     assert whole.finish is not None, "a run ends with a finish or an error"
-                    if read is not None:
-                        await read(whole)
+                    if reader is not None:
+                        await reader.read(whole)
                     ended(whole.output, whole.finish)
             except SapwoodError as error:
                 failed(error)

@@ -39,7 +39,7 @@ from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
 from sapwood_router.edges.responses.tools import tools_of
 from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat
-from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.edges.sending import send_events, send_whole
 from sapwood_router.edges.telling import Telling
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import (
@@ -127,7 +127,6 @@ class ResponsesApi:
         if context.sampling.logprobs is not None:
             tokenizer, stint = pipeline.tokenizers.of(request.model).client, pipeline.heavy.stint(tenant)
             logprobs = TextLogprobs(context, Telling(tokenizer, stint))
-        read = None if logprobs is None else logprobs.read
         answer = _Answer(request, context, pipeline, keeps=request.store is not False and self._store.keeps)
         if request.background and (stream or not answer.keeps):
             raise InvalidArgumentError(
@@ -153,7 +152,7 @@ class ResponsesApi:
                 return written(output, answer.ended(finish, answer.items_of(output, finish, told)))
 
             if not request.background:
-                await send_whole(exchange, context, pipeline, whole, read)
+                await send_whole(exchange, context, pipeline, whole, logprobs)
                 return
             context.model = pipeline.registry.resolve(context.model)
             begun = msgspec.json.encode(answer.begun())
@@ -162,7 +161,7 @@ class ResponsesApi:
             def failed(error: SapwoodError) -> None:
                 keep(msgspec.json.encode(answer.failed(error)), tuple(own.turns))
 
-            self._background.begin(tenant, answer.response_id, pipeline, context, whole, failed, read)
+            self._background.begin(tenant, answer.response_id, pipeline, context, whole, failed, logprobs)
             await exchange.send_body(200, msgspec.json.encode(answer.queued()))
             return
 
@@ -173,7 +172,7 @@ class ResponsesApi:
         events = ResponseEvents(answer.items, answer.begun, ended, answer.failed, logprobs)
         exchange.dialect = StreamDialect(events)
         try:
-            await send_events(exchange, context, pipeline, events, read)
+            await send_events(exchange, [context], pipeline, events, logprobs)
         except PromptTooLongError as error:
             if exchange.started:
                 raise

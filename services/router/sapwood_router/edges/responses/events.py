@@ -13,6 +13,7 @@ from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.http.sse import event
 from sapwood_router.edges.responses.items import ItemMaker, reasoning_part, text_part
 from sapwood_router.edges.responses.logprobs import TextLogprobs
+from sapwood_router.edges.sending import with_resumptions
 from sapwood_router.request.context import Delta, Finish
 from sapwood_router.request.output import ToolCallDelta
 
@@ -81,12 +82,12 @@ class ResponseEvents:
             written += self._close() + self._begin("function_call", call) + self._arguments(call)
         return written
 
-    def end(self, finish: Finish) -> Iterator[bytes]:
+    def end(self, finish: Finish, resumptions: int) -> Iterator[bytes]:
         if not self._done and self._open is None:  # an answer of nothing is a message of nothing
             yield self._begin("message", None)
         yield from self._finish("completed" if finish.reason.value == "stop" else "incomplete")
         status, response = self._ended(finish, self._done)
-        yield self._event(f"response.{status}", response=response)
+        yield with_resumptions(self._event(f"response.{status}", response=response), resumptions)
 
     def fail(self, error: SapwoodError) -> bytes:
         """What ends a stream that fails."""

@@ -28,6 +28,8 @@ class TextLogprobs:
         telling: Tells of tokens.
     """
 
+    silent = False
+
     def __init__(self, context: RequestContext, telling: Telling) -> None:
         self._context = context
         self._telling = telling

@@ -15,8 +15,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.routes import Answerer, Ask, Post, Route
-from sapwood_router.edges.runs import Running
-from sapwood_router.edges.whole import collect
+from sapwood_router.edges.sending import Running, collect
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.steering import PauseMode, Steering
 from sapwood_router.observe.status import RouterState, WorkerState

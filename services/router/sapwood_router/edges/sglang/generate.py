@@ -12,11 +12,9 @@ from msgspec.structs import replace
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.runs import Running
+from sapwood_router.edges.sending import Running, collect, send_events, told_headers, with_resumptions
 from sapwood_router.edges.sglang.logprobs import LogprobsWish, Told, tell, wish_of
 from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of, is_prompt_only
-from sapwood_router.edges.single_run import send_events
-from sapwood_router.edges.whole import collect, told_headers
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext
 from sapwood_router.request.output import Output
@@ -68,7 +66,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         raise InvalidArgumentError("log probabilities are not served with stream", field="return_logprob")
     if len(contexts) > 1:
         raise InvalidArgumentError("a stream is of one prompt and one answer", field="stream")
-    await send_events(exchange, contexts[0], pipeline, _TextSoFar(contexts[0]))
+    await send_events(exchange, contexts, pipeline, _TextSoFar(contexts[0]))
 
 
 async def _send_whole(
@@ -115,8 +113,8 @@ class _TextSoFar:
             return b""
         return self._event(None)
 
-    def end(self, finish: Finish) -> Iterable[bytes]:
-        return (self._event(finish) + _DONE,)
+    def end(self, finish: Finish, resumptions: int) -> Iterable[bytes]:
+        return (with_resumptions(self._event(finish), resumptions) + _DONE,)
 
     def _event(self, finish: Finish | None) -> bytes:
         return b"data: %b\n\n" % msgspec.json.encode(_generated(self._context, self._text, self._ids, finish))

@@ -55,12 +55,9 @@ class Generating(Execution):
         if not self._begun:
             self.output(WorkerOutput([token_id]))
             return
-        stream = self._stream
-        relay = stream.relay
-        if relay is None or not relay(token_id):
-            self._context.output_ids.append(token_id)
-            if stream.push((token_id,)):
-                self._hold()
+        self._context.output_ids.append(token_id)
+        if self._stream.push((token_id,)):
+            self._hold()
 
     def output(self, output: WorkerOutput) -> None:
         context, token_ids = self._context, output.token_ids

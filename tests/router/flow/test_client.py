@@ -6,16 +6,17 @@ import asyncio
 
 import pytest
 
-from sapwood_net.pacing.heavy_work import HeavyWork
-from sapwood_router.flow.delivery import Delivery
+from sapwood_net.pacing.heavy_work import HeavyWork, Stint
+from sapwood_router.flow import client
 from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
 from sapwood_router.request.output import Output
 
 LAST = Delta(Output("x"), [1], Finish(FinishReason.LENGTH, Usage(1, 1, 0)))
 
 
-class Client:
-    def __init__(self) -> None:
+class Client(client.Client):
+    def __init__(self, stint: Stint | None = None) -> None:
+        super().__init__(stint)
         self.open = True
         self.written: list[Delta] = []
 
@@ -26,12 +27,9 @@ class Client:
         while not self.open:
             await asyncio.sleep(0)
 
-    def write(self, index: int, delta: Delta) -> bool:
+    def write(self, delta: Delta) -> bool:
         self.written.append(delta)
         return True
-
-    def token_writer(self, index: int) -> None:
-        return None
 
 
 class Run:
@@ -42,7 +40,7 @@ class Run:
         self.early = early
         self.waits = False
 
-    async def start(self, sink: Delivery, index: int) -> None:
+    async def start(self, sink: client.Client, index: int) -> None:
         self.sink = sink
         if self.early:
             self.come()
@@ -56,14 +54,14 @@ class Run:
     def flush(self) -> None:
         if self.waits and self.sink.ready(0):
             self.waits = False
-            self.sink.delta(0, LAST)
+            self.sink.take(LAST)
 
 
 @pytest.mark.parametrize("early", [True, False])
 async def test_a_client_that_is_ready_again_at_once_gets_what_had_to_wait(early) -> None:
     client = Client()
     run = Run(client, early)
-    carried = asyncio.ensure_future(Delivery(client).carry([run]))
+    carried = asyncio.ensure_future(client.carry([run]))
     for _ in range(3):
         await asyncio.sleep(0)
     if not early:
@@ -79,7 +77,7 @@ class Waiting:
         self.flushes = 0
         self.done = False
 
-    async def start(self, sink: Delivery, index: int) -> None:
+    async def start(self, sink: client.Client, index: int) -> None:
         self.sink, self.index = sink, index
         self.flush()
 
@@ -87,13 +85,13 @@ class Waiting:
         self.flushes += 1
         if not self.done and self.sink.ready(self.index):
             self.done = True
-            self.sink.delta(self.index, LAST)
+            self.sink.take(LAST)
 
 
 class OneAtATime(Client):
     """Takes a delta only once the one before is sent."""
 
-    def write(self, index: int, delta: Delta) -> bool:
+    def write(self, delta: Delta) -> bool:
         self.written.append(delta)
         self.open = False
         return False
@@ -105,7 +103,7 @@ class OneAtATime(Client):
 async def test_of_a_thousand_runs_that_wait_each_is_asked_a_few_times() -> None:
     """Each delta made all the others try again: a thousand took half a second, in one turn of the event loop."""
     client, runs = OneAtATime(), [Waiting() for _ in range(1000)]
-    await asyncio.wait_for(Delivery(client).carry(runs), 10)
+    await asyncio.wait_for(client.carry(runs), 10)
     assert len(client.written) == len(runs)
     assert sum(run.flushes for run in runs) <= 3 * len(runs)
 
@@ -122,5 +120,5 @@ async def test_what_is_done_for_very_many_runs_takes_turns(monkeypatch) -> None:
 
     heavy.turn = turn
     runs = [Waiting() for _ in range(100)]
-    await asyncio.wait_for(Delivery(OneAtATime(), heavy.stint()).carry(runs), 10)
+    await asyncio.wait_for(OneAtATime(heavy.stint()).carry(runs), 10)
     assert turns >= len(runs)

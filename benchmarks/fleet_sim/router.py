@@ -17,12 +17,12 @@ from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.kv_event_monitor import KvEventFollower
-from sapwood_router.fleet.outcome import Outcome
+from sapwood_router.fleet.circuit_breaker import Outcome
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
-from sapwood_router.flow.stages.acquire import acquire
-from sapwood_router.flow.stages.select import choose
+from sapwood_router.flow.attempts import acquire
+from sapwood_router.flow.select import choose
 from sapwood_router.request.caller import NOBODY
 from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex

@@ -57,15 +57,13 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.disaggregation.proposals import RoleProposals, follow_proposals
-from sapwood_router.flow.pipeline import Pipeline
-from sapwood_router.flow.resume import Failover
-from sapwood_router.flow.retry import RetryPolicy, RetrySettings
+from sapwood_router.flow.generation import Pipeline
+from sapwood_router.flow.retry import Failover, RetryPolicy, RetrySettings
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
 from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.joined_metrics import JoinedMetrics
 from sapwood_router.observe.metrics import RouterMetrics
-from sapwood_router.observe.observer import RequestObserver
-from sapwood_router.observe.request_log import RequestLog
+from sapwood_router.observe.observer import RequestLog, RequestObserver
 from sapwood_router.observe.status import StatusBoard
 from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex

@@ -15,13 +15,11 @@ from sapwood_common.tenants.tenant import Tenant, TenantSettings
 from sapwood_net.http2.server.turnstile import MOST_A_TURN
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
-from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
-from sapwood_router.fleet.outcome import Outcome
+from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker, Outcome
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
-from sapwood_router.request.caller import Caller, caller_of
-from sapwood_router.request.spending import Spending
+from sapwood_router.request.caller import Caller, Spending, caller_of
 from sapwood_testing.clock import Clock
 
 FAR = 1e9

@@ -11,7 +11,7 @@ import msgspec
 from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.openai.parameters import SAMPLING
 from sapwood_router.edges.openai.types import ChatRequest, CompletionRequest
-from sapwood_router.flow.stages.prepare import prepare
+from sapwood_router.flow.prepare import prepare
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD = {
@@ -141,7 +141,7 @@ async def test_a_long_prompt_continued_often_is_refused_and_others_start_one_a_t
 
     loop = asyncio.get_running_loop()
     handle = loop.call_soon(count)
-    monkeypatch.setattr("sapwood_router.flow.pipeline.prepare", counted)
+    monkeypatch.setattr("sapwood_router.flow.generation.prepare", counted)
     answer = await cluster.http.post(COMPLETIONS, json={"prompt": "a" * 40_000, "n": 6, "max_tokens": 1})
     handle.cancel()
     assert len(answer.json()["choices"]) == 6

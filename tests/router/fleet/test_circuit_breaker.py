@@ -3,8 +3,14 @@
 import pytest
 
 from sapwood_common import errors
-from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
-from sapwood_router.fleet.outcome import Outcome, WorkerLostError, outcome_of
+from sapwood_router.fleet.circuit_breaker import (
+    BreakerSettings,
+    BreakerState,
+    CircuitBreaker,
+    Outcome,
+    WorkerLostError,
+    outcome_of,
+)
 from sapwood_testing.clock import Clock
 
 SETTINGS = BreakerSettings(

@@ -9,7 +9,7 @@ import pytest
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.network.channel import open_channel
-from sapwood_router.flow.pipeline import Pipeline, Run
+from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_router.request.context import RequestContext
 
 LONG = "x" * 20_000
@@ -61,10 +61,10 @@ async def test_a_grpc_client_that_cancels_before_the_first_token(slow, wait_unti
 
 
 async def test_a_client_that_leaves_as_its_worker_is_lost_leaves_no_coroutine(slow, monkeypatch, recwarn) -> None:
-    runs: list[Run] = []
+    runs: list[Generation] = []
     opened = Pipeline.open
 
-    def remember(pipeline: Pipeline, context: RequestContext) -> Run:
+    def remember(pipeline: Pipeline, context: RequestContext) -> Generation:
         runs.append(opened(pipeline, context))
         return runs[-1]
 

@@ -9,9 +9,8 @@ import pytest
 from sapwood.v1 import common_pb2, router_pb2
 from sapwood_net.http2.server.turnstile import MOST_A_TURN
 from sapwood_net.pacing.heavy_work import A_FEW
-from sapwood_router.flow import pipeline
-from sapwood_router.flow.generation import GenerationAttempts
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow import generation
+from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_testing.router.fake_tokenizer import BOS, encode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -53,16 +52,16 @@ async def test_each_continuation_is_a_choice_and_the_prompt_counts_once(one) -> 
 
 async def test_many_continuations_begin_in_several_turns_of_the_loop(one, monkeypatch) -> None:
     begun, turns = [], []
-    begin = GenerationAttempts.start
+    begin = Generation._first_try
 
-    def start(attempts: GenerationAttempts) -> None:
+    def start(attempts: Generation) -> None:
         loop = asyncio.get_running_loop()
         if not begun or begun[-1] != len(turns):
             loop.call_soon(turns.append, None)
         begun.append(len(turns))
         begin(attempts)
 
-    monkeypatch.setattr(GenerationAttempts, "start", start)
+    monkeypatch.setattr(Generation, "_first_try", start)
     answer = await one.openai.chat.completions.create(model="fake", messages=HI, n=100)
     assert [choice.index for choice in answer.choices] == list(range(100))
     assert len(begun) == 100
@@ -83,7 +82,7 @@ async def test_many_prompts_are_opened_and_prepared_a_few_a_turn_of_the_loop(one
         return call
 
     monkeypatch.setattr(Pipeline, "open", counted("opened", Pipeline.open))
-    monkeypatch.setattr(pipeline, "prepare", counted("prepared", pipeline.prepare))
+    monkeypatch.setattr(generation, "prepare", counted("prepared", generation.prepare))
     prompts = [f"prompt {number}" for number in range(5 * A_FEW)]
     answer = await one.openai.completions.create(model="fake", prompt=prompts)
     assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(prompts))
@@ -220,13 +219,13 @@ async def test_the_same_over_grpc(one, expect_error) -> None:
 
 async def test_tokens_of_several_prompts_are_arrays(one, monkeypatch) -> None:
     """Of a thousand prompts of 4 KB lists took 37 MB, and ten such requests may be under way."""
-    contexts, begin = [], GenerationAttempts.start
+    contexts, begin = [], Generation._first_try
 
-    def start(attempts: GenerationAttempts) -> None:
-        contexts.append(attempts._context)
+    def start(attempts: Generation) -> None:
+        contexts.append(attempts.context)
         begin(attempts)
 
-    monkeypatch.setattr(GenerationAttempts, "start", start)
+    monkeypatch.setattr(Generation, "_first_try", start)
     prompts = [f"prompt {number}" for number in range(4)]
     answer = await one.openai.completions.create(model="fake", prompt=prompts, echo=True, max_tokens=1)
     assert [choice.text.startswith(prompt) for choice, prompt in zip(answer.choices, prompts, strict=True)] == [

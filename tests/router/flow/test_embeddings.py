@@ -260,7 +260,7 @@ async def test_one_that_is_late_is_told_so_and_ends_at_the_worker(make_cluster, 
 async def test_a_large_batch_goes_in_parts_and_a_lost_worker_costs_one_of_them(
     make_cluster, wait_until, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sapwood_router.flow.embedding_attempts.TOKENS_A_MESSAGE", 200)
+    monkeypatch.setattr("sapwood_router.flow.embedding.TOKENS_A_MESSAGE", 200)
     async with make_cluster(2) as cluster:
         for worker in cluster.workers:
             worker.script.gate = asyncio.Event()
@@ -288,7 +288,7 @@ async def test_a_large_batch_goes_in_parts_and_a_lost_worker_costs_one_of_them(
 
 
 async def test_an_input_that_no_message_can_hold_is_refused(cluster, monkeypatch) -> None:
-    monkeypatch.setattr("sapwood_router.flow.embedding_attempts.MOST_TOKENS", 3)
+    monkeypatch.setattr("sapwood_router.flow.embedding.MOST_TOKENS", 3)
     answer = await cluster.http.post(PATH, json={"input": [[1, 2, 3], [1, 2, 3, 4]]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[1]")
     assert not any(worker.embed_calls for worker in cluster.workers)

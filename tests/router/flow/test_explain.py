@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import SapwoodError
-from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker, Outcome
 from sapwood_router.fleet.eligibility import Demand
-from sapwood_router.fleet.outcome import Outcome
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.decision import Disaggregation, Part
 from sapwood_router.flow.explain import explain
-from sapwood_router.flow.stages.select import Selector
+from sapwood_router.flow.select import Selector
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import FieldNames, RequestContext, TokenPrompt
 from sapwood_router.request.output import OutputOptions

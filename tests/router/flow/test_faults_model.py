@@ -13,16 +13,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sapwood_common import errors
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
-from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker, Permit
+from sapwood_router.fleet.circuit_breaker import (
+    BreakerSettings,
+    CircuitBreaker,
+    Outcome,
+    Permit,
+    WorkerLeftError,
+    WorkerLostError,
+    outcome_of,
+)
 from sapwood_router.fleet.eligibility import Demand
-from sapwood_router.fleet.outcome import Outcome, WorkerLeftError, WorkerLostError, outcome_of
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
-from sapwood_router.flow.resume import Failover
-from sapwood_router.flow.retry import RetryPolicy, RetrySettings
-from sapwood_router.flow.stages.acquire import acquire
-from sapwood_router.flow.stages.select import choose
+from sapwood_router.flow.attempts import acquire
+from sapwood_router.flow.retry import Failover, RetryPolicy, RetrySettings
+from sapwood_router.flow.select import choose
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_testing.clock import Clock

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sapwood_common import errors
-from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
-from sapwood_router.flow.resume import Failover
-from sapwood_router.flow.retry import RetryBudget, RetryPolicy, RetrySettings
+from sapwood_router.fleet.circuit_breaker import WorkerLeftError, WorkerLostError
+from sapwood_router.flow.retry import Failover, RetryBudget, RetryPolicy, RetrySettings
 from sapwood_testing.clock import Clock
 
 FAR = 1e9

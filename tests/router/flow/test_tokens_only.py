@@ -11,8 +11,7 @@ import pytest
 
 from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common import errors
-from sapwood_router.flow.token_stream import TokenStream
-from sapwood_router.request.output_stream import WINDOW
+from sapwood_router.request.output import WINDOW, TokenStream
 from sapwood_testing.router.fake_tokenizer import encode
 from sapwood_testing.router.script import Script
 

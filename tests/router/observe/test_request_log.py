@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-LOGGER = "sapwood_router.observe.request_log"
+LOGGER = "sapwood_router.observe.observer"
 SECRET = "the secret prompt"
 
 

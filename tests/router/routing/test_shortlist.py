@@ -11,7 +11,7 @@ from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.stages.select import choose
+from sapwood_router.flow.select import choose
 from sapwood_router.routing.factory import PolicyParts, make_policy, policy_names
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
 from sapwood_router.routing.policies.base import PromptPages

@@ -6,8 +6,7 @@ import pytest
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, UnavailableError
 from sapwood_net.pacing.time_share import TimeShare
-from sapwood_router.request.output import Output
-from sapwood_router.request.output_stream import WINDOW
+from sapwood_router.request.output import WINDOW, Output
 from sapwood_router.tokenizer.text_stream import TextStream
 from sapwood_text.incremental.events import Event
 from sapwood_text.parsed_stream import StreamOptions, open_stream

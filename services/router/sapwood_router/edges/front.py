@@ -27,7 +27,7 @@ from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.not_served import why_not
 from sapwood_router.edges.routes import Handler, Post, Route
 from sapwood_router.edges.worker_names import WorkerNames
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from sapwood_router.edges.http.errors import OPENAI, Dialect
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Answerer = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]

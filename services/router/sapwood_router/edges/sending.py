@@ -13,7 +13,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.client import Client
-from sapwood_router.flow.pipeline import Pipeline, Run
+from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_router.request.context import Delta, Finish, RequestContext
 from sapwood_router.request.output import Output, OutputBuffer
 
@@ -63,9 +63,9 @@ class Running:
         self._exchange = exchange
         self._pipeline = pipeline
         self._contexts = contexts
-        self._runs: list[Run] = []
+        self._runs: list[Generation] = []
 
-    async def __aenter__(self) -> list[Run]:
+    async def __aenter__(self) -> list[Generation]:
         runs = self._runs = await self._pipeline.open_all(self._contexts)
         self._exchange.on_disconnect(lambda: self._pipeline.close_all(runs))
         return runs
@@ -114,7 +114,7 @@ async def send_events(
         await _EventClient(exchange, contexts, events, reader, pipeline.heavy).carry(runs)
 
 
-async def collect(runs: Sequence[Run]) -> list[Delta]:
+async def collect(runs: Sequence[Generation]) -> list[Delta]:
     """Each run's whole output; the last delta's finish is in it.
 
     Raises:

@@ -10,7 +10,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.routes import Ask, Post, Route
 from sapwood_router.edges.worker_names import WorkerNames
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.sessions import Session, SessionStore
 
 PATH = "/v1/sessions"

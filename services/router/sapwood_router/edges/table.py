@@ -51,7 +51,7 @@ from sapwood_router.edges.vllm.tokens import (
     detokenize,
     tokenize,
 )
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from sapwood_net.pacing.heavy_work import Stint
-from sapwood_router.request.context import RequestContext
-from sapwood_router.request.logprobs import Likelihoods
+from sapwood_router.request.context import Likelihoods, RequestContext
 from sapwood_router.request.tokens import pieces
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_text.vocabulary import Vocabulary

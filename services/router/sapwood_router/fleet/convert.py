@@ -6,16 +6,45 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
+import msgspec
+
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import OF_MODELS, SamplingParams
 from sapwood_common.contract.sampling_message import to_message
-from sapwood_router.fleet.output import WorkerOutput
 from sapwood_router.fleet.served_model import Role, ServedModel
-from sapwood_router.request.context import FinishReason
-from sapwood_router.request.embed_request import EmbedRequest
-from sapwood_router.request.labels import Labels
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.context import FinishReason, Likelihoods, TokenLogprobs
+from sapwood_router.request.embed_request import EmbedRequest, Labels
 from sapwood_router.routing.load import Load
+from sapwood_router.transport.held_tickets import HeldTicket
+
+
+class WorkerOutput(msgspec.Struct):
+    """One message's news of a request.
+
+    Attributes:
+        token_ids: New tokens; an end token is among them.
+        finish: Why the generation ended, on the last one.
+        logprobs, prompt_logprobs: As asked for: one for each of the tokens; one for each of the prompt's but the first.
+        cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
+        accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output so far; the same.
+        announced: Pages of the prompt that another worker may read already; the ticket names them again.
+        position: How many tokens of the worker's output came before ``token_ids``; None: it does not say.
+        total: How many tokens its output has, on the last one; None: it does not say.
+        ticket: The worker is done with the prompt, and another is to go on; whoever takes this releases it.
+    """
+
+    token_ids: Sequence[int]
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[Likelihoods] = ()
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    announced: HeldTicket | None = None
+    ticket: HeldTicket | None = None
+    position: int | None = None
+    total: int | None = None
+
 
 _FROM_PROTO = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,

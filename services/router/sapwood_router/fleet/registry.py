@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.request.labels import Labels
+from sapwood_router.request.embed_request import Labels
 from sapwood_router.routing.load import Load
 
 RETRY_AFTER = 1.0

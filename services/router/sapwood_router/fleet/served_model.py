@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sapwood_router.request.labels import Labels
+from sapwood_router.request.embed_request import Labels
 
 
 class Role(enum.Enum):

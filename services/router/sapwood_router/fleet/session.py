@@ -17,9 +17,8 @@ from sapwood_common.errors import SapwoodError
 from sapwood_common.network.channel import Dialer
 from sapwood_net.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_net.pacing.silence import Silence
-from sapwood_router.fleet.convert import worker_output_of
-from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
-from sapwood_router.fleet.output import WorkerOutput
+from sapwood_router.fleet.circuit_breaker import WorkerLeftError, WorkerLostError
+from sapwood_router.fleet.convert import WorkerOutput, worker_output_of
 from sapwood_router.transport.held_tickets import HeldTickets
 from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TOKENS_A_MESSAGE, SharedCall
 from sapwood_router.transport.stream_error import stream_error
@@ -39,10 +38,6 @@ WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerE
 
 class StreamSink(Protocol):
     """Takes a request's output. The session's reader calls it, so it must not wait and must not raise."""
-
-    def token(self, token_id: int) -> None:
-        """Takes one new token that comes with nothing else, as most do: no record is made of it as for :meth:`output`."""
-        ...
 
     def output(self, output: WorkerOutput) -> None:
         """New tokens; nothing follows the one with a finish."""
@@ -224,7 +219,7 @@ class WorkerSession(SharedCall):
                         continue
                     handed_on += 1
                     taken[stream_id] = had + 1
-                    sink.token(token_id)
+                    sink.output(WorkerOutput((token_id,)))
         for number, output in enumerate(response.outputs):
             if number:
                 yield

@@ -11,23 +11,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
+from sapwood.v1 import worker_pb2
 from sapwood_common.contract.limits import MOST_EMBEDDED
-from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError
+from sapwood_common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, SapwoodError
 from sapwood_common.status import row_of
 from sapwood_common.telemetry.tracing import child_span
 from sapwood_router.admission.control import Place
+from sapwood_router.fleet.circuit_breaker import Outcome, Permit
+from sapwood_router.fleet.convert import to_embed_request
 from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.served_model import ServedModel
-from sapwood_router.flow.attempts import Shared
-from sapwood_router.flow.embedding_attempts import EmbeddingAttempts
+from sapwood_router.fleet.session import MOST_TOKENS
+from sapwood_router.fleet.worker import Lease, Worker
+from sapwood_router.flow.attempts import Attempt, Attempts, Shared
+from sapwood_router.flow.prepare import CHARACTERS_A_TOKEN
 from sapwood_router.flow.retry import RetryPolicy
-from sapwood_router.flow.stages.reserve import CHARACTERS_A_TOKEN
-from sapwood_router.observe.observer import RequestObserver
-from sapwood_router.observe.spans import CLASSIFICATION, EMBEDDINGS, asked_to_embed, embedded, span_name
+from sapwood_router.flow.select import choose
+from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.observer import (
+    CLASSIFICATION,
+    EMBEDDINGS,
+    RequestObserver,
+    asked_to_embed,
+    embedded,
+    span_name,
+)
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.validation import check_token_ids, check_truncation
+from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.tokenizers import Tokenizers
+from sapwood_router.transport.shared_call import TOKENS_A_MESSAGE
 
 
 class Embedder:
@@ -151,7 +167,7 @@ class Embedder:
         except TimeoutError:
             raise DeadlineExceededError("the deadline passed") from None
         finally:
-            attempts.close()
+            attempts.stop()
 
 
 async def _prompt(client: TokenizerClient, request: EmbedRequest) -> str:
@@ -215,3 +231,136 @@ async def encode_pairs(client: TokenizerClient, pairs: Sequence[TextPair], reque
         [*template.before, *tokens[pair.first], *template.between, *tokens[pair.second], *template.after]
         for pair in pairs
     ]
+
+
+_NOT_CACHED = "embeddings"
+"""A cache salt that no worker caches under: to policies that look for cached prefixes, no worker holds any of the prompt."""
+
+
+class EmbeddingAttempts(Attempts):
+    """An embedding request's tries. Parts that a worker answered are not asked for again.
+
+    Args:
+        shared: Registry, policy and rules.
+        model: Which workers it may go to.
+        request: What its client asked.
+        sequences: The tokens of each input; at least one.
+        max_tokens: The worker cuts longer ones to so many; 0: as the model's files say.
+        metrics: Counts choices and retries.
+
+    Raises:
+        InvalidArgumentError: An input is larger than a message may be.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        model: str,
+        request: EmbedRequest,
+        sequences: Sequence[list[int]],
+        max_tokens: int,
+        metrics: RouterMetrics,
+    ) -> None:
+        super().__init__(shared, request.request_id, request.deadline)
+        self._request = request
+        self._max_tokens = max_tokens
+        self._metrics = metrics
+        self._parts = _parts(sequences, request.names)
+        self._prompt = PromptPages(sequences[0], request.caller.session, _NOT_CACHED)
+        name, longest = max(zip(request.names, sequences, strict=True), key=lambda item: len(item[1]))
+        tokens = 0 if max_tokens else len(longest)
+        self._demand = Demand(model, tokens, name, embeds=True, classifies=request.classifies)
+        self._vectors: list[Sequence[float]] = []
+        self._tokens = 0
+        self._answer: asyncio.Future[Embeddings] = asyncio.get_running_loop().create_future()
+
+    async def run(self, place: Place) -> Embeddings:
+        """All vectors. The caller stops this, however it ends.
+
+        Args:
+            place: The request's.
+
+        Raises:
+            SapwoodError: There is no way on.
+        """
+        self._begin(place)
+        return await self._answer
+
+    def _choose(self) -> tuple[Worker, Choice]:
+        shared, demand = self._shared, structs.replace(self._demand, refused_by=self._refused_by)
+        worker, choice = choose(demand, self._prompt, shared.registry, shared.policies.of(demand.model))
+        self._metrics.selections.at(reason=choice.reason).inc()
+        return worker, choice
+
+    def _acquire(self, worker: Worker, choice: Choice) -> Attempt:
+        part = self._parts[0]
+        permit = worker.breaker.begin()
+        lease = worker.lease(sum(map(len, part)), self._request.caller.tenant, embeds=True)
+        return Gathering(self, len(part), lease, permit)
+
+    def _send(self, worker: Worker, attempt: Attempt) -> None:
+        attempt.send(to_embed_request(self._request, self._parts[0], self._max_tokens), worker, self._deadline)
+
+    def answered(self, vectors: list[Sequence[float]], tokens: int) -> None:
+        """A part is there."""
+        self._vectors += vectors
+        self._tokens += tokens
+        del self._parts[0]
+        if self._parts:
+            self._do(self._next_part)
+        elif not self._answer.done():
+            self._answer.set_result(Embeddings(self._demand.model, self._vectors, self._tokens))
+
+    async def _next_part(self) -> None:
+        self._try(*await self._another(None))
+
+    def _goes_on(self, error: SapwoodError) -> bool:
+        self._metrics.retries.at(code=row_of(error).grpc.name).inc()
+        return True
+
+    def _fail_with(self, error: SapwoodError) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error)
+
+
+class Gathering(Attempt):
+    """One worker's try at embedding something: its vectors come in parts.
+
+    Args:
+        owner: The request; it gets all vectors, and the number of tokens that were embedded, when the try is over.
+        count: Vectors asked for.
+        lease, permit: See Attempt.
+    """
+
+    def __init__(self, owner: EmbeddingAttempts, count: int, lease: Lease, permit: Permit) -> None:
+        super().__init__(owner, lease, permit)
+        self._request = owner
+        self._count = count
+        self._vectors: list[Sequence[float]] = []
+
+    def vectors(self, part: worker_pb2.WorkerEmbedResponse) -> None:
+        if not self._begun:
+            self._answers()
+        self._vectors.extend(item.values for item in part.embeddings)
+        if not part.prompt_tokens:
+            return
+        if len(self._vectors) != self._count:
+            self.failed(InternalError(f"the worker answered {len(self._vectors)} vectors for {self._count} inputs"))
+            return
+        self._end(Outcome.SUCCESS, None)
+        self._request.answered(self._vectors, part.prompt_tokens)
+
+
+def _parts(sequences: Sequence[list[int]], names: Sequence[str]) -> list[list[list[int]]]:
+    """The sequences in their order, as many together as go in one message."""
+    parts: list[list[list[int]]] = []
+    room = 0
+    for sequence, name in zip(sequences, names, strict=True):
+        if len(sequence) > MOST_TOKENS:
+            raise InvalidArgumentError(f"an input of {len(sequence)} tokens: more than a message may have", field=name)
+        if not parts or len(sequence) > room:
+            parts.append([])
+            room = TOKENS_A_MESSAGE
+        parts[-1].append(sequence)
+        room -= len(sequence)
+    return parts

@@ -13,7 +13,7 @@ from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.decision import Decision, Disaggregation, Part
-from sapwood_router.flow.stages.select import Route, Seen, Selector
+from sapwood_router.flow.select import Route, Seen, Selector
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook

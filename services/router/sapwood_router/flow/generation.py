@@ -1,113 +1,379 @@
-"""Stages 2 to 6 for one generation, on one worker after another until one finishes it."""
+"""A request's way: prepared, tried on one worker after another until one finishes it, and written to its client."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
-from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnavailableError
-from sapwood_router.admission.control import Place
+from sapwood.v1 import worker_pb2
+from sapwood_common.contract.seeds import Seeds
+from sapwood_common.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    RequestCancelledError,
+    SapwoodError,
+    UnavailableError,
+)
+from sapwood_net.http2.server.turnstile import Turnstile
+from sapwood_net.http2.server.waiting_line import Rank
+from sapwood_net.pacing.afterwards import Afterwards
+from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork
+from sapwood_router.admission.control import AdmissionControl
+from sapwood_router.fleet.circuit_breaker import Outcome, Permit
+from sapwood_router.fleet.convert import WorkerOutput, pack, to_worker_request
 from sapwood_router.fleet.eligibility import Demand
-from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.attempts import Attempts, Shared
-from sapwood_router.flow.disaggregation.decision import Part
-from sapwood_router.flow.disaggregation.early_pull import EarlyPull
-from sapwood_router.flow.disaggregation.timing import Timing
-from sapwood_router.flow.stages.acquire import acquire
-from sapwood_router.flow.stages.build import build
-from sapwood_router.flow.stages.dispatch import dispatch
-from sapwood_router.flow.stages.execute import Generating
-from sapwood_router.flow.stages.execution import Execution
-from sapwood_router.flow.stages.reserve import reserve
-from sapwood_router.flow.stages.select import Route
-from sapwood_router.observe.observer import RequestWatch, Stage
-from sapwood_router.observe.pair_parts import PairPart, PairParts
-from sapwood_router.request.context import FinishReason, RequestContext
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.worker import Lease, Worker
+from sapwood_router.flow.attempts import Attempt, Attempts, acquire
+from sapwood_router.flow.client import Client
+from sapwood_router.flow.disaggregation.decision import Disaggregation, Part
+from sapwood_router.flow.disaggregation.handoff import EarlyPull, Timing
+from sapwood_router.flow.embedding import Embedder
+from sapwood_router.flow.prepare import prepare, reserve
+from sapwood_router.flow.relay.relay import Relay
+from sapwood_router.flow.retry import Failover, RetryPolicy
+from sapwood_router.flow.select import Route, Selector
+from sapwood_router.flow.sessions import SessionStore
+from sapwood_router.flow.steering import RunningRequests
+from sapwood_router.observe.observer import RequestObserver
+from sapwood_router.request.caller import NOBODY
+from sapwood_router.request.context import (
+    Delta,
+    Finish,
+    FinishReason,
+    RequestContext,
+    SessionTurn,
+    Usage,
+    unique_id,
+)
 from sapwood_router.request.field_names import to_client_field
-from sapwood_router.request.output_stream import OutputStream
+from sapwood_router.request.output import OutputChunk, OutputStream, TokenStream
+from sapwood_router.request.tokens import MANY, pieces
+from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policies.base import Choice, PromptPages
-from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.routing.policy_book import PolicyBook, Shadowed
+from sapwood_router.tokenizer.large_texts import LargeTexts
+from sapwood_router.tokenizer.tokenizers import Tokenizers
 from sapwood_router.transport.held_tickets import HeldTicket
 
+logger = logging.getLogger(__name__)
 
-class GenerationAttempts(Attempts):
-    """A generation's tries: the next worker gets the prompt and what was generated so far.
+_LONG, _MANY_TOKENS = 32 * 1024, 8 * 1024
+"""Characters and tokens of a prompt from which on it waits for its turn: a request may have a thousand of them."""
+
+
+class Pipeline:
+    """What all requests share.
 
     Args:
-        shared: Registry, policy and rules.
-        context: The prepared request.
-        stream: Takes the tokens, and the error if there is no way on.
-        watch: Measures.
-        place: The request's, if there is one for it yet.
-        pages: Its prompt, if it was looked at before.
+        tokenizers: Encode prompts and decode tokens.
+        registry: Knows the workers.
+        admission: Where requests wait for one.
+        policies: Choose one.
+        failover: Makes each request's account of failures.
+        retry: Grants retries, and counts requests for its budget.
+        resume_grace: Seconds that a request whose worker was lost waits for another to come up.
+        observer: Measures, traces and logs the requests.
+        sessions: Those that requests may go on with.
+        disaggregation: Decides whether prompts are computed on workers that are for that.
+        seeds: Draws the seeds of requests that bring none.
+        heavy: Where what takes the loop long waits for its turn, whoever asked and however it came.
     """
 
     def __init__(
         self,
-        shared: Shared,
-        context: RequestContext,
-        stream: OutputStream,
-        watch: RequestWatch,
-        place: Place | None,
-        pages: PromptPages | None,
+        tokenizers: Tokenizers,
+        registry: Registry,
+        admission: AdmissionControl,
+        policies: PolicyBook,
+        retry: RetryPolicy,
+        failover: Callable[[], Failover],
+        resume_grace: float,
+        observer: RequestObserver,
+        sessions: SessionStore,
+        disaggregation: Disaggregation,
+        seeds: Seeds,
+        heavy: HeavyWork,
     ) -> None:
-        super().__init__(shared, context.request_id, context.deadline)
-        self._context = context
-        self._stream = stream
-        self._watch = watch
-        self._place = place
-        self._executing: Stage | None = None
-        self._prompt = pages or pages_of(context, context.token_ids)
+        self.sessions = sessions
+        self.tokenizers = tokenizers
+        self.registry = registry
+        self.admission = admission
+        self.policies = policies
+        self.retry = retry
+        self.failover = failover
+        self.resume_grace = resume_grace
+        self.disaggregation = disaggregation
+        self.selector = Selector(registry, policies, disaggregation)
+        self.seeds = seeds
+        self.observer = observer
+        self.heavy = heavy
+        self.large = LargeTexts()
+        """Where large requests wait of which no more than one is to be in memory as numbers and text."""
+        self.starts = Turnstile()
+        """Where the generations of a request, of which there may be a thousand, wait for their turn; the first one does not."""
+        self.afterwards = Afterwards()
+        """What is done after the last delta of an answer is on its way, such as telling the policy."""
+        self.running = RunningRequests()
+        self.embedder = Embedder(self, tokenizers, retry, observer)
+        self.relay = Relay(self, retry, observer)
+
+    async def prepare(self, context: RequestContext) -> None:
+        """Checks a request and makes tokens of its prompt; raises what :func:`prepare` does."""
+        stint = self.heavy.stint(context.caller.tenant)
+        await prepare(context, self.tokenizers.of(context.model).client, self.registry, stint)
+
+    def open(self, context: RequestContext) -> Generation:
+        """A generation; the caller starts and closes it."""
+        self.retry.budget.request()
+        generation = Generation(self, context)
+        self.running.add(generation)
+        return generation
+
+    async def open_all(self, contexts: Sequence[RequestContext]) -> list[Generation]:
+        """The generations of one request, a few at a time.
+
+        Raises:
+            InvalidArgumentError: Their prompts come to too much.
+        """
+        check_together(contexts)
+        generations: list[Generation] = []
+        try:
+            for context in contexts:
+                if len(generations) % A_FEW == A_FEW - 1:
+                    await self.heavy.turn(context.caller.tenant, goes_on=True)
+                generations.append(self.open(context))
+        except BaseException:
+            self.close_all(generations)
+            raise
+        return generations
+
+    def close_all(self, generations: Sequence[Generation]) -> None:
+        """Ends the generations of one request: of very many most in later turns of the event loop. May be called again."""
+        for generation in generations[:A_FEW]:
+            generation.close()
+        for generation in generations[A_FEW:]:
+            if not generation.closed:
+                self.afterwards.add(generation.close)
+
+
+class Generation(Attempts):
+    """One request while it runs. The next worker, if one is lost, gets the prompt and what was generated so far.
+
+    One task starts it; any callback of the loop may call :meth:`flush` and :meth:`close`.
+
+    Args:
+        pipeline: What all requests share.
+        context: The request.
+
+    Attributes:
+        context: The argument.
+        closed: Whether it has ended.
+    """
+
+    def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
+        super().__init__(pipeline, context.request_id, context.deadline)
+        self.context = context
+        self.closed = False
+        self._pipeline = pipeline
+        self._watch = pipeline.observer.watch(context)
+        self._client: Client | None = None
+        self._index = 0
+        self._sent_tokens = 0
+        """Tokens that the client got in deltas."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._stream: OutputStream | None = None
+        """Makes output of tokens; None: the prompt is not prepared yet."""
+        self._prompt: PromptPages
+        """The prompt that the next worker gets, once it is prepared."""
+        self._prompt_output = 0
+        """How many output tokens are part of ``_prompt``."""
         self._part = Part.WHOLE
         """Which part of the request the worker of the latest try does."""
         self._policy: Shadowed
         """The model's policy for that part; set together with it, once the request was admitted."""
         self._ticket: HeldTicket | None = None
         self._early: EarlyPull | None = None
-        self._parts: PairParts | None = None
-        """Times prefill, transfer and decode of a request that is handed on; None: it is not."""
         self._timing: Timing | None = None
         """Measures what the request takes, for later decisions; None: there are none to make."""
-        self._prompt_output = 0
-        """How many output tokens are part of ``_prompt``."""
 
-    def start(self) -> None:
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.context.caller.tenant
+
+    @property
+    def request_id(self) -> str:
+        """What its client calls it."""
+        return self._request_id
+
+    # Its beginning and its end.
+
+    async def start(self, client: Client, index: int = 0) -> None:
+        """Begins. Returns once the prompt is on its way. Output is written to the client, and so are errors, which name fields as
+        the client does.
+
+        Args:
+            client: Takes the deltas, merged from all that is there whenever it is ready.
+            index: The generation's, among those of the client.
+        """
+        self._client, self._index = client, index
+        try:
+            await self._prepare()
+            if self.closed:
+                raise RequestCancelledError("the client left")
+            self._first_try()
+        except Exception as error:
+            self._end_with(error)
+
+    def abort(self) -> None:
+        """Ends the answer with what there is of it; a request that has not begun fails. To be called once."""
+        stream = self._stream
+        if stream is None:
+            self._end_with(RequestCancelledError("the request was aborted before it began"))
+        elif not (self.closed or stream.over):
+            self.context.worker_finish = FinishReason.ABORT
+            self.stop()
+            stream.push((), end=True)
+
+    def close(self) -> None:
+        """Ends the request wherever it is: worker, place and load are released now. May be called again."""
+        if self.closed:
+            return
+        self.closed = True
+        context = self.context
+        self._pipeline.running.remove(self)
+        if context.session is not None:
+            context.session.release()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.stop()
+        if self._stream is not None:
+            self._stream.close()
+        self._client = None  # it refers to its generations: a cycle
+        if context.caller.account is not None:
+            context.caller.account.take_output(len(context.output_ids))
+        self._watch.close()
+        context.error = None  # its traceback refers to the context: a cycle
+
+    def stop(self) -> None:
+        super().stop()
+        self._watch.part(None)
+        if self._early is not None:
+            self._early.release(self._ticket)
+        if self._ticket is not None:
+            self._ticket.release()
+
+    def _finished(self) -> None:
+        """The client has the whole answer: the policy learns what the worker holds now."""
+        worker = self._worker
+        if worker is not None and worker.model is not None:
+            new_tokens = self.context.output_ids[self._prompt_output :]
+            self._policy.finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
+            if self._timing is not None:
+                self._timing.ended(len(new_tokens), len(self.context.output_ids))
+        self.close()
+
+    def _end_with(self, error: Exception) -> None:
+        """The request fails: its client gets the error."""
+        if not isinstance(error, SapwoodError):
+            logger.exception("request %s failed", self._request_id, exc_info=error)
+            error = InternalError(str(error))
+        if self.closed:
+            return
+        self.context.error = error
+        client = self._client
+        self.close()
+        if client is not None:
+            # Its traceback refers to the request: a cycle that only the garbage collector would free.
+            client.failed(error.with_traceback(None))
+
+    def _fail_with(self, error: SapwoodError) -> None:
+        if self._stream is not None:
+            self._stream.fail(error)  # after what is there already
+
+    def _expire(self) -> None:
+        self._fail_with(DeadlineExceededError("the deadline passed"))
+        self.stop()
+
+    # Stage 1: prepare.
+
+    async def _prepare(self) -> None:
+        context, pipeline = self.context, self._pipeline
+        await pipeline.running.wait(self, context.deadline)
+        if self.closed:
+            raise RequestCancelledError("the request was aborted")
+        if self._index:
+            await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
+        self._place = reserve(context, pipeline.registry, pipeline.admission)
+        with self._watch.stage("prepare"):
+            if extent(context.prompt) >= _LONG:
+                await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
+            await pipeline.prepare(context)
+            if self._index:  # of a thousand prompts, lists of tokens would take 9 times as much
+                context.token_ids = array("I", context.token_ids)
+            if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
+                await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
+            self._prompt = pages_of(context, context.token_ids)
+            if len(context.token_ids) > MANY:
+                await self._look_ahead()
+        if self._index:  # the prompts of many came back together
+            await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
+        self._stream = await self._open_stream()
+
+    async def _open_stream(self) -> OutputStream:
+        context = self.context
+        if not context.detokenize:
+            return TokenStream(whole=context.whole)
+        if len(context.output.tools) >= _LONG:  # which are read
+            await self._pipeline.heavy.turn(context.caller.tenant, goes_on=True)
+        streams = self._pipeline.tokenizers.of(context.model).streams
+        try:
+            return await streams.open(context.output, context.request_id, context.deadline, whole=context.whole)
+        except SapwoodError as error:
+            raise to_client_field(error, context.fields) from error
+
+    async def _look_ahead(self) -> None:
+        """Hashes and packs a very long prompt piece by piece, so that no later stage has to do it in one go."""
+        context, pipeline = self.context, self._pipeline
+        for page_size in pipeline.registry.page_sizes(pipeline.registry.resolve(context.model)):
+            for _ in self._prompt.hash_steps(page_size, MANY):
+                await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
+        packed = context.packed = []
+        for piece in pieces(context.token_ids):
+            packed.append(pack(piece))
+            await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
+
+    # Stage 2: select.
+
+    def _first_try(self) -> None:
         """Begins the first try; the stream fails when there is no way on. To be called in the task that asks."""
-        context, shared = self._context, self._shared
+        context, shared, stream = self.context, self._pipeline, self._stream
+        assert stream is not None, "it was prepared"
+        self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire)
+        stream.follow(self.flush)
         try:
             context.model = shared.registry.resolve(context.model)
             if context.caller.account is not None:
                 context.caller.account.take_prompt(context.prompt, len(context.token_ids))
             if (costs := shared.disaggregation.costs_of(context.model)) is not None:
                 self._timing = Timing(costs, time.monotonic)
-            queueing = self._watch.stage("queue")
-            queueing.begin()
+            self._watch.begin("queue")
             place = self._place or reserve(context, shared.registry, shared.admission)
             assert place is not None, "the model is known"
-            self._begin(place, queueing.end)
+            self._begin(place)
         except Exception as error:
             self._fail(error)
 
-    def close(self) -> None:
-        super().close()
-        if self._parts is not None:
-            self._parts.end()
-        if self._early is not None:
-            self._early.release(self._ticket)
-        if self._ticket is not None:
-            self._ticket.release()
-
-    def finished(self) -> None:
-        """The client has the whole answer: the policy learns what the worker holds now."""
-        worker = self._worker
-        if worker is not None and worker.model is not None:
-            new_tokens = self._context.output_ids[self._prompt_output :]
-            self._policy.finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
-            if self._timing is not None:
-                self._timing.ended(len(new_tokens), len(self._context.output_ids))
+    def _admitted(self) -> None:
+        self._watch.end("queue")
 
     def _choose(self) -> tuple[Worker, Choice]:
         with self._watch.stage("select"):
@@ -115,8 +381,8 @@ class GenerationAttempts(Attempts):
                 self._ticket = None
             route = self._begun_early() or self._next_route()
             self._part = route.part
-            self._policy = self._shared.policies.of(self._demand().model, decode=route.part is Part.DECODE)
-            self._context.worker, self._context.reason = route.choice.address, route.choice.reason
+            self._policy = self._pipeline.policies.of(self._demand().model, decode=route.part is Part.DECODE)
+            self.context.worker, self.context.reason = route.choice.address, route.choice.reason
             return route.worker, route.choice
 
     def _begun_early(self) -> Route | None:
@@ -129,12 +395,12 @@ class GenerationAttempts(Attempts):
 
     def _next_route(self) -> Route:
         """Where the request goes next: to a worker that can use its ticket's pages, if it has one, else to where it begins."""
-        selector, demand = self._shared.selector, self._demand()
+        selector, demand = self._pipeline.selector, self._demand()
         if self._ticket is not None:
             with contextlib.suppress(UnavailableError, InvalidArgumentError):
                 return selector.decode(demand, self._prompt, self._ticket.message.fingerprint, self._session_at)
             return selector.decode(demand, self._prompt, b"", self._session_at)
-        left = self._context.sampling.max_tokens - len(self._context.output_ids)
+        left = self.context.sampling.max_tokens - len(self.context.output_ids)
         route = selector.begin(demand, self._prompt, left, self._session_at)
         if route.decision is not None and route.decision.estimates:
             self._watch.weighed(pair=route.decision.disaggregated)
@@ -142,85 +408,75 @@ class GenerationAttempts(Attempts):
 
     @property
     def _session_at(self) -> str:
-        session = self._context.session
+        session = self.context.session
         return "" if session is None else session.worker
 
     def _demand(self) -> Demand:
-        context = self._context
-        model = self._shared.registry.resolve(context.model)
-        refused_by = self._failover.refused_by
-        return Demand(model, len(self._prompt.token_ids), context.fields.prompt, refused_by=refused_by)
+        context = self.context
+        model = self._pipeline.registry.resolve(context.model)
+        return Demand(model, len(self._prompt.token_ids), context.fields.prompt, refused_by=self._refused_by)
 
-    def _acquire(self, worker: Worker, choice: Choice) -> Execution:
+    # Stages 3 to 5: acquire, build, dispatch.
+
+    def _acquire(self, worker: Worker, choice: Choice) -> Attempt:
         lacking = len(self._prompt.token_ids) - choice.cached_tokens
         if self._part is Part.DECODE:  # it reads the prompt's pages and computes almost nothing of the prompt
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
             hands_off = self._part is Part.PREFILL
-            tenant = self._context.caller.tenant
-            lease, permit = acquire(worker, choice, self._prompt, self._policy, tenant, hands_off=hands_off)
+            lease, permit = acquire(worker, choice, self._prompt, self._policy, self.tenant, hands_off=hands_off)
         assert worker.model is not None, "it was chosen for its model"
-        self._executing = None
         self._watch.selected(choice.reason)
         end_tokens = (
             frozenset[int]()
-            if self._context.output.include_stop
-            else worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
+            if self.context.output.include_stop
+            else worker.model.eos_token_ids | set(self.context.sampling.stop_token_ids)
         )
         if self._timing is not None:
             self._timing.sent(worker, self._part, lacking)
-        return Generating(
-            self._context,
-            self._stream,
-            end_tokens,
-            lease,
-            permit,
-            self._tried,
-            self._announced,
-            self._handed_off,
-            None if self._timing is None and self._part is not Part.DECODE else self._answers,
-        )
+        assert self._stream is not None, "it was prepared"
+        return GenerationAttempt(self, self._stream, end_tokens, lease, permit)
 
-    def _answers(self) -> None:
+    def _send(self, worker: Worker, attempt: Attempt) -> None:
+        with self._watch.stage("build"):
+            ticket = None if self._ticket is None else self._ticket.message
+            request, more = build(self.context, hand_off=self._part is Part.PREFILL, ticket=ticket)
+        with self._watch.stage("dispatch"):
+            attempt.send(request, worker, self._deadline, more)
+        if self._part is Part.PREFILL:
+            self._watch.part("prefill")
+        self._watch.begin("execute")
+
+    # Stage 6: execute. What a try says, and what follows from it.
+
+    def answers(self) -> None:
         """The worker's first token has come."""
         if self._part is Part.DECODE:
-            self._begin_part("decode")
+            self._watch.part("decode")
         if self._timing is not None:
             self._timing.answers()
 
-    def _begin_part(self, part: PairPart) -> None:
-        if self._parts is None:
-            self._parts = self._watch.pair_parts()
-        self._parts.begin(part)
-
-    def _send(self, worker: Worker, execution: Execution) -> None:
-        with self._watch.stage("build"):
-            ticket = None if self._ticket is None else self._ticket.message
-            request, more = build(self._context, hand_off=self._part is Part.PREFILL, ticket=ticket)
-        with self._watch.stage("dispatch"):
-            dispatch(request, worker, self._context.deadline, execution, more)
-        if self._part is Part.PREFILL:
-            self._begin_part("prefill")
-        self._executing = self._watch.stage("execute")
-        self._executing.begin()
-
-    def _tried(self, error: SapwoodError | None) -> None:
-        if self._executing is not None:
-            self._executing.end()
-        if self._parts is not None and (error is not None or self._part is Part.DECODE):
-            self._parts.end()
-        if error is not None and self._early is not None:
+    def tried(self, error: SapwoodError | None) -> None:
+        self._watch.end("execute")
+        if error is None:
+            if self._part is Part.DECODE:
+                self._watch.part(None)
+            super().tried(None)
+            return
+        self._watch.part(None)
+        if self._early is not None:
             self._early.release()
         worker = self._worker
-        if error is not None and worker is not None and worker.model is not None:
+        if worker is not None and worker.model is not None:
             self._policy.failed(worker.address, worker.model.page_size, self._prompt)
-        super()._tried(None if error is None else to_client_field(error, self._context.fields))
+        super().tried(to_client_field(error, self.context.fields))
 
     def _goes_on(self, error: SapwoodError) -> bool:
-        context = self._context
+        context = self.context
         if len(context.output_ids) >= context.sampling.max_tokens:
             # The lost worker had only to say that it was at its end.
             context.worker_finish = FinishReason.LENGTH
+            assert self._stream is not None, "it was prepared"
             self._stream.push((), end=True)
             return False
         self._watch.retried(error)
@@ -230,31 +486,31 @@ class GenerationAttempts(Attempts):
         self._extend_prompt()
         return True
 
-    def _announced(self, ticket: HeldTicket) -> None:
+    def announced(self, ticket: HeldTicket) -> None:
         """Pages of the prompt can be read: a decode worker is to begin."""
         if self._early is None:
             try:
-                route = self._shared.selector.decode(
+                route = self._pipeline.selector.decode(
                     self._demand(), self._prompt, ticket.message.fingerprint, self._session_at
                 )
             except (UnavailableError, InvalidArgumentError):
                 ticket.release()  # a later ticket names all pages
                 return
             self._early = EarlyPull(route.worker, route.choice)
-        self._early.announce(ticket, self._prompt, self._context.caller.cache_salt)
+        self._early.announce(ticket, self._prompt, self.context.caller.cache_salt)
 
-    def _handed_off(self, ticket: HeldTicket) -> None:
+    def handed_off(self, ticket: HeldTicket) -> None:
         """The prompt is computed: a decode worker is to go on."""
         if self._early is not None:
             self._early.release(ticket)
-        if self._closed:
+        if self._stopped:
             ticket.release()
             return
         self._ticket = ticket
-        self._begin_part("transfer")
+        self._watch.part("transfer")
         if self._timing is not None:
             self._timing.handed_off()
-        self._context.handoffs += 1
+        self.context.handoffs += 1
         self._watch.handed_off()
         self._extend_prompt()
         self._do(self._take_over)
@@ -264,13 +520,210 @@ class GenerationAttempts(Attempts):
 
     def _extend_prompt(self) -> None:
         """Appends what was generated to the prompt that the next worker gets."""
-        context = self._context
+        context = self.context
         if len(context.output_ids) != self._prompt_output:
             self._prompt = pages_of(context, [*context.token_ids, *context.output_ids])
             self._prompt_output = len(context.output_ids)
 
-    def _fail_with(self, error: SapwoodError) -> None:
-        self._stream.fail(error)
+    # Stage 7: respond.
+
+    def flush(self) -> None:
+        """Writes the output that is there, if the client is ready."""
+        stream, client, context = self._stream, self._client, self.context
+        if stream is None or client is None:
+            return
+        try:
+            while stream.ready and context.usage is None and not self.closed and client.ready(self._index):
+                delta = self._respond(stream.take())
+                finish = delta.finish
+                if finish is not None and context.session is not None:
+                    self._commit(context.session, finish.usage)  # before the client can ask again
+                client.take(delta)
+                if finish is not None:
+                    # Metrics and shares are counted after the delta is on its way to the client.
+                    self._pipeline.afterwards.add(self._finished)
+        except Exception as error:  # fails this request only, not the others whose output came in the same message
+            self._end_with(error)
+
+    def _respond(self, chunk: OutputChunk) -> Delta:
+        """The client's next delta of new output: the output, its tokens, and in the last one the usage."""
+        started, context = time.perf_counter(), self.context
+        if context.first_token is None:
+            context.first_token = started
+        if not context.parallel_tool_calls:
+            chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
+        finish = finish_of(context, chunk) if chunk.ended else None
+        start, end = self._sent_tokens, chunk.tokens if finish is None else finish.usage.completion_tokens
+        delta = Delta(
+            chunk.output,
+            context.output_ids[start:end].tolist(),
+            finish,
+            context.logprobs[start:end] if context.logprobs else (),
+            min(chunk.tokens, end) - start,
+            self._index,
+        )
+        self._sent_tokens += len(delta.token_ids)
+        self._watch.delta(started, len(delta.token_ids), delta.output)
+        return delta
+
+    def _commit(self, session: SessionTurn, usage: Usage) -> None:
+        context = self.context
+        held = array("I", context.token_ids)
+        held.extend(context.output_ids[: usage.completion_tokens])
+        session.commit(
+            held,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            context.model or "",
+            context.worker,
+            context.caller.cache_salt,
+        )
+
+
+class GenerationAttempt(Attempt):
+    """One worker's try at a generation. Tokens go to the stream, no faster than the client reads.
+
+    Args:
+        generation: The request; its context's ``output_ids``, ``worker_finish`` and ``cached_tokens`` are filled.
+        stream: Takes the tokens.
+        end_tokens: Tokens that end a generation and stand for no text.
+        lease, permit: See Attempt.
+    """
+
+    def __init__(
+        self, generation: Generation, stream: OutputStream, end_tokens: Collection[int], lease: Lease, permit: Permit
+    ) -> None:
+        super().__init__(generation, lease, permit)
+        self._generation = generation
+        self._context = generation.context
+        self._stream = stream
+        self._end_tokens = end_tokens
+        self._held = False
+
+    def output(self, output: WorkerOutput) -> None:
+        context, token_ids, stream = self._context, output.token_ids, self._stream
+        if output.announced is not None:
+            self._generation.announced(output.announced)
+        if token_ids:
+            if not self._begun:
+                # A client that takes the answer whole is sent nothing at its first token: that moment is noted here.
+                if context.whole and context.first_token is None:
+                    context.first_token = time.perf_counter()
+                self._answers()
+                self._generation.answers()
+            context.output_ids.extend(token_ids)
+        elif output.announced is not None:
+            return
+        if output.cached_tokens is not None or output.logprobs or output.prompt_logprobs or output.finish is not None:
+            self._note(output)
+        if output.ticket is not None:
+            stream.push(token_ids)
+            self._end(Outcome.SUCCESS, None)
+            self._generation.handed_off(output.ticket)
+        elif output.finish is None:
+            if stream.push(token_ids):
+                self._hold()
+        else:
+            context.worker_finish = output.finish
+            # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text, or where
+            # the grammar allows no more.
+            stopped = output.finish is FinishReason.STOP and len(token_ids) > 0 and token_ids[-1] in self._end_tokens
+            stream.push(token_ids[:-1] if stopped else token_ids, end=True)
+            self._end(Outcome.SUCCESS, None)
+
+    def _note(self, output: WorkerOutput) -> None:
+        """Takes what comes with the tokens."""
+        context = self._context
+        first = not (context.resumptions or context.handoffs)
+        if output.cached_tokens is not None and first:
+            context.cached_tokens = output.cached_tokens
+        context.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs and first:
+            context.prompt_logprobs = output.prompt_logprobs
+        if output.finish is not None:
+            context.accepted_prediction_tokens = output.accepted_prediction_tokens
+            context.rejected_prediction_tokens = output.rejected_prediction_tokens
+
+    def _hold(self) -> None:
+        """The worker keeps what it generates until the client has read some."""
+        if not self._held and self._worker_stream is not None:
+            self._held = True
+            self._worker_stream.pause()
+            self._stream.call_when_room(self._resume)
+
+    def _resume(self) -> None:
+        self._held = False
+        if self._worker_stream is not None:
+            self._worker_stream.resume()
+
+
+def build(
+    context: RequestContext, *, hand_off: bool = False, ticket: worker_pb2.HandoffTicket | None = None
+) -> tuple[worker_pb2.WorkerGenerateRequest, Sequence[bytes]]:
+    """The message for the next worker, with the prompt, the tokens generated so far, and how many are left to generate.
+
+    Args:
+        context: The request; its tries are counted.
+        hand_off: Whether the worker computes the prompt and one token only.
+        ticket: For the prompt's pages.
+
+    Returns:
+        The message, and the tokens of a very long prompt in the form of :func:`~sapwood_router.fleet.convert.pack`; the message
+        then has none. Each try has an id of its own, because the worker of the previous try may not know yet that it is over.
+    """
+    sampling, done = context.sampling, len(context.output_ids)
+    if done:
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
+    if context.handoffs and context.prompt_logprobs:  # the first worker has told them
+        sampling = replace(sampling, prompt_logprobs=None)
+    token_ids, more = context.token_ids, context.packed
+    if done:
+        token_ids, more = [*token_ids, *context.output_ids], ()
+    if len(token_ids) > MANY:
+        more = more or [pack(piece) for piece in pieces(token_ids)]
+        token_ids, context.packed = [], ()
+    context.attempts += 1
+    request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
+    request = to_worker_request(request_id, token_ids, sampling)
+    if done:
+        request.output_tokens = done
+    caller = context.caller
+    if caller is not NOBODY:
+        request.priority, request.tenant, request.cache_salt = caller.priority, caller.tenant, caller.cache_salt
+    if context.compiled_grammar:
+        request.grammar.compiled = context.compiled_grammar
+    if hand_off:
+        request.hand_off = True
+    if ticket is not None:
+        request.ticket.CopyFrom(ticket)
+    return request, more
+
+
+def finish_of(context: RequestContext, chunk: OutputChunk) -> Finish:
+    """Why a generation ended whose last output this is. Fills ``usage``.
+
+    Raises:
+        InternalError: It was not over.
+    """
+    stop_token = None
+    if chunk.stop_match is not None:
+        reason, tokens = FinishReason.STOP, chunk.tokens
+    elif context.worker_finish is not None:
+        reason, tokens = context.worker_finish, len(context.output_ids)
+        last = context.output_ids[-1] if tokens else -1
+        if reason is FinishReason.STOP and last in context.sampling.stop_token_ids and last not in context.own_ends:
+            stop_token = last
+    else:
+        raise InternalError("a stream ended that was not over")
+    context.usage = Usage(
+        len(context.token_ids),
+        tokens,
+        context.cached_tokens,
+        context.accepted_prediction_tokens,
+        context.rejected_prediction_tokens,
+        min(chunk.reasoning_tokens, tokens),
+    )
+    return Finish(reason, context.usage, chunk.stop_match, stop_token)
 
 
 def pages_of(context: RequestContext, token_ids: Sequence[int]) -> PromptPages:

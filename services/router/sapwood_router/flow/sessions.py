@@ -283,7 +283,7 @@ class SessionStore:
 
 
 class OpenTurn:
-    """Implements :class:`~sapwood_router.request.session.SessionTurn`.
+    """Implements :class:`~sapwood_router.request.context.SessionTurn`.
 
     Args:
         store: Has the session.

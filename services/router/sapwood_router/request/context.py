@@ -8,17 +8,134 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
+from sapwood_common.contract.json_text import decode
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.grammar.source import GrammarKind
+from sapwood_common.random_bytes import random_bytes
+from sapwood_common.telemetry.logs import is_valid_request_id, new_request_id
 from sapwood_router.request.caller import NOBODY, Caller
-from sapwood_router.request.logprobs import Likelihoods, TokenLogprobs
 from sapwood_router.request.output import Output, OutputOptions
-from sapwood_router.request.session import SessionTurn
-from sapwood_router.request.structure import AnswerGrammar, ToolChoice
 from sapwood_router.request.tokens import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """What text must match. Fields as in ``Grammar`` of ``common.proto``."""
+
+    kind: GrammarKind
+    text: str
+    any_whitespace: bool = True
+    lenient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls there must be.
+
+    Attributes:
+        required: There must be calls, and nothing else.
+        name: The only tool that may be called, exactly once; "" for any.
+    """
+
+    required: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar as workers take it.
+
+    Attributes:
+        compiled: The grammar.
+        tool_parser: Reads the calls in its outputs.
+        left_out: What its schemas ask for and it does not enforce.
+    """
+
+    compiled: bytes
+    tool_parser: str
+    left_out: tuple[str, ...] = ()
+
+
+def has_strict_tool(tools: str) -> bool:
+    """Whether a JSON array of tools has one whose schema is to be enforced although no call is."""
+    if '"strict"' not in tools:
+        return False
+    try:
+        found: Any = decode(tools)
+    except (msgspec.DecodeError, RecursionError):
+        return False  # the tokenizer service says what is wrong
+    return isinstance(found, list) and any(map(_is_strict, found))
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return isinstance(function, dict) and function.get("strict") is True
+
+
+class Likelihoods(Protocol):
+    """The logarithm of a token's probability, and the likeliest tokens in its place, the likeliest first (``worker.proto``)."""
+
+    @property
+    def logprob(self) -> float:
+        """The token's own."""
+        ...
+
+    @property
+    def top_ids(self) -> Sequence[int]:
+        """The likeliest tokens."""
+        ...
+
+    @property
+    def top_logprobs(self) -> Sequence[float]:
+        """Theirs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Implements :class:`Likelihoods` for a token of an answer.
+
+    What is known of a prompt's tokens stays in the message that brought it: to make so many objects holds the event loop.
+    """
+
+    logprob: float
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+
+class SessionTurn(Protocol):
+    """One request of a session; there is one at a time.
+
+    Attributes:
+        tokens: What the session holds so far.
+        worker: The address of the worker that has it cached; empty: none.
+    """
+
+    tokens: Sequence[int]
+    worker: str
+
+    def commit(
+        self, token_ids: Sequence[int], prompt_tokens: int, cached_tokens: int, model: str, worker: str, cache_salt: str
+    ) -> None:
+        """The request has its whole answer.
+
+        Args:
+            token_ids: All that the session holds now.
+            prompt_tokens, cached_tokens: How many of them were the prompt, and how many of these were cached.
+            model: The model.
+            worker: The address of the worker that finished it.
+            cache_salt: The request's salt.
+        """
+        ...
+
+    def release(self) -> None:
+        """The request is over; without a commit the session is as it was before. May be called again."""
+        ...
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -251,3 +368,24 @@ class RequestContext(msgspec.Struct):
         if self.usage is None:
             return len(self.output_ids), len(self.token_ids)
         return self.usage.completion_tokens, self.usage.prompt_tokens
+
+
+_LONGEST_STEM = 110
+
+
+def accept_request_id(given: str, field: str) -> str:
+    """The client's id; a new one if it gave none.
+
+    Raises:
+        InvalidArgumentError: It cannot be put into headers and logs.
+    """
+    if not given:
+        return new_request_id()
+    if not is_valid_request_id(given):
+        raise InvalidArgumentError(f"{field} must be 1 to 128 letters, digits and ._:/@+=-", field=field)
+    return given
+
+
+def unique_id(request_id: str) -> str:
+    """An id for the worker: clients may use an id twice at a time, workers may not."""
+    return f"{request_id[:_LONGEST_STEM]}.{random_bytes(4).hex()}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from sapwood_common.contract.limits import LONGEST_STOP, MOST_CONTINUATIONS, MOST_STOPS
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, RequestContext, TextPrompt
 
@@ -179,3 +182,18 @@ def check_n(n: int, fields: FieldNames) -> None:
     """Refuses a number of continuations out of range."""
     if not 1 <= n <= MOST_CONTINUATIONS:
         raise InvalidArgumentError(f"n must be in 1..{MOST_CONTINUATIONS}, got {n}", field=f"{fields.sampling}n")
+
+
+_UINT64 = 2**64
+
+
+def continuations(sampling: SamplingParams, count: int, fields: FieldNames) -> list[SamplingParams]:
+    """The settings of each: the seed is the first one's, and counts up.
+
+    Raises:
+        InvalidArgumentError: ``count`` is out of range.
+    """
+    check_n(count, fields)
+    if count == 1:
+        return [sampling]
+    return [replace(sampling, seed=(sampling.seed + index) % _UINT64) for index in range(count)]

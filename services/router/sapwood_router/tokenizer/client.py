@@ -25,8 +25,7 @@ from sapwood_common.packed_tokens import PackedTokens
 from sapwood_common.status import from_rpc_error
 from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_net.pacing.steps import Steps, in_turns
-from sapwood_router.request.context import ChatPrompt, TextPrompt, Turn
-from sapwood_router.request.structure import CompiledGrammar
+from sapwood_router.request.context import ChatPrompt, CompiledGrammar, TextPrompt, Turn
 from sapwood_router.request.tokens import MANY, TokenIds, gather, gather_many
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts

@@ -7,8 +7,7 @@ from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_router.request.arguments import whole_arguments
-from sapwood_router.request.context import ChatPrompt, RequestContext, Turn
-from sapwood_router.request.structure import AnswerGrammar
+from sapwood_router.request.context import AnswerGrammar, ChatPrompt, RequestContext, Turn
 
 
 def to_grammar(grammar: AnswerGrammar) -> common_pb2.Grammar:

@@ -9,8 +9,7 @@ from functools import lru_cache
 
 from sapwood_common.errors import InternalError, InvalidArgumentError
 from sapwood_net.pacing.time_share import TimeShare
-from sapwood_router.request.output import OutputBuffer, OutputOptions
-from sapwood_router.request.output_stream import OutputChunk, OutputStream
+from sapwood_router.request.output import WINDOW, OutputBuffer, OutputChunk, OutputOptions, OutputStream
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_text.output_parser import OutputParser, ParserOptions
 from sapwood_text.parsed_stream import MakeParser, ParsedStream, StreamOptions, open_stream
@@ -63,7 +62,7 @@ class TextStream(OutputStream):
                     self.go_on(0.0)
         else:
             self._decode(token_ids, end=end)
-        return self.full
+        return max(len(self._waiting), self._tokens - self._tokens_taken) >= WINDOW and self.full
 
     def go_on(self, until: float) -> bool:
         """Decodes what waits; as ``time_share.Worker``."""
@@ -106,17 +105,13 @@ class TextStream(OutputStream):
         if end and stop_match is None:
             events, tokens, stop_match = decoded.finish()
             output.add_events(events)
-            self._ended = True
         elif stop_match is not None:
-            self._ended = True
+            end = True
         elif not fresh and tokens <= self._tokens:
             return
         self._tokens = tokens
         self._stop_match = stop_match
-        self._fresh = True
-        self._tell()
-        if self._ended:
-            self._tell_pusher()
+        self._more(end=end)
 
     def _waiting_tokens(self) -> int:
         return max(len(self._waiting) - self._at, self._tokens - self._tokens_taken)

@@ -16,8 +16,7 @@ from sapwood.v1 import worker_pb2
 from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.logprobs import ChatWriter, CompletionWriter, text_of
-from sapwood_router.request.context import Delta
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.context import Delta, TokenLogprobs
 from sapwood_router.request.output import Output
 from sapwood_text.vocabulary import TokenTable, Vocabulary
 

@@ -14,8 +14,7 @@ from sapwood_router.edges.responses.events import ResponseEvents
 from sapwood_router.edges.responses.items import ItemMaker
 from sapwood_router.edges.responses.logprobs import TextLogprobs
 from sapwood_router.edges.telling import Telling
-from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.context import Delta, Finish, FinishReason, TokenLogprobs, Usage
 from sapwood_router.request.output import Output, ToolCallDelta
 from sapwood_testing.router.fake_tokenizer import encode
 from sapwood_text.vocabulary import TokenTable, Vocabulary

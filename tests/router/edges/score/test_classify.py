@@ -11,7 +11,7 @@ import pytest
 
 from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_common.status import from_rpc_error
-from sapwood_router.request.labels import Labels
+from sapwood_router.request.embed_request import Labels
 from sapwood_testing.router.fake_tokenizer import BOS, EOS, encode
 
 CLASSIFY, SCORE, RERANK = "/v1/classify", "/v1/score", "/v1/rerank"

@@ -11,7 +11,7 @@ import msgspec
 
 from sapwood_net.pacing.heavy_work import HeavyWork
 from sapwood_router.edges.sglang.logprobs import LogprobsWish, Told, tell
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.context import TokenLogprobs
 
 
 async def test_others_go_on_while_a_long_prompt_is_told_of() -> None:

@@ -14,7 +14,7 @@ from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import PROBE_SECONDS, Costs, LinearFit
 from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, Disaggregation, Part
-from sapwood_router.flow.disaggregation.timing import Timing
+from sapwood_router.flow.disaggregation.handoff import Timing
 from sapwood_router.flow.disaggregation.weighing import Estimate
 from sapwood_router.routing.load import Load
 from sapwood_router.routing.policies.base import PromptPages

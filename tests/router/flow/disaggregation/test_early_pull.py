@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sapwood.v1 import worker_pb2
-from sapwood_router.flow.disaggregation.early_pull import EarlyPull
+from sapwood_router.flow.disaggregation.handoff import EarlyPull
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.transport.held_tickets import HeldTicket
 from sapwood_router.transport.shared_call import TOKENS_A_MESSAGE

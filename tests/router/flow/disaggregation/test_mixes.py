@@ -21,8 +21,8 @@ from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
 from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.decision import Disaggregate, Disaggregation, Part
-from sapwood_router.flow.disaggregation.timing import Timing
-from sapwood_router.flow.stages.select import choose
+from sapwood_router.flow.disaggregation.handoff import Timing
+from sapwood_router.flow.select import choose
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook

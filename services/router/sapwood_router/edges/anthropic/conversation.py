@@ -11,8 +11,7 @@ from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.request.arguments import arguments_text
-from sapwood_router.request.context import ChatPrompt, ToolCall, Turn
-from sapwood_router.request.structure import ToolChoice
+from sapwood_router.request.context import ChatPrompt, ToolCall, ToolChoice, Turn
 
 BETWEEN_TEXTS = "\n"
 """Stands between a message's blocks of text, and between messages of a user's that follow each other: they are one turn."""

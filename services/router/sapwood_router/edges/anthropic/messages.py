@@ -26,13 +26,11 @@ from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.sending import send_events, send_whole
-from sapwood_router.flow.pipeline import Pipeline
-from sapwood_router.request.context import FieldNames, Finish, FinishReason, RequestContext
+from sapwood_router.flow.generation import Pipeline
+from sapwood_router.request.context import AnswerGrammar, FieldNames, Finish, FinishReason, RequestContext, unique_id
 from sapwood_router.request.context import Usage as Counted
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import Output, OutputOptions
-from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.structure import AnswerGrammar
 from sapwood_router.request.validation import check_prompt
 
 IGNORED = frozenset({"service_tier", "cache_control", "inference_geo", "diagnostics"})

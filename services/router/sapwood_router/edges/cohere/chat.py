@@ -18,9 +18,10 @@ from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.openai.tools import tools_of
 from sapwood_router.edges.openai.types import ChatRequest
 from sapwood_router.edges.sending import send_events, send_whole, with_resumptions
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.arguments import arguments_text
 from sapwood_router.request.context import (
+    AnswerGrammar,
     ChatPrompt,
     Delta,
     FieldNames,
@@ -28,12 +29,12 @@ from sapwood_router.request.context import (
     FinishReason,
     RequestContext,
     ToolCall,
+    ToolChoice,
     Turn,
     Usage,
+    unique_id,
 )
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
-from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.structure import AnswerGrammar, ToolChoice
 
 NEUTRAL: Neutral = {"documents": ([],), "logprobs": (False,)}
 """Parameters that are taken only with the values that ask for nothing."""

@@ -11,7 +11,7 @@ from sapwood_router.edges.cohere.types import CohereEmbeddings, CohereEmbedReque
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.embeddings import base64_of
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.embed_request import EmbedRequest
 
 NEUTRAL: Neutral = {"images": ([],)}

@@ -13,6 +13,7 @@ from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.sessions import Session
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
+    AnswerGrammar,
     ChatPrompt,
     Delta,
     FieldNames,
@@ -21,12 +22,12 @@ from sapwood_router.request.context import (
     TextPrompt,
     TokenPrompt,
     ToolCall,
+    ToolChoice,
     Truncation,
     Turn,
     Usage,
 )
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
-from sapwood_router.request.structure import AnswerGrammar, ToolChoice
 from sapwood_router.request.tokens import MANY, gather, gather_many
 from sapwood_router.routing.load import Load
 

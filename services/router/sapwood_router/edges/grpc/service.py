@@ -32,16 +32,14 @@ from sapwood_router.edges.grpc.convert_operators import to_explanation, to_pause
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.client import READER_SLACK, Client
 from sapwood_router.flow.explain import explain
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 from sapwood_router.request.caller import Caller, caller_of
-from sapwood_router.request.context import Delta, RequestContext
-from sapwood_router.request.continuations import continuations
+from sapwood_router.request.context import Delta, RequestContext, accept_request_id, unique_id
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.request_ids import accept_request_id, unique_id
 from sapwood_router.request.tokens import MANY
-from sapwood_router.request.validation import check_counts
+from sapwood_router.request.validation import check_counts, continuations
 
 SERVICE_NAME = "sapwood.v1.Router"
 TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "Classify"))

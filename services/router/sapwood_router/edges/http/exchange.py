@@ -27,7 +27,7 @@ from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.client import READER_SLACK
 from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of
-from sapwood_router.request.request_ids import accept_request_id
+from sapwood_router.request.context import accept_request_id
 
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 """vLLM's and OpenAI's, which they route by, too: what has the same one is one session, shares a beginning, or an end user."""

@@ -13,7 +13,7 @@ from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.ollama.models import named
 from sapwood_router.edges.ollama.types import OllamaEmbeddings, OllamaEmbedRequest
 from sapwood_router.edges.openai.embeddings import inputs_of
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 
 _IGNORED = frozenset({"keep_alive"})

@@ -24,11 +24,20 @@ from sapwood_router.edges.ollama.types import (
 from sapwood_router.edges.openai.tools import tools_of
 from sapwood_router.edges.openai.types import ChatRequest
 from sapwood_router.edges.sending import send_events, send_whole, with_resumptions
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.arguments import arguments_text, whole_arguments
-from sapwood_router.request.context import ChatPrompt, Delta, Finish, Prompt, RequestContext, TextPrompt, ToolCall, Turn
+from sapwood_router.request.context import (
+    ChatPrompt,
+    Delta,
+    Finish,
+    Prompt,
+    RequestContext,
+    TextPrompt,
+    ToolCall,
+    Turn,
+    unique_id,
+)
 from sapwood_router.request.output import Output, ToolCallDelta
-from sapwood_router.request.request_ids import unique_id
 
 LINES = (
     (b"content-type", b"application/x-ndjson"),

@@ -14,7 +14,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.ollama.types import OllamaModels, OllamaShown, OllamaShowRequest
 from sapwood_router.edges.routes import Handler
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 
 _LATEST = ":latest"
 _SECONDS = 10.0

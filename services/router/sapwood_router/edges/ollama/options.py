@@ -13,9 +13,8 @@ from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.ollama.types import OllamaRequest
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of
-from sapwood_router.request.context import FieldNames
+from sapwood_router.request.context import AnswerGrammar, FieldNames
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.structure import AnswerGrammar
 
 _PREFIX = "options."
 IGNORED = frozenset(

@@ -23,7 +23,7 @@ from sapwood_router.edges.ollama.types import (
     OllamaShowRequest,
 )
 from sapwood_router.edges.routes import Ask, Post, Route
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 
 
 def ollama_routes(pipeline: Pipeline) -> list[Route]:

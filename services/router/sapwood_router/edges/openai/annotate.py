@@ -11,8 +11,7 @@ from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.logprobs import prompt_entries
 from sapwood_router.edges.telling import Telling
-from sapwood_router.request.context import ChatPrompt, Delta, RequestContext, TextPrompt
-from sapwood_router.request.logprobs import Likelihoods
+from sapwood_router.request.context import ChatPrompt, Delta, Likelihoods, RequestContext, TextPrompt
 from sapwood_router.request.output import Output
 from sapwood_router.tokenizer.tokenizers import Tokenizer
 from sapwood_text.vocabulary import Vocabulary

@@ -12,7 +12,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.types import CompletionTokensDetails, PromptTokensDetails, UsageObject
 from sapwood_router.edges.sending import Events, Running, collect, send_events, told_headers
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
 from sapwood_router.request.output import Output
 

@@ -44,11 +44,18 @@ from sapwood_router.edges.openai.types import (
     ToolCallObject,
     stop_reason,
 )
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.arguments import arguments_text
-from sapwood_router.request.context import BETWEEN_PARTS, ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
-from sapwood_router.request.continuations import continuations
-from sapwood_router.request.request_ids import unique_id
+from sapwood_router.request.context import (
+    BETWEEN_PARTS,
+    ChatPrompt,
+    FieldNames,
+    RequestContext,
+    ToolCall,
+    Turn,
+    unique_id,
+)
+from sapwood_router.request.validation import continuations
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are taken; OpenAI renamed system to developer for its newer models."""

@@ -36,12 +36,10 @@ from sapwood_router.edges.openai.types import (
     CompletionResponse,
     stop_reason,
 )
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.caller import Caller
-from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
-from sapwood_router.request.continuations import continuations
-from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.validation import check_n
+from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt, unique_id
+from sapwood_router.request.validation import check_n, continuations
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024

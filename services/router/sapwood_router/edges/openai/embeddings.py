@@ -19,7 +19,7 @@ from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 from sapwood_router.request.field_names import to_client_field

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sapwood_router.edges.http.json_list import JsonList
-from sapwood_router.request.logprobs import Likelihoods
+from sapwood_router.request.context import Likelihoods
 from sapwood_text.vocabulary import Vocabulary
 
 

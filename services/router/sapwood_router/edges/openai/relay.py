@@ -14,11 +14,10 @@ from sapwood_router.edges.http.json_body import decode_object
 from sapwood_router.edges.openai.chat import CHAT_FIELDS
 from sapwood_router.edges.routes import Answerer
 from sapwood_router.edges.sending import told_headers, with_resumptions
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.relay.asked import Asked, Kind
-from sapwood_router.request.context import ChatPrompt, Prompt, RequestContext, TextPrompt, Turn
+from sapwood_router.request.context import ChatPrompt, Prompt, RequestContext, TextPrompt, Turn, unique_id
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.request_ids import unique_id
 
 _DONE = b"data: [DONE]\n\n"
 

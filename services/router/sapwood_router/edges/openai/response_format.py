@@ -12,7 +12,7 @@ import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.openai.types import GenerationRequest
-from sapwood_router.request.structure import AnswerGrammar
+from sapwood_router.request.context import AnswerGrammar
 
 _FIELD = "response_format"
 _SCHEMA = "response_format.json_schema"

@@ -12,7 +12,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.types import ChatRequest, Tool
-from sapwood_router.request.structure import ToolChoice
+from sapwood_router.request.context import ToolChoice
 
 
 def tools_of(request: ChatRequest, given: Any, left_out: LeftOut) -> str:

@@ -10,7 +10,7 @@ from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_common.tenants.api_keys import until_revoked
 from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.sending import Reader, collect
-from sapwood_router.flow.pipeline import Pipeline, Run
+from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_router.request.context import Finish, RequestContext
 from sapwood_router.request.output import Output
 
@@ -21,7 +21,7 @@ class Background:
     """The responses that are being made."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, str], tuple[asyncio.Task[None], list[Run]]] = {}
+        self._made: dict[tuple[str, str], tuple[asyncio.Task[None], list[Generation]]] = {}
         """Tenant and id -> the task, and the run once there is one."""
 
     def begin(
@@ -45,7 +45,7 @@ class Background:
             failed: Takes the error if it has none.
             reader: Sees the output first.
         """
-        runs: list[Run] = []
+        runs: list[Generation] = []
         key = tenant_var.get()
 
         async def make() -> None:

@@ -41,8 +41,9 @@ from sapwood_router.edges.responses.tools import tools_of
 from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat
 from sapwood_router.edges.sending import send_events, send_whole
 from sapwood_router.edges.telling import Telling
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.context import (
+    AnswerGrammar,
     ChatPrompt,
     FieldNames,
     Finish,
@@ -50,11 +51,10 @@ from sapwood_router.request.context import (
     RequestContext,
     Truncation,
     Turn,
+    unique_id,
 )
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
-from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.structure import AnswerGrammar
 from sapwood_router.request.validation import check_prompt
 
 PATH = "/v1/responses"

@@ -15,8 +15,7 @@ from typing import Any
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.logprobs import chat_token, text_of
 from sapwood_router.edges.telling import Telling
-from sapwood_router.request.context import Delta, RequestContext
-from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.context import Delta, RequestContext, TokenLogprobs
 from sapwood_text.vocabulary import Vocabulary
 
 

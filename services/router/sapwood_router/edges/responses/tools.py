@@ -11,7 +11,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.tools import leave_out_tool
 from sapwood_router.edges.responses.types import ResponsesRequest, Tool
-from sapwood_router.request.structure import ToolChoice
+from sapwood_router.request.context import ToolChoice
 
 
 def tools_of(request: ResponsesRequest, left_out: LeftOut) -> tuple[str, ToolChoice]:

@@ -14,7 +14,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.score.compare import compare
 from sapwood_router.edges.score.types import CompareRequest
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 
 NEUTRAL: Neutral = {"softmax": (), "mm_processor_kwargs": ({},), "add_special_tokens": (True,)}
 IGNORED = frozenset({"user"})

@@ -15,7 +15,7 @@ from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.embeddings import EmbeddingUsage, inputs_of
 from sapwood_router.edges.score.answers import checked
 from sapwood_router.edges.score.types import CompareRequest
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.embed_request import EmbedRequest
 
 _AT_ONCE = 64

@@ -9,7 +9,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.score.likeness import cosines, embed_all
 from sapwood_router.edges.score.types import CompareRequest
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.embed_request import EmbedRequest, TextPair
 

@@ -11,7 +11,7 @@ from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.openai.types import AnyRequest
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 

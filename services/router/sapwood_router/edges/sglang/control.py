@@ -16,13 +16,12 @@ from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.routes import Answerer, Ask, Post, Route
 from sapwood_router.edges.sending import Running, collect
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.steering import PauseMode, Steering
 from sapwood_router.observe.status import RouterState, WorkerState
 from sapwood_router.request.caller import caller_of
-from sapwood_router.request.context import FieldNames, RequestContext, TokenPrompt
+from sapwood_router.request.context import FieldNames, RequestContext, TokenPrompt, unique_id
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.request_ids import unique_id
 
 _SECONDS = 20.0
 """For a token to be generated."""

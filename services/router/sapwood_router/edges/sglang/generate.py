@@ -15,7 +15,7 @@ from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.sending import Running, collect, send_events, told_headers, with_resumptions
 from sapwood_router.edges.sglang.logprobs import LogprobsWish, Told, tell, wish_of
 from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of, is_prompt_only
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext
 from sapwood_router.request.output import Output
 

@@ -14,8 +14,7 @@ from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.edges.telling import Telling
-from sapwood_router.request.context import RequestContext
-from sapwood_router.request.logprobs import Likelihoods
+from sapwood_router.request.context import Likelihoods, RequestContext
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_text.vocabulary import Vocabulary
 

@@ -18,12 +18,18 @@ from sapwood_router.edges.http.json_body import Neutral, convert
 from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.sglang.logprobs import LogprobsRequest, LogprobsWish
-from sapwood_router.flow.pipeline import Pipeline
-from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
-from sapwood_router.request.continuations import continuations
+from sapwood_router.flow.generation import Pipeline
+from sapwood_router.request.context import (
+    AnswerGrammar,
+    FieldNames,
+    Prompt,
+    RequestContext,
+    TextPrompt,
+    TokenPrompt,
+    unique_id,
+)
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.structure import AnswerGrammar
+from sapwood_router.request.validation import continuations
 
 _SETTINGS = "sampling_params."
 DEFAULT_MAX_NEW_TOKENS = 128

@@ -11,7 +11,7 @@ from sapwood_router.edges.routes import Ask, Post, Route
 from sapwood_router.edges.sglang.control import Control
 from sapwood_router.edges.sglang.generate import Generated, generate
 from sapwood_router.edges.sglang.request import GenerateRequest
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 

@@ -12,7 +12,7 @@ from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.embeddings import inputs_of
 from sapwood_router.edges.openai.types import AnyRequest
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.embed_request import EmbedRequest
 
 

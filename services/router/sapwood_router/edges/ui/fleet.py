@@ -9,7 +9,7 @@ import msgspec
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.origins import Origins
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.observe.status import RouterState, WorkerState
 
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))

@@ -18,7 +18,7 @@ from sapwood_router.edges.routes import Ask, Post, Route
 from sapwood_router.edges.ui.files import BARE, FOLDER, Files, lead_to_folder
 from sapwood_router.edges.ui.fleet import FleetPage
 from sapwood_router.flow.explain import explain
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.observe.status import RouterState
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.openai.embeddings import EmbeddingUsage, encoder_of, read, vectors_of
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 
 
 class PooledInput(msgspec.Struct):

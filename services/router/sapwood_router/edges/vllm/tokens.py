@@ -18,7 +18,7 @@ from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.logprobs import text_of
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message, Tool
-from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.tokens import TokenIds, pieces

@@ -1,7 +1,7 @@
 """Requests to models that backends have: each is given to one backend after another until one answers, and ends with one status.
 
 They pass admission, policies, breakers, the retry budget and the metrics as others do; neither tokenizer nor session is asked.
-What can be tried again, and from where, is ``progress.py``'s affair; how often, ``resume.py``'s.
+What can be tried again, and from where, is ``progress.py``'s affair; how often, ``retry.py``'s.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, SapwoodError
+from sapwood_router.fleet.circuit_breaker import Outcome, outcome_of
 from sapwood_router.fleet.eligibility import Demand
-from sapwood_router.fleet.outcome import Outcome, outcome_of
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.attempts import Shared
+from sapwood_router.flow.attempts import Shared, acquire
 from sapwood_router.flow.relay.asked import PATHS, Asked
 from sapwood_router.flow.relay.progress import CONTINUE_CHATS, Chunk, Progress, number
-from sapwood_router.flow.resume import Failover
-from sapwood_router.flow.retry import RetryPolicy
-from sapwood_router.flow.stages.acquire import acquire
-from sapwood_router.flow.stages.select import choose
+from sapwood_router.flow.retry import Failover, RetryPolicy
+from sapwood_router.flow.select import choose
 from sapwood_router.observe.observer import RequestObserver, RequestWatch
 from sapwood_router.request.context import Usage
 from sapwood_router.routing.policies.base import PromptPages
@@ -64,7 +62,7 @@ class Relay:
         """
         context = asked.context
         self._retry.budget.request()
-        watch, line = self._observer.watch(context), self._observer.log.open(context)
+        watch = self._observer.watch(context)
         try:
             context.model = self._shared.registry.resolve_any(context.model)
             async with asyncio.timeout_at(context.deadline):
@@ -81,7 +79,6 @@ class Relay:
             raise context.error from None
         finally:
             watch.close()
-            line.end()
             context.error = None  # its traceback refers to the context: a cycle
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
-from sapwood_router.fleet.output import WorkerOutput
+from sapwood_router.fleet.convert import WorkerOutput
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.stages.gather import Gathering
+from sapwood_router.flow.embedding import Gathering
 
 
 class Tried:
@@ -22,9 +23,13 @@ class Tried:
         self.worker = Worker("w", breaker, time.monotonic)
         self.ends: list[SapwoodError | None] = []
         self.answers: list[tuple[list, int]] = []
-        self.gathering = Gathering(2, self._answered, self.worker.lease(5), breaker.begin(), self.ends.append)
+        owner: Any = self
+        self.gathering = Gathering(owner, 2, self.worker.lease(5), breaker.begin())
 
-    def _answered(self, vectors: list, tokens: int) -> None:
+    def tried(self, error: SapwoodError | None) -> None:
+        self.ends.append(error)
+
+    def answered(self, vectors: list, tokens: int) -> None:
         self.answers.append(([list(vector) for vector in vectors], tokens))
 
     def say(self, *vectors: float, tokens: int = 0) -> None:

@@ -1,19 +1,27 @@
-"""Stage 1: the prompt becomes token ids, and it is settled what the output must match and how it will be parsed."""
+"""Stage 1: the prompt becomes token ids, and it is settled what the output must match and how it will be parsed.
+
+Before it a request takes a place in the queue, so that a refused request costs no tokenization.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
-from sapwood_common.contract.sampling import LONGEST_BAD_WORD
-from sapwood_common.errors import InvalidArgumentError, PromptTooLongError, SapwoodError
+from sapwood_common.contract.sampling import AS_MANY_AS_FIT, LONGEST_BAD_WORD
+from sapwood_common.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PromptTooLongError,
+    SapwoodError,
+    UnavailableError,
+)
 from sapwood_net.pacing.heavy_work import Stint
+from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.flow.stages.shorten import shortened
-from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
+from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt, Turn, has_strict_tool
 from sapwood_router.request.field_names import to_client_field
-from sapwood_router.request.structure import has_strict_tool
 from sapwood_router.request.tokens import MANY, TokenIds, pieces
 from sapwood_router.request.validation import (
     check_bad_words,
@@ -214,3 +222,103 @@ async def _compile(context: RequestContext, tokenizer: TokenizerClient) -> None:
 def header_text(text: str) -> str:
     """A text as the value of a header: printable ASCII, not long."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_LONGEST_NOTICE])
+
+
+_USUAL_TOKENS = 256
+"""Tokens that a request without max_tokens is assumed to generate, when its share is counted."""
+_MOST_TOKENS = 4096
+"""No request is assumed to need more: clients set a huge max_tokens to mean "no limit", and mostly get no more than others."""
+CHARACTERS_A_TOKEN = 4
+"""A rough mean, for text that is not tokenized yet."""
+
+
+def reserve(context: RequestContext, registry: Registry, admission: AdmissionControl) -> Place | None:
+    """A place for a request; None if its model is not known, or not yet.
+
+    Raises:
+        ResourceExhaustedError: It is refused.
+        InvalidArgumentError: It names no model and there are several, or one that only backends have.
+    """
+    try:
+        model = registry.resolve(context.model)
+    except (NotFoundError, UnavailableError):
+        return None
+    return admission.reserve(model, context.caller, _cost(context), context.deadline)
+
+
+def _cost(context: RequestContext) -> int:
+    """What the request counts against its tenant's share, in tokens: prompt and answer, both estimated."""
+    prompt, tokens = context.prompt, context.sampling.max_tokens
+    tokens = _USUAL_TOKENS if tokens == AS_MANY_AS_FIT else min(tokens, _MOST_TOKENS)
+    if isinstance(prompt, TextPrompt):
+        return tokens + len(prompt.text) // CHARACTERS_A_TOKEN
+    if isinstance(prompt, ChatPrompt):
+        return tokens + sum(len(turn.content or "") for turn in prompt.turns) // CHARACTERS_A_TOKEN
+    return tokens + len(prompt.token_ids)
+
+
+async def shortened(
+    prompt: ChatPrompt, encode: Callable[[ChatPrompt], Awaitable[EncodedChat]], most: int
+) -> EncodedChat:
+    """The tokens of a conversation, or of what is left of it.
+
+    What the system says at the start stays, and so do the user's last turn and all of the last answer's call. A call goes
+    together with its results. O(log(turns)) conversations are encoded.
+
+    Args:
+        prompt: The conversation.
+        encode: Encodes one.
+        most: Tokens that it may have.
+
+    Raises:
+        PromptTooLongError: What must stay is longer.
+        SapwoodError: As ``encode``.
+    """
+
+    async def fit(turns: tuple[Turn, ...]) -> EncodedChat | PromptTooLongError:
+        try:
+            encoded = await encode(replace(prompt, turns=turns))
+        except PromptTooLongError as error:
+            return error
+        tokens = len(encoded.token_ids)
+        return encoded if tokens <= most else PromptTooLongError.of(tokens, most, field="messages")
+
+    best = await fit(prompt.turns)
+    if isinstance(best, EncodedChat):
+        return best
+    cuts = _cuts(prompt.turns)
+    least, beyond = 0, len(cuts)
+    while least < beyond:  # the first cut that fits
+        middle = (least + beyond) // 2
+        found = await fit(cuts[middle]())
+        if isinstance(found, EncodedChat):
+            best, beyond = found, middle
+        else:
+            least = middle + 1
+            best = found if isinstance(best, PromptTooLongError) else best
+    if isinstance(best, PromptTooLongError):
+        raise best
+    return best
+
+
+def _cuts(turns: Sequence[Turn]) -> list[Callable[[], tuple[Turn, ...]]]:
+    """Makes what is left of a conversation: each of these leaves out more than the one before.
+
+    First go the user's turns before the last one, each with all that was answered to it; then what the assistant did since the
+    last one.
+    """
+    start = next((index for index, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    asked = [index for index in range(start, len(turns)) if turns[index].role == "user"]
+    cuts: list[Callable[[], tuple[Turn, ...]]] = []
+
+    def leave(keeps: int, goes_on: int) -> None:
+        cuts.append(lambda: (*turns[:start], *turns[keeps : keeps + 1], *turns[goes_on:]))
+
+    for index in asked:
+        if index > start:
+            leave(index, index + 1)
+    last = asked[-1] if asked else start - 1
+    for index in range(last + 2, len(turns)):
+        if turns[index].role != "tool":
+            leave(last, index) if asked else leave(index, index + 1)
+    return cuts

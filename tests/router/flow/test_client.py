@@ -48,11 +48,13 @@ class Run:
     def come(self) -> None:
         """The delta comes while the client is not ready, which it is again before anybody else has had a turn."""
         self.client.open = False
-        self.waits = not self.sink.ready(0)
+        self.waits = not self.sink.writable()
+        if self.waits:
+            self.sink.postpone(0)
         self.client.open = True
 
     def flush(self) -> None:
-        if self.waits and self.sink.ready(0):
+        if self.waits and self.sink.writable():
             self.waits = False
             self.sink.take(LAST)
 
@@ -83,7 +85,9 @@ class Waiting:
 
     def flush(self) -> None:
         self.flushes += 1
-        if not self.done and self.sink.ready(self.index):
+        if not self.done and not self.sink.writable():
+            self.sink.postpone(self.index)
+        elif not self.done:
             self.done = True
             self.sink.take(LAST)
 

@@ -10,7 +10,6 @@ import pytest
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
-from sapwood_router.fleet.convert import WorkerOutput
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.embedding import Gathering
 
@@ -61,6 +60,6 @@ def test_another_number_than_was_asked_for_is_the_workers_fault(count: int) -> N
 
 def test_tokens_instead_of_vectors_are_the_workers_fault() -> None:
     tried = Tried()
-    tried.gathering.output(WorkerOutput([7]))
+    tried.gathering.output([7])
     assert isinstance(tried.ends[0], InternalError)
     assert tried.worker.breaker.state.value == "open"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Literal
 
 import msgspec
@@ -149,7 +148,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
     )
 
 
-_LOAD = frozenset(field.name for field in fields(Load))
+_LOAD = frozenset(Load.__struct_fields__)
 
 
 def load_of(message: worker_pb2.LoadReport) -> Load:

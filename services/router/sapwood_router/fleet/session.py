@@ -39,8 +39,8 @@ WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerE
 class StreamSink(Protocol):
     """Takes a request's output. The session's reader calls it, so it must not wait and must not raise."""
 
-    def output(self, output: WorkerOutput) -> None:
-        """New tokens; nothing follows the one with a finish."""
+    def output(self, token_ids: Sequence[int], more: WorkerOutput | None = None) -> None:
+        """New tokens, and what else the worker says with them; nothing follows a finish."""
         ...
 
     def vectors(self, part: worker_pb2.WorkerEmbedResponse) -> None:
@@ -219,7 +219,7 @@ class WorkerSession(SharedCall):
                         continue
                     handed_on += 1
                     taken[stream_id] = had + 1
-                    sink.output(WorkerOutput((token_id,)))
+                    sink.output((token_id,))
         for number, output in enumerate(response.outputs):
             if number:
                 yield
@@ -249,7 +249,7 @@ class WorkerSession(SharedCall):
                 parsed.announced = self.tickets.hold(output.response.announced)
             if parsed.finish is not None or parsed.ticket is not None:
                 self._drop(output.stream_id)
-            sink.output(parsed)
+            sink.output(parsed.token_ids, parsed)
             return len(parsed.token_ids)
         if output.HasField("embeddings"):
             if output.embeddings.prompt_tokens:

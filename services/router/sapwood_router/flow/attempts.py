@@ -78,7 +78,7 @@ class Attempt:
             request.traceparent = traceparent
         self._worker_stream = worker.session.open(request, timeout, self, more)
 
-    def output(self, output: WorkerOutput) -> None:
+    def output(self, token_ids: Sequence[int], more: WorkerOutput | None = None) -> None:
         self.failed(_not_asked_for())
 
     def vectors(self, part: worker_pb2.WorkerEmbedResponse) -> None:

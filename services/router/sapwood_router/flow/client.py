@@ -99,16 +99,13 @@ class Client(ABC):
                 await self._waiter
                 self._waiter = None
 
-    def ready(self, index: int) -> bool:
-        """Whether the client takes a delta of this generation now. If not, the generation merges its output until ``flush``."""
-        if self.writable():
-            return True
+    def postpone(self, index: int) -> None:
+        """A generation has output while the client is not :meth:`writable`: it merges its output until ``flush``."""
         self._behind[index] = None
         self._wake()
-        return False
 
     def take(self, delta: Delta) -> None:
-        """Takes the next delta, while :meth:`ready`; a generation's last one has a finish."""
+        """Takes the next delta, while :meth:`writable`; a generation's last one has a finish."""
         if delta.finish is not None:
             self._left -= 1
         if not self.write(delta) or not self._left:

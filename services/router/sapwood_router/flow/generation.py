@@ -533,7 +533,10 @@ class Generation(Attempts):
         if stream is None or client is None:
             return
         try:
-            while stream.ready and context.usage is None and not self.closed and client.ready(self._index):
+            while stream.ready and context.usage is None and not self.closed:
+                if not client.writable():
+                    client.postpone(self._index)
+                    return
                 delta = self._respond(stream.take())
                 finish = delta.finish
                 if finish is not None and context.session is not None:
@@ -554,17 +557,12 @@ class Generation(Attempts):
             chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
         finish = finish_of(context, chunk) if chunk.ended else None
         start, end = self._sent_tokens, chunk.tokens if finish is None else finish.usage.completion_tokens
-        delta = Delta(
-            chunk.output,
-            context.output_ids[start:end].tolist(),
-            finish,
-            context.logprobs[start:end] if context.logprobs else (),
-            min(chunk.tokens, end) - start,
-            self._index,
-        )
-        self._sent_tokens += len(delta.token_ids)
-        self._watch.delta(started, len(delta.token_ids), delta.output)
-        return delta
+        token_ids = context.output_ids[start:end].tolist()
+        logprobs = context.logprobs[start:end] if context.logprobs else ()
+        text_tokens = (chunk.tokens if chunk.tokens < end else end) - start
+        self._sent_tokens += len(token_ids)
+        self._watch.delta(started, len(token_ids), chunk.output)
+        return Delta(chunk.output, token_ids, finish, logprobs, text_tokens, self._index)
 
     def _commit(self, session: SessionTurn, usage: Usage) -> None:
         context = self.context
@@ -600,49 +598,49 @@ class GenerationAttempt(Attempt):
         self._end_tokens = end_tokens
         self._held = False
 
-    def output(self, output: WorkerOutput) -> None:
-        context, token_ids, stream = self._context, output.token_ids, self._stream
-        if output.announced is not None:
-            self._generation.announced(output.announced)
-        if token_ids:
-            if not self._begun:
-                # A client that takes the answer whole is sent nothing at its first token: that moment is noted here.
-                if context.whole and context.first_token is None:
-                    context.first_token = time.perf_counter()
-                self._answers()
-                self._generation.answers()
-            context.output_ids.extend(token_ids)
-        elif output.announced is not None:
-            return
-        if output.cached_tokens is not None or output.logprobs or output.prompt_logprobs or output.finish is not None:
-            self._note(output)
-        if output.ticket is not None:
-            stream.push(token_ids)
-            self._end(Outcome.SUCCESS, None)
-            self._generation.handed_off(output.ticket)
-        elif output.finish is None:
-            if stream.push(token_ids):
-                self._hold()
-        else:
-            context.worker_finish = output.finish
-            # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text, or where
-            # the grammar allows no more.
-            stopped = output.finish is FinishReason.STOP and len(token_ids) > 0 and token_ids[-1] in self._end_tokens
-            stream.push(token_ids[:-1] if stopped else token_ids, end=True)
-            self._end(Outcome.SUCCESS, None)
+    def output(self, token_ids: Sequence[int], more: WorkerOutput | None = None) -> None:
+        context, stream = self._context, self._stream
+        if token_ids and not self._begun:
+            # A client that takes the answer whole is sent nothing at its first token: that moment is noted here.
+            if context.whole and context.first_token is None:
+                context.first_token = time.perf_counter()
+            self._answers()
+            self._generation.answers()
+        if more is not None and more.announced is not None:
+            self._generation.announced(more.announced)
+            if not token_ids:
+                return
+        context.output_ids.extend(token_ids)
+        if more is not None:
+            self._note(more)
+            if more.ticket is not None:
+                stream.push(token_ids)
+                self._end(Outcome.SUCCESS, None)
+                self._generation.handed_off(more.ticket)
+                return
+            if more.finish is not None:
+                # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text, or
+                # where the grammar allows no more.
+                stopped = more.finish is FinishReason.STOP and len(token_ids) > 0 and token_ids[-1] in self._end_tokens
+                stream.push(token_ids[:-1] if stopped else token_ids, end=True)
+                self._end(Outcome.SUCCESS, None)
+                return
+        if stream.push(token_ids):
+            self._hold()
 
-    def _note(self, output: WorkerOutput) -> None:
+    def _note(self, more: WorkerOutput) -> None:
         """Takes what comes with the tokens."""
         context = self._context
         first = not (context.resumptions or context.handoffs)
-        if output.cached_tokens is not None and first:
-            context.cached_tokens = output.cached_tokens
-        context.logprobs.extend(output.logprobs)
-        if output.prompt_logprobs and first:
-            context.prompt_logprobs = output.prompt_logprobs
-        if output.finish is not None:
-            context.accepted_prediction_tokens = output.accepted_prediction_tokens
-            context.rejected_prediction_tokens = output.rejected_prediction_tokens
+        if more.cached_tokens is not None and first:
+            context.cached_tokens = more.cached_tokens
+        context.logprobs.extend(more.logprobs)
+        if more.prompt_logprobs and first:
+            context.prompt_logprobs = more.prompt_logprobs
+        if more.finish is not None:
+            context.worker_finish = more.finish
+            context.accepted_prediction_tokens = more.accepted_prediction_tokens
+            context.rejected_prediction_tokens = more.rejected_prediction_tokens
 
     def _hold(self) -> None:
         """The worker keeps what it generates until the client has read some."""

@@ -272,7 +272,8 @@ class RequestWatch:
         self._traced = observer.tracing.on
         self._context = context
         self._said: list[Output] | None = [] if observer.log.shows_answers else None
-        self._last = context.started
+        self._last = 0.0
+        """When the last delta came."""
         self._closed = False
         self._responding = 0.0
         self._respond_span: Span | None = None
@@ -344,15 +345,15 @@ class RequestWatch:
         That stage's time is that of all deltas; its span goes from the first to the end of the request.
         """
         now = time.perf_counter()
-        context = self._context
         self._responding += now - started
-        if self._last == context.started:
+        if self._inter_token is None:
+            context = self._context
             model = context.model or "-"
             self._metrics.first_token.at(model=model).observe(now - context.started)
             self._inter_token = self._metrics.inter_token.at(model=model)
             if self._traced:
                 self._respond_span = self._tracing.start("respond", parent=self.traceparent)
-        elif tokens and self._inter_token is not None:
+        elif tokens:
             self._inter_token.observe((now - self._last) / tokens)
         self._last = now
         if self._said is not None and output is not None and len(self._said) < _LONGEST:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+
+from msgspec import structs
 
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
@@ -228,9 +229,13 @@ def to_classifications(found: Embeddings, *, raw: bool) -> router_pb2.ClassifyRe
 def to_response(delta: Delta) -> router_pb2.RouterGenerateResponse:
     """What a client is sent for a delta."""
     output = delta.output
-    response = router_pb2.RouterGenerateResponse(
-        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning, index=delta.index
-    )
+    response = router_pb2.RouterGenerateResponse(token_ids=delta.token_ids)
+    if output.text:
+        response.text = output.text
+    if output.reasoning:
+        response.reasoning = output.reasoning
+    if delta.index:
+        response.index = delta.index
     for item in delta.logprobs:
         response.logprobs.add(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)
     for call in output.tool_calls:
@@ -257,7 +262,7 @@ def to_usage(usage: Usage) -> common_pb2.Usage:
 
 def to_load(load: Load) -> worker_pb2.LoadReport:
     """A load as a message."""
-    return worker_pb2.LoadReport(**asdict(load))
+    return worker_pb2.LoadReport(**structs.asdict(load))
 
 
 def to_session(session: Session, workers: WorkerNames) -> router_pb2.SessionState:

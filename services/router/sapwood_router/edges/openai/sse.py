@@ -70,6 +70,10 @@ class CompletionChunks:
 
     def more(self, delta: Delta) -> bytes:
         index, annotator = delta.index, self._annotator
+        if annotator.note is None and delta.finish is None and index in self._opened and not self._usage_in_all:
+            if delta.output.tool_calls:
+                self._called.add(index)
+            return self._output(index, delta, NULL)
         events, logprobs = b"", NULL
         if annotator.note is not None:
             logprobs, annotator.note = annotator.note, None
@@ -180,8 +184,7 @@ class TokenChunks(CompletionChunks):
         return self._chunk(index, self._written(index, delta), NULL, logprobs)
 
     def _written(self, index: int, delta: Delta) -> bytes:
-        text, ids = delta.output.text, delta.token_ids
-        made = b'%b,"token_ids":%b' % (_encode(text), _encode(ids))
+        made = b'%b,"token_ids":%b' % (_encode(delta.output.text), _encode(delta.token_ids))
         if index in self._untold:
             self._untold.discard(index)
             made += b',"prompt_token_ids":' + _encode(list(self._contexts[index].token_ids))

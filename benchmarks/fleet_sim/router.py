@@ -14,10 +14,9 @@ from sapwood.v1 import worker_pb2
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.admission.fair_queue import AdmissionSettings
-from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker, Outcome
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.kv_event_monitor import KvEventFollower
-from sapwood_router.fleet.circuit_breaker import Outcome
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Lease, Worker

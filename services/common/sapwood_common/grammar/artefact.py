@@ -13,6 +13,10 @@ from dataclasses import dataclass, replace
 
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 
+COMPILE_STACK_BYTES, BUILD_STACK_BYTES = 128 << 20, 256 << 20
+"""Stacks of the threads that compile a grammar, and that build a matcher of it in a worker. The engine follows a chain of
+references or rules by recursion, and ends the process where its stack does; its longest chain needs less than half of the first.
+What compiles can be built, since the second is larger."""
 _MAGIC, _VERSION = b"SWG", b"2"
 _KEY, _FINGERPRINT, _CHECKSUM = 16, 16, 8
 _START = len(_MAGIC) + len(_VERSION)

@@ -23,6 +23,7 @@ from sapwood_common.grammar.lark import lark_of_ebnf, regex
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 from sapwood_common.grammar.structural_tag import SchemaText, lark_of_structural_tag
 
+_PANIC = "panic:"
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _WALKS, _WALK_STEPS = 2, 64
 _LONGEST_MESSAGE = 400
@@ -46,6 +47,8 @@ def parser_limits() -> llguidance.LLParserLimits:
 def engine_message(message: str) -> str:
     """The engine's error for a caller: without the excerpt of the grammar that it appends."""
     lines = message.replace("<non-verbose/>", "").split("\n")
+    if message.startswith(_PANIC):  # the library's own check; the text behind it names its source file
+        return "it is too large"
     kept = [line for line in lines if not line.lstrip()[:1].isdigit() and line.strip(" |^")]
     text = " ".join(line.strip() for line in kept).removeprefix("failed to compile JSON schema: ")
     if text.startswith("at ") and "): " in text:  # a place in the text we wrote, not in the caller's

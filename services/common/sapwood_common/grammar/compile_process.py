@@ -10,12 +10,10 @@ import json
 import sys
 
 from sapwood_common.child_pool import Answer, serve_parent
+from sapwood_common.grammar.artefact import COMPILE_STACK_BYTES
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
-
-_STACK_BYTES = 256 * 1024 * 1024
-"""The engine goes down a chain of references by recursion."""
 
 
 def make(settings: bytes) -> tuple[bytes, Answer]:
@@ -38,4 +36,4 @@ def make(settings: bytes) -> tuple[bytes, Answer]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve_parent(make, _STACK_BYTES))
+    sys.exit(serve_parent(make, COMPILE_STACK_BYTES))

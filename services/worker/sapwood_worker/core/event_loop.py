@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from array import array
 from collections import deque
@@ -12,6 +13,7 @@ from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.grammar.artefact import BUILD_STACK_BYTES
 from sapwood_common.settings.flags import service_flag
 from sapwood_worker.core.observers import Observer
 from sapwood_worker.core.operations import Operations
@@ -343,6 +345,20 @@ class EventLoop:
                 observer.sent()
 
 
+def _deep_threads(count: int) -> ThreadPoolExecutor:
+    """Threads with the stack that building a grammar may need, all started: a stack's size is set for those that start next."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix="grammar")
+    all_started = threading.Barrier(count + 1)
+    before = threading.stack_size(BUILD_STACK_BYTES)
+    try:
+        for _ in range(count):
+            threads.submit(all_started.wait)
+    finally:
+        threading.stack_size(before)
+    all_started.wait()
+    return threads
+
+
 # Requests whose grammar is being built: they are scheduled once it is there, and delay no other request.
 ItemT = TypeVar("ItemT")
 
@@ -357,7 +373,7 @@ class PendingGrammars(Generic[ItemT]):
 
     def __init__(self, backend: GrammarBackend, threads: int = 2) -> None:
         self._backend = backend
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._threads = _deep_threads(threads)
         self._pending: dict[int, tuple[ItemT, Future[GrammarState]]] = {}
 
     def __len__(self) -> int:

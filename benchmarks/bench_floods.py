@@ -13,7 +13,7 @@ A router with two mock workers (``router_load/mock_worker.py``) is attacked, eac
 is all the network it needs. A case takes twice ``--seconds`` and 3 s more; a server's start some seconds.
 
 A goal is met if each kind's p99 is at most 3 times the calm one and 20 ms, and memory at most 100 MB above the calm one and back.
-Prints a line of JSON for each, then a table in Markdown for docs/flood-figures.md.
+Prints a line of JSON for each, then a table in Markdown for docs/design/figures-floods.md.
 """
 
 from __future__ import annotations

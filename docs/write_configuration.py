@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from sapwood.cli.main import build_parser as sapwood_parser
@@ -78,11 +79,15 @@ def render() -> str:
         ("tokenizer", TokenizerConfig),
         ("worker", WorkerConfig),
     ]
+    shared = {flag_of(name) for name in ServiceConfig.model_fields}
+    parts += ["## Every service\n", table(build_parser(RouterConfig, "router", ""), only=shared, service="…")]
     for name, config in services:
-        parts += [f"## `python -m sapwood_{name}`\n", table(build_parser(config, name, ""))]
+        parts += [f"## `python -m sapwood_{name}`\n", table(build_parser(config, name, ""), without=shared)]
     (verbs,) = [action for action in sapwood_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    for verb in ("up", "generate", "chat"):
-        parts += [f"## `sapwood {verb}`\n", table(verbs.choices[verb])]
+    parts += ["## `sapwood up`\n", table(verbs.choices["up"])]
+    parts += ["## `sapwood generate` and `sapwood chat`\n", table(verbs.choices["generate"]), "Also for `chat`:\n"]
+    asked = {flag for action in verbs.choices["generate"]._actions for flag in action.option_strings}
+    parts.append(table(verbs.choices["chat"], without=asked))
     parts.append(_OLD + "".join(old_names(name, config) for name, config in services))
     return "\n".join(parts)
 
@@ -95,15 +100,27 @@ def old_names(service: str, config: type[ServiceConfig]) -> str:
     )
 
 
-def table(parser: argparse.ArgumentParser) -> str:
-    """The flags of a parser as a Markdown table."""
+def table(
+    parser: argparse.ArgumentParser, *, only: Collection[str] = (), without: Collection[str] = (), service: str = ""
+) -> str:
+    """The flags of a parser as a Markdown table.
+
+    Args:
+        parser: The parser.
+        only: The flags to show; empty: all.
+        without: Flags to leave out.
+        service: What stands for the service's name in variables.
+    """
     rows = ["| flag | variable | default | |", "|---|---|---|---|"]
     for action in parser._actions:
         found = _HELP.fullmatch((action.help or "").replace("%%", "%"))
-        if found is None or not action.option_strings:
+        if found is None or not action.option_strings or set(action.option_strings) & set(without):
+            continue
+        if only and not set(action.option_strings) & set(only):
             continue
         flags = " ".join(f"`{flag}`" for flag in action.option_strings)
         variable = f"`{found['variable']}`" if found["variable"] else ""
+        variable = variable.replace("_ROUTER_", f"_{service}_") if service else variable
         cells = (flags, variable, found["default"], found["text"])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"

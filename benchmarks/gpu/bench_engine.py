@@ -1,6 +1,6 @@
 """The engine alone on one GPU: scheduler, cache and runner in this process, random weights of the true shape, greedy.
 
-Workloads as in the table of docs/performance.md: offline256, decode B, prefill k x n; ``steady`` is decode without what is
+Workloads as in the table of docs/design/figures-gpu.md: offline256, decode B, prefill k x n; ``steady`` is decode without what is
 measured through whole requests, for when time is short. Prints one JSON object a line.
 
     python benchmarks/gpu/bench_engine.py --model benchmarks/gpu/configs/qwen3-0.6b --only decode,offline

@@ -30,7 +30,7 @@ SHARED, COLD, OFFLINE = "64 sharing 8192, 128 own, 64 out", "cold start to the f
 
 
 class Target(NamedTuple):
-    """A figure's goal, and what d3c93b6 and vLLM 0.24.0 reached (benchmarks/results, docs/performance.md); None: not known."""
+    """A figure's goal, and what d3c93b6 and vLLM 0.24.0 reached (docs/design/figures-gpu.md); None: not known."""
 
     goal: float
     before: float

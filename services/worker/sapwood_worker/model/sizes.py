@@ -1,7 +1,7 @@
 """How much a worker runs at once, chosen from the device and the model where no flag says it.
 
-The most of each are what the figures in docs/performance.md were measured with on GPUs with ample memory; a smaller one gets
-what its memory holds, by an estimate that is rather too careful. On a CPU they are what its figures were measured with.
+The largest values are those of the figures in docs/design/figures-gpu.md, measured on GPUs with ample memory. A smaller GPU gets
+what its memory holds, by a careful estimate. On a CPU they are those of its figures.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_logits_stay_close_to_those_of_a_whole_cache(runners):
     error = float((small - whole).norm() / whole.norm())
     assert (
         0 < error < 0.3
-    )  # random weights make much of little differences; the demo model's figures are in docs/performance.md
+    )  # random weights make much of little differences; the demo model's figures are in docs/design/figures-gpu.md
 
 
 def test_a_prompt_in_chunks_gives_what_it_gives_at_once(runners):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def generate(root: Path = ROOT) -> None:
-    """Writes ``*_pb2.py``, ``*_pb2_grpc.py``, their type stubs and ``descriptors.binpb`` beside ``sapwood/v1/__init__.py``.
+    """Writes ``*_pb2.py``, ``*_pb2_grpc.py``, their type stubs and ``descriptors.binpb`` along with ``sapwood/v1/__init__.py``.
 
     The descriptor set is for programs that read no ``.proto`` files; it has the comments.
 
@@ -64,7 +64,7 @@ def _environment_with_plugins() -> dict[str, str]:
 
 
 def compile_kernels(root: Path = ROOT) -> list[Path]:
-    """Compiles the sources in ``kernels/sapwood_kernels/native`` beside them; returns the libraries, none where that fails."""
+    """Compiles the sources in ``kernels/sapwood_kernels/native`` next to them; returns the libraries, none where that fails."""
     build = runpy.run_path(str(root / "kernels/sapwood_kernels/native/build.py"))
     try:
         made: list[Path] = build["compile_libraries"]()

@@ -1,4 +1,4 @@
-"""Decoding with drafts beside the same without, in one process and turn about: scheduler, cache and runner, no services.
+"""Decoding with drafts along with the same without, in one process and turn about: scheduler, cache and runner, no services.
 
     python benchmarks/bench_speculation.py                                         # the demo model on this CPU
     python benchmarks/bench_speculation.py --model benchmarks/gpu/configs/llama-3.1-8b --dummy walk --device cuda
@@ -6,7 +6,8 @@
 Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
 
 - ``copy`` edits a long text that its prompt holds; it needs a model that can: the demo model
-- ``edit R`` writes a file of 2048 tokens anew, a share of 1 - R of it changed: made-up weights that walk (``walking_weights.py``)
+- ``edit R`` writes a file of 2048 tokens again, a share of 1 - R of it changed: made-up weights that walk
+  (``walking_weights.py``)
 - ``again`` asks what was asked before; ``again 2048``: prompts of so many tokens
 - ``new`` has nothing that could be foreseen
 - ``dial R`` has a drafter that knows the answer and gets a share of 1 - R wrong

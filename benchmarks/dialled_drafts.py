@@ -158,14 +158,15 @@ class DialledStep:
 
 
 def file_prompt(chance: random.Random, right: float) -> list[int]:
-    """A file of 2048 tokens and its first token again, after which the walk goes on as it does, but for changes, in the file."""
+    """A file of 2048 tokens and its first token again, after which the walk continues as it does, but for changes, in the
+    file."""
     first = chance.randrange(10, 28_000)
     file = [at if chance.random() < right else at + 40_000 for at in range(first, first + 2048)]
     return [*file, first]
 
 
 def edit_prompt(demo: Path, number: int) -> list[int]:
-    """The tokens of a listing that stands there already and is begun anew with another name for a variable."""
+    """The tokens of a listing that stands there already and is begun again with another name for a variable."""
     from sapwood_tokenizer.vocab.loader import load_tokenizer  # not everywhere where this runs
 
     text = f"# version {number}\n{LISTING}\n\n# version {number}\n{LISTING}\n\n# version {number + 1}\ndef total(items, rates):\n"

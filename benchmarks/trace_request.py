@@ -82,7 +82,7 @@ def obey(*_):
 
 signal.signal(signal.SIGUSR1, obey)
 """
-"""Runs in each process: does what the file ``word`` says at SIGUSR1, and writes what it found beside it."""
+"""Runs in each process: does what the file ``word`` says at SIGUSR1, and writes what it found next to it."""
 
 
 class Processes:

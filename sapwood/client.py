@@ -226,7 +226,7 @@ class Client(Calls):
             return to_workers(self._stub.ListWorkers(router_pb2.ListWorkersRequest(), **self._settings()))
 
     def open_session(self, ttl_seconds: float | None = None, *, fork_of: str = "") -> str:
-        """Opens a session, which ``generate(..., session=id)`` goes on with; returns its id.
+        """Opens a session, which ``generate(..., session=id)`` continues with; returns its id.
 
         Args:
             ttl_seconds: Seconds that it lives unused; None: 300.

@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
         seed: The same seed gives the same tokens.
         max_tokens: The most tokens to generate; at least 1.
         stop_token_ids: Generation ends at any of these.
-        ignore_eos: Whether generation goes on past the model's own end tokens.
+        ignore_eos: Whether generation continues past the model's own end tokens.
         stop: Text ends before the first of these; at most 16.
         skip_special_tokens: Whether special tokens are left out of the text.
         include_stop: Whether the stop string, or the end token's text, is part of the text.
@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
         bad_words_ids: The same as sequences of token ids.
         speculate: False: the worker drafts no tokens for it; they are the same in any case.
         logit_processors: Logit processors that are installed at the worker, in order: {"name": ..., "parameters": {...}} each.
-        session: The id of a session that the text or tokens go on with; see ``Client.open_session``.
+        session: The id of a session that the text or tokens continue with; see ``Client.open_session``.
         tools: The tools on offer, in the form of OpenAI's API. With messages only.
         tool_choice: "auto" (the default), "none", or "required": calls and nothing else.
         tool_choice_function: The one tool that is called, once.
@@ -56,7 +56,7 @@ class Options(TypedDict, total=False):
         template_variables: Further variables for the model's chat template, such as {"enable_thinking": False}. With messages
             only.
         add_generation_prompt: Whether the prompt ends with the opening of the assistant's turn. With messages only.
-        continue_final_message: The answer goes on with the last message. With messages only.
+        continue_final_message: The answer continues with the last message. With messages only.
         truncate_prompt_tokens: A longer prompt is cut to its last so many tokens; -1: to as many as leave room for the answer.
         truncate_right: Whether the first tokens are kept instead.
         add_special_tokens: Whether the model's own special tokens, such as BOS, come before the text. With text only.

@@ -53,7 +53,7 @@ class Placement:
 
 
 class SimulatedRouter:
-    """One router. Its exact index lives on from run to run; all else begins anew."""
+    """One router. Its exact index lives on from run to run; all else begins again."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class SimulatedRouter:
         model = ServedModel(MODEL, 1 << 20, 1 << 20, self._page_size, self._pages, EPOCH, self._max_running)
         for worker in workers:
             made.reset(worker.address, self._pages)
-        # One after the other each would make the list of all anew: that is for joining, not for a start.
+        # One after the other each would make the list of all again: that is for joining, not for a start.
         for worker in workers[:-1]:
             worker.model, worker.available = model, True
             worker.most_requests = 2 * self._max_running

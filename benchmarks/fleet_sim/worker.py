@@ -1,4 +1,4 @@
-"""A worker without a model: a true LRU cache of pages, prompts prefilled one at a time, answers decoded beside each other."""
+"""A worker without a model: a true LRU cache of pages, prompts prefilled one at a time, answers decoded next to each other."""
 
 from __future__ import annotations
 

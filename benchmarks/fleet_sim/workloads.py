@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Ask:
-    """A request; ``done`` is called with its answer's end, and a conversation then goes on."""
+    """A request; ``done`` is called with its answer's end, and a conversation then continues."""
 
     tokens: list[int]
     answer: list[int]
@@ -19,7 +19,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tokens of each part. With several turns, a conversation goes on ``think`` seconds after an answer, on average.
+    """Tokens of each part. With several turns, a conversation continues ``think`` seconds after an answer, on average.
 
     Attributes:
         systems: How many system prompts there are, asked for by Zipf's law; 0: none.

@@ -18,7 +18,7 @@ class Flood:
         name: In tables.
         front: The port that it goes to: ``grpc`` speaks HTTP/2, ``http`` HTTP/1.1; ``neighbour`` is another program's.
         chunks: What a connection sends from its first byte on, by the number of the connection; sent as fast as the socket
-            takes it. A connection whose chunks are over stays open; one that the server closes is opened anew.
+            takes it. A connection whose chunks are over stays open; one that the server closes is opened again.
         reads: Whether the attacker reads what it is answered.
         pause: Seconds between two chunks.
         hang_up: Seconds after the last chunk until the attacker closes and comes again; None: it stays.

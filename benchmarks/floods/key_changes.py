@@ -35,7 +35,7 @@ class KeyChanger:
         self.shaken = False
 
     def shake(self, received: bytes = b"") -> bytes:
-        """Goes on with the handshake; then ``shaken`` is true."""
+        """Continues with the handshake; then ``shaken`` is true."""
         library = _library()
         library.BIO_write(self._incoming, received, len(received))
         self.shaken = library.SSL_do_handshake(self._tls) == 1

@@ -1,4 +1,4 @@
-"""The table of docs/design/figures-floods.md: a row a flood, our router and grpcio's server beside each other."""
+"""The table of docs/design/figures-floods.md: a row a flood, our router and grpcio's server next to each other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Any engine with an OpenAI port, started as its users start it, with no flag but the model, and asked by one client.
 
-``beside.sh`` runs it for every engine that is installed. Weights are made up (the one flag more, of each engine), prompts are
+``too.sh`` runs it for every engine that is installed. Weights are made up (the one flag more, of each engine), prompts are
 random token ids, end tokens are ignored. Prints one JSON object a line; ``--table FILE`` prints a file of them as a table.
 
 start     from the start of the processes to the first token of the first request

@@ -1,4 +1,5 @@
-"""Products of few 16-bit rows on a GPU: cuBLAS beside ``sapwood_kernels.triton_rows`` in many tiles, for the weights of a model.
+"""Products of few 16-bit rows on a GPU: cuBLAS along with ``sapwood_kernels.triton_rows`` in many tiles, for the weights of a
+model.
 
 Each product is launched for as many copies of its weight as do not fit in the L2 cache, in a CUDA graph. A tile counts if its
 result is right and three launches give the same. Prints one JSON object a line; a product's last has the tiles that were faster

@@ -47,7 +47,7 @@ from sapwood_worker.records.handoff import HandoffTicket
 _COMPARED = 64
 _LEASES_END_SECONDS = 2.0
 _REST_SECONDS = 0.1
-"""Between requests: copies of pages that go on after an answer are not measured with the next."""
+"""Between requests: copies of pages that continue after an answer are not measured with the next."""
 REAL_WORKER = "sapwood_worker"
 
 

@@ -1,5 +1,5 @@
 """Products with 4-bit groups of 128 on a GPU, for the four shapes of an 8B model's layer: a row alone by what a program takes,
-and the layer of four products; 8 to 512 rows; bfloat16 beside them.
+and the layer of four products; 8 to 512 rows; bfloat16 next to them.
 
 Each product is launched for as many copies of its weight as do not fit in the L2 cache, in a CUDA graph. What is not within
 bfloat16's rounding of the float32 product is an error and is not timed. Prints one JSON object a line, the fastest last.
@@ -152,7 +152,7 @@ def measure_row(name: str, shape: Shape, copies: list[GroupedWeight], old: Any) 
 
 
 def measure_rows(name: str, shape: Shape, copies: list[GroupedWeight], count: int) -> dict[str, Any]:
-    """So many rows, beside bfloat16."""
+    """So many rows, along with bfloat16."""
     first = dequantise(copies[0]).bfloat16()
     wide = [first, first.clone(), first.clone()]
     x = drawn(count, shape.columns)

@@ -1,9 +1,9 @@
-"""Every way of moving KV pages between one GPU and pinned host memory, beside a plain pinned copy of the same size.
+"""Every way of moving KV pages between one GPU and pinned host memory, along with a plain pinned copy of the same size.
 
     python benchmarks/gpu/bench_page_copies.py
 
 Pages of the Llama-3.1-8B shape (2 MiB: 32 layers, 16 tokens, 8 heads of 128, bf16), 1000 of them at scattered places. For each
-way: GB/s of the median of five, what the host spends asking for it, and what a matrix product that runs beside it slows down to.
+way: GB/s of the median of five, what the host spends asking for it, and what a matrix product that runs next to it slows down to.
 Prints one JSON object a line.
 """
 
@@ -110,7 +110,7 @@ class Bench:
         return median(done), median(asked)
 
     def beside(self, ask: Callable[[], None]) -> float:
-        """How much longer 30 matrix products take while copies go on."""
+        """How much longer 30 matrix products take while copies continue."""
         torch.cuda.synchronize()
         times = []
         for copying in (False, False, True):
@@ -169,7 +169,7 @@ class Bench:
         show(name, self.size / taken / 1e9, "GB/s")
         show(f"{name}: over the plain copy", self.size / taken / 1e9 / plain, "ratio")
         show(f"{name}: host", asked * 1e3, "ms")
-        show(f"{name}: matrix products beside it", self.beside(ask), "times as long")
+        show(f"{name}: matrix products next to it", self.beside(ask), "times as long")
 
     def index_copies(self, plain: dict[str, float]) -> None:
         """What torch's own indexing does: a gather on the device, then a copy through a pinned buffer."""

@@ -1,4 +1,4 @@
-"""What a prefill worker beside a decode worker does for those who generate, beside the same two workers when both do all.
+"""What a prefill worker along with a decode worker does for those who generate, along with the same two workers when both do all.
 
     python benchmarks/gpu/bench_pairs.py --model benchmarks/gpu/configs/llama-3.1-8b
 
@@ -13,7 +13,7 @@ mixes   answers a second of four mixes of prompts and answers, all ``--requests`
         need not be equally fast: so ``--routers`` of each way are started together, one of each way is a start, and after
         ``--start-seconds`` for each of these others are started; clients start once. ``ratio`` is auto's
         to the better of the two: the Hodges-Lehmann estimate of the starts' ratios, each of medians, which lies between ``low``
-        and ``high`` in 95 of 100 such measurements (``serving_load/comparison.py``); the rates beside it are medians of starts.
+        and ``high`` in 95 of 100 such measurements (``serving_load/comparison.py``); the rates next to it are medians of starts.
         A mix has ``--mix-seconds``, and what the mixes before it left when their ratios were known to one in a hundred. ``pairs``
         is how many auto handed over, ``weighed`` how many it weighed
 
@@ -51,7 +51,7 @@ WAYS = ("always", "never", "auto")
 MIXES = {
     "documents": ((8000, 60), (6000, 100)),
     "documents with long answers": ((8000, 200), (4000, 400)),
-    "chats beside documents": ((300, 300), (300, 200), (8000, 100)),
+    "chats along with documents": ((300, 300), (300, 200), (8000, 100)),
     "chats": ((200, 250), (500, 150)),
 }
 """Lengths of prompts and answers, in turns; those first that vary least from burst to burst and leave time to the others."""
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=8192, help="Most tokens of a step.")
     parser.add_argument("--streams", type=int, default=16, help="Answers at a time in decode.")
     parser.add_argument("--outputs", type=int, default=1500, help="Their tokens.")
-    parser.add_argument("--long", type=int, default=8192, help="Tokens of the prompts beside them.")
+    parser.add_argument("--long", type=int, default=8192, help="Tokens of the prompts next to them.")
     parser.add_argument("--rate", type=float, default=2.0, help="Of these a second.")
     parser.add_argument("--seconds", type=float, default=10.0, help="For so long they come.")
     parser.add_argument("--requests", type=int, default=48, help="Of a mix.")

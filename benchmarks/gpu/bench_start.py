@@ -1,4 +1,4 @@
-"""Where a start's seconds go on a GPU: imports, FlashInfer's compilers by file, Triton's by kernel, graphs, the first request.
+"""Where a start's seconds continue a GPU: imports, FlashInfer's compilers by file, Triton's by kernel, graphs, the first request.
 
 Whether it is a cold start is for the caches to say: ``start.sh`` runs it with empty ones, with full ones, and with an archive.
 Prints one JSON object a line; ``begin`` and ``seconds`` count from the process's own beginning.
@@ -117,7 +117,7 @@ def main() -> None:
     timeline.watch(builder, "load_model", "weights, made up")
     timeline.watch(KernelsAhead, "compile", "rehearsal, and Triton's compilers side by side")
     timeline.watch(EarlyBuild, "wait", "waiting for FlashInfer's compilers")
-    timeline.watch(EarlyBuild, "_run", "FlashInfer's compilers, beside the rest")
+    timeline.watch(EarlyBuild, "_run", "FlashInfer's compilers, along with the rest")
     timeline.watch(builder, "measure_pool_bytes", "memory measured, with the largest graphs")
     timeline.watch(builder, "compute_trial", "trial of a step")
     timeline.watch(cuda_graph.DecodeGraphs, "_capture_all", "decode graphs of a ladder")

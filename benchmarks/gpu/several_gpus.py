@@ -1,9 +1,9 @@
 """A model over the GPUs of this machine, in one command: whether answers are those of one GPU, what sums take, Llama 3.1 8B's
-shape over 1, 2, 4 of them and Llama 3.3 70B's over 4; then a table beside floor, vLLM and target.
+shape over 1, 2, 4 of them and Llama 3.3 70B's over 4; then a table along with floor, vLLM and target.
 
-Each part is a process with a time limit of its own; one that fails is named, and the others go on. Parts that leave GPUs free run
-side by side. FlashInfer's libraries are compiled beside the first ones; the 70B starts as a worker does, with none of Triton's
-kernels compiled. JSON lines go to OUT. In each step all ranks have sampled the same tokens, or the part fails.
+Each part is a process with a time limit of its own; one that fails is named, and the others continue. Parts that leave GPUs free
+run side by side. FlashInfer's libraries are compiled along with the first ones; the 70B starts as a worker does, with none of
+Triton's kernels compiled. JSON lines go to OUT. In each step all ranks have sampled the same tokens, or the part fails.
 
     python benchmarks/gpu/several_gpus.py OUT.jsonl                            # 4 GPUs
     python benchmarks/gpu/several_gpus.py OUT.jsonl --parts check,sums         # some of it
@@ -45,7 +45,7 @@ KNOWN = {
     "start-up to first token": (None, 244.0, 60.0),
 }
 BANDWIDTH = {"H200": 4.3e12, "H100": 4.3e12 * 3.35 / 4.8}
-"""Bytes a second that a card reads: what an H200 was measured at, and what its maker says of others beside it."""
+"""Bytes a second that a card reads: what an H200 was measured at, and what its maker says of others next to it."""
 
 
 @dataclass(frozen=True)

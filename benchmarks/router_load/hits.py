@@ -58,7 +58,7 @@ class _Outcome:
 
 
 def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure], list[Goal]]:
-    """Every router on the same conversations, each time started anew."""
+    """Every router on the same conversations, each time started again."""
     figures: list[Figure] = []
     goals: list[Goal] = []
     seeds = _SEEDS[: max(1, round(len(_SEEDS) * scale))]

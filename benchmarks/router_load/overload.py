@@ -1,9 +1,9 @@
-"""What quiet traffic feels of those who overload the router: its p99 beside its p99 alone, and the router's memory.
+"""What quiet traffic feels of those who overload the router: its p99 along with its p99 alone, and the router's memory.
 
-The quiet traffic is a process of its own: four clients, each with one short request at a time. It is measured alone and beside
-each burden in turn, a phase at a time. Beside the flood it has a tenant of its own, or a higher priority. On a machine with other
-things to do their noise is larger than what is measured here: a phase in which other processes took more than ``_OTHERS`` of a
-core is measured again, with at most ``_TRIES`` phases for each p99, and those with the least of that count.
+The quiet traffic is a process of its own: four clients, each with one short request at a time. It is measured alone and along
+with each burden in turn, a phase at a time. Along with the flood it has a tenant of its own, or a higher priority. On a machine
+with other things to do their noise is larger than what is measured here: a phase in which other processes took more than
+``_OTHERS`` of a core is measured again, with at most ``_TRIES`` phases for each p99, and those with the least of that count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CPU time a request and latency.
 
 Ours is measured without tokenization, as its peers are: prompts and answers are token ids, and the tokenizer is not visited.
-Beside it, with it: ids in and text out, and text both ways. Latencies are shown beside those of a worker asked directly: by the
-same clients over HTTP and over gRPC, and over its session, as ours asks it.
+Next to it, with it: ids in and text out, and text both ways. Latencies are shown along with those of a worker asked directly: by
+the same clients over HTTP and over gRPC, and over its session, as ours asks it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What text costs: CPU time a token of router and tokenizer service together, with the demo model's real vocabulary.
 
-Chats whose answers are text, or reasoning and a call of a tool, streamed and in one piece; and the p99 of quiet streams beside
-others whose answers are calls with arguments of 100 KB. Each answer is compared with what its tokens say. With ``--beside``
+Chats whose answers are text, or reasoning and a call of a tool, streamed and in one piece; and the p99 of quiet streams along
+with others whose answers are calls with arguments of 100 KB. Each answer is compared with what its tokens say. With ``--beside``
 another checkout, its router and tokenizer take turns with ours.
 """
 
@@ -27,7 +27,7 @@ from sapwood.cli.model import fetch_demo
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 
 _ROUNDS = 3
-_TEXT = "The sun sets slowly behind the hills; çà et là, a light 🌲 goes on. " * 40
+_TEXT = "The sun sets slowly behind the hills; çà et là, a light 🌲 continues. " * 40
 _ARGUMENTS = json.dumps({"path": "a.py", "text": "def f(x):\n    return x + 1  # naïve\n" * 3000}, ensure_ascii=False)
 _TOOLS = [
     {
@@ -173,14 +173,18 @@ def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure
     for (kind, what, engine), values in spent.items():
         figures.append(Figure(f"text, {kind}: CPU a token, {what}", median(values), "us", engine))
     for engine, values in late.items():
-        figures.append(Figure("text, streams beside calls of 100 KB: p99", median(values), "ms", engine))
+        figures.append(Figure("text, streams along with calls of 100 KB: p99", median(values), "ms", engine))
     for engine in ours[1:]:
         for (kind, what, mine), values in spent.items():
             if mine == OURS:
                 ratio = median(values) / median(spent[kind, what, engine])
                 goals.append(Goal(f"text, {kind}: CPU of {what} to that beside", ratio, most=1.0))
         goals.append(
-            Goal("text: p99 beside calls of 100 KB to that beside", median(late[OURS]) / median(late[engine]), most=1.0)
+            Goal(
+                "text: p99 along with calls of 100 KB to that beside",
+                median(late[OURS]) / median(late[engine]),
+                most=1.0,
+            )
         )
     return figures, goals
 
@@ -242,7 +246,7 @@ def _measure_beside(
             one = await _load(port, _QUIET, 257, _expected(answers[257], tokenizer), 1)
             times += one.latencies
             quiet.broken += one.failed
-        assert (await calls).failed == 0 and not quiet.broken, "a wrong answer beside large calls"
+        assert (await calls).failed == 0 and not quiet.broken, "a wrong answer along with large calls"
         return percentile(times, 0.99) * 1000
 
     for _ in range(_ROUNDS):
@@ -250,7 +254,9 @@ def _measure_beside(
             router.rest()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 late.setdefault(router.engine, []).append(runner.run(both(router.http_port)))
-            print(f"  beside calls of 100 KB, {router.engine}: p99 {late[router.engine][-1]:.1f} ms", file=sys.stderr)
+            print(
+                f"  along with calls of 100 KB, {router.engine}: p99 {late[router.engine][-1]:.1f} ms", file=sys.stderr
+            )
 
 
 def _run(work: Any) -> Result:

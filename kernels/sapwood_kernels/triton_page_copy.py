@@ -2,8 +2,9 @@
 
 :func:`store_pages` and :func:`load_pages` access host memory through its mapping into the device's address space, in one launch
 for each layer: a page of a layer is one contiguous piece on both sides, usually 16 to 128 KiB. Few programs
-stride over the pieces: a few hundred KiB in flight fill the link, and the other multiprocessors go on computing. Bound: the link
-between host and device; each byte crosses it once. :func:`gather_pages` collects pages within device memory for the copy engines.
+stride over the pieces: a few hundred KiB in flight fill the link, and the other multiprocessors continue computing. Bound: the
+link between host and device; each byte crosses it once. :func:`gather_pages` collects pages within device memory for the copy
+engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When requests of an open loop are sent, in seconds after the start. They go on for ever."""
+"""When requests of an open loop are sent, in seconds after the start. They continue for ever."""
 
 from __future__ import annotations
 

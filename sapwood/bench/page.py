@@ -1,4 +1,4 @@
-"""A benchmark's result as one HTML file that needs nothing beside it."""
+"""A benchmark's result as one HTML file that needs nothing next to it."""
 
 from __future__ import annotations
 

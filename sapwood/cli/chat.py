@@ -165,7 +165,7 @@ def show(delta: Delta) -> None:
 
 
 def _turn(conversation: Conversation, line: str) -> bool:
-    """Takes one line; returns whether to go on."""
+    """Takes one line; returns whether to continue."""
     if line in ("/exit", "/quit"):
         return False
     if line == "/reset":

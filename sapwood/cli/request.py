@@ -91,7 +91,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, max_tokens: int | No
         " [default: none]",
     )
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="Go on past the model's end tokens. [default: end there]"
+        "--ignore-eos", action="store_true", help="Continue past the model's end tokens. [default: end there]"
     )
 
 

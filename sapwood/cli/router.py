@@ -45,7 +45,7 @@ def configure(verbs: Any) -> None:
     drain = _add(actions, "drain", "give a worker no new requests; what runs on it finishes", _drain)
     _add_address(drain)
     drain.add_argument("--undo", action="store_true", help="Give it requests again. [default: no]")
-    _add_address(_add(actions, "remove", "forget a worker; what runs on it goes on elsewhere", _remove))
+    _add_address(_add(actions, "remove", "forget a worker; what runs on it continues on another worker", _remove))
     route = groups.add_parser("route", help="its choices", epilog=EXIT_CODES)
     route_actions = route.add_subparsers(metavar="ACTION", required=True)
     explain = _add(route_actions, "explain", "show where a text would go, and why", _explain)

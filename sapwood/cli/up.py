@@ -92,7 +92,7 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         usage="sapwood up [MODEL] [FLAG ...]",
         help="start tokenizer, workers and router here",
         description="Starts tokenizer, workers and router as processes of this machine, prints where they answer and "
-        "follows their logs. A tokenizer or worker that ends is started anew, at most five times in ten minutes. Ctrl-C or "
+        "follows their logs. A tokenizer or worker that ends is started again, at most five times in ten minutes. Ctrl-C or "
         "SIGTERM lets running requests finish and stops all; a second one stops at once. "
         "Every flag of a service is taken with its name before it: --worker-max-running 8 is a worker's --max-running 8. "
         "What no flag says is the service's own variable (SAPWOOD_WORKER_MAX_RUNNING) or default.",

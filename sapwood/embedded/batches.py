@@ -194,7 +194,7 @@ class Batches:
                 task.cancel()
 
     async def _patiently(self, work: Callable[[Any], Awaitable[ResultT]], item: Any) -> ResultT:
-        """Asks again where a part of the cluster was lost, which is started anew: nothing of an answer was handed on yet."""
+        """Asks again where a part of the cluster was lost, which is started again: nothing of an answer was handed on yet."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + _PATIENCE_SECONDS
         while True:

@@ -105,7 +105,7 @@ class Engine:
 
         Raises:
             SapwoodError: A prompt failed; in a list the message says which, and the others are cancelled.
-            ValueError, TypeError: As of :meth:`sapwood.client.Client.generate`.
+            ValueError, TypeError: As for :meth:`sapwood.client.Client.generate`.
         """
         if is_one(prompts):
             return self._wait(self._asked.generate([prompts], one_of(options)))[0]

@@ -44,7 +44,7 @@ class PrivateCluster:
             "router_http_port": 0,
             "tokenizer_port": 0,
             "worker_port": 0,
-            # A busy program is no reason to take a worker for lost, and one that was lost is started anew.
+            # A busy program is no reason to take a worker for lost, and one that was lost is started again.
             "worker_silence": 30.0,
             "most_resumptions": {"grace": 300.0},
             "tokenizer_grace": 300.0,

@@ -17,7 +17,7 @@ class Server:
         with sapwood.Server("demo", workers=2) as server, server.client() as client:
             print(client.generate("The capital of France is", max_tokens=16).text())
 
-    It answers once the block is entered, starts a tokenizer or worker that ends anew, and lets running requests finish when the
+    It answers once the block is entered, starts a tokenizer or worker that ends again, and lets running requests finish when the
     block is left. The processes end with this one, however it ends.
 
     Args:
@@ -27,7 +27,7 @@ class Server:
         port: The router's gRPC port; 0 takes a free one.
         http_port: The router's HTTP port.
         logs: Gets the services' log lines; None: nobody does.
-        options: Settings of the services by their names, as of :class:`~sapwood.embedded.engine.Engine`.
+        options: Settings of the services by their names, as for :class:`~sapwood.embedded.engine.Engine`.
 
     Raises:
         InvalidArgumentError: An option is wrong; ``field`` names it.

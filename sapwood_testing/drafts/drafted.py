@@ -29,7 +29,7 @@ def options(path: Path, **changes: Any) -> RunnerOptions:
 
 
 def scheduler_of(runner: ModelRunner, drafter: str = "draft", **settings: Any) -> Scheduler:
-    """One that drafts whatever steps cost, unless told otherwise, with the draft model or head that the runner has, if any."""
+    """One that drafts whatever steps cost, by default, with the draft model or head that the runner has, if any."""
     info, draft = runner.info, runner.draft
     model = (
         None if draft is None else DraftModel(draft, draft.info.context_length, 64, drafter, int(drafter != "draft"))

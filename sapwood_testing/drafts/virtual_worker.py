@@ -37,7 +37,7 @@ class VirtualRow:
         self._seen = (0, 0)
 
     def run(self, drafted: int) -> int:
-        """How many of so many drafted tokens are right; the request goes on behind them, and one further."""
+        """How many of so many drafted tokens are right; the request continues behind them, and one further."""
         while len(self._flags) <= self._at + drafted:
             self._flags.append(self._chance.random() < self._right(len(self._flags)))
         flags = self._flags[self._at : self._at + drafted + 1]

@@ -51,12 +51,12 @@ def message(body: bytes, compressed: bool = False) -> bytes:
 
 
 def unhurried() -> TimeShare:
-    """Nobody has to stop: what is sent to a Wire is taken before it goes on."""
+    """Nobody has to stop: what is sent to a Wire is taken before it continues."""
     return TimeShare(lambda: 0.0)
 
 
 class AtOnce(WriteBatch):
-    """Gathers nothing: what a Wire is answered is there before its loop goes on, or where there is none."""
+    """Gathers nothing: what a Wire is answered is there before its loop continues, or where there is none."""
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
         if not transport.is_closing():

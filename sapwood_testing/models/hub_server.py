@@ -28,7 +28,7 @@ class Repo:
         private: Whether only who has a token knows of it.
         gated: Whether its weights are given only to ``admitted``.
         admitted: Tokens that get them.
-        claimed: Sizes that are told of files in place of their own.
+        claimed: Sizes that learn of files in place of their own.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)

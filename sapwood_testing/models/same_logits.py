@@ -1,4 +1,4 @@
-"""Logits beside transformers': prompts of tiny models, the steps that they are cut into, and how close is equal."""
+"""Logits along with transformers': prompts of tiny models, the steps that they are cut into, and how close is equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def assert_mixed_steps_equal(driver: Any, tiny: Any) -> None:
-    """Asserts that logits of two prompts, in chunks over a cached prefix and decodes alone and beside one, are transformers'."""
+    """Asserts that logits of two prompts, in chunks over a cached prefix and decodes alone and along with one, are
+    transformers'."""
     prompts = {5: tokens_of(83), 2: tokens_of(47, seed=1)}
     for slot, tokens in prompts.items():
         driver.add(slot, tokens)

@@ -1,4 +1,4 @@
-"""The gRPC server of a fake, which can be killed and started anew on its port."""
+"""The gRPC server of a fake, which can be killed and started again on its port."""
 
 from __future__ import annotations
 

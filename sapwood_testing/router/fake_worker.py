@@ -121,7 +121,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.draining = not serving
 
     def report(self, load: worker_pb2.LoadReport) -> None:
-        """Pushes a load report to whoever watches."""
+        """Pushes a load report to anybody who watches."""
         self.load = load
         self._load_changed.set()
         self._load_changed = asyncio.Event()

@@ -108,7 +108,7 @@ class Load:
 
     Attributes:
         done: Answers.
-        resumed: How often one of them went on on another worker.
+        resumed: How often one of them continued on another worker.
         accepted: Tokens of theirs that were drafted.
     """
 

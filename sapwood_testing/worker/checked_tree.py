@@ -14,7 +14,7 @@ Prefix = tuple[bytes, bytes]
 
 
 class CheckedTree(RadixTree):
-    """Beside the tree it keeps a dict from (namespace, all tokens up to a page's end) to the page, and locks by prefix.
+    """Along with the tree it keeps a dict from (namespace, all tokens up to a page's end) to the page, and locks by prefix.
 
     Each method raises AssertionError where tree and dict disagree. Every operation is O(pages x tokens).
     """

@@ -1,6 +1,6 @@
 """A transfer for tests: stores end late, in any order, or fail; it reads a page only when its store ends.
 
-So whoever overwrites a page that is still being stored, or uses a host page that is not there yet, gets wrong content.
+So anybody who overwrites a page that is still being stored, or uses a host page that is not there yet, gets wrong content.
 """
 
 from __future__ import annotations

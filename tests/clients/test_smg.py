@@ -99,7 +99,7 @@ def stub(address: str) -> Any:
 
 @pytest.fixture(scope="module")
 def text(workers: list[str], tokenizer: Path) -> str:
-    """What a worker itself goes on with."""
+    """What a worker itself continues with."""
     from transformers import AutoTokenizer
 
     read = AutoTokenizer.from_pretrained(tokenizer)

@@ -60,7 +60,7 @@ def test_it_is_that_of_the_protos(descriptors: dict[str, FileDescriptorProto], t
         ours = FileDescriptorProto.FromString(descriptors[file.name].SerializeToString())
         ours.ClearField("source_code_info")
         file.DiscardUnknownFields()  # what buf notes about a file
-        assert ours == file, "make proto writes it anew"
+        assert ours == file, "make proto writes it again"
 
 
 def test_grpcurl_reads_it_without_a_server() -> None:

@@ -6,7 +6,7 @@ say why. For CI, ``SAPWOOD_CONTAINERS_REQUIRED=1`` makes it a failure, unless ``
 rights allow no containers at all. For work on them:
 
 - ``SAPWOOD_CONTAINERS_CACHE=FOLDER`` keeps the compose plugin, the base image's files and the built layers for the next run;
-- ``SAPWOOD_CONTAINERS_KEEP=1`` beside it leaves engine and containers running; the next run goes on with them, and ends them
+- ``SAPWOOD_CONTAINERS_KEEP=1`` next to it leaves engine and containers running; the next run continues with them, and ends them
   unless it is told the same.
 """
 

@@ -113,7 +113,7 @@ def test_the_commands_to_try_work(cluster: Any) -> None:
         command = re.sub(r"(max[-_]tokens\W+)32\b", r"\g<1>8", command)  # a token takes a tenth of a second on one core
         scripts = sysconfig.get_path("scripts")
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "SAPWOOD_MAX_TOKENS": "8"}  # chat would go on for 512
+        environment = {**os.environ, "PATH": path, "SAPWOOD_MAX_TOKENS": "8"}  # chat would continue for 512
         done = subprocess.run(
             ["bash", "-c", command],
             capture_output=True,

@@ -136,13 +136,13 @@ def test_dead_tokenizers_and_workers_restart_and_a_dead_router_ends_the_cluster(
         running = client.generate("The capital of France is", **asked)
         text = next(running).text
         os.kill(cluster.service_pid("sapwood_tokenizer"), signal.SIGKILL)
-        cluster.wait_for_line("tokenizer was killed by SIGKILL: it is started anew")
+        cluster.wait_for_line("tokenizer was killed by SIGKILL: it is started again")
         assert client.generate("The capital of France is", **asked).text() == whole  # it waits, too
         assert text + "".join(delta.text for delta in running) == whole
 
         router, first = cluster.service_pid("sapwood_router"), cluster.service_pid("sapwood_worker")
         os.kill(first, signal.SIGKILL)
-        cluster.wait_for_line("worker-0 was killed by SIGKILL: it is started anew")
+        cluster.wait_for_line("worker-0 was killed by SIGKILL: it is started again")
         deadline = time.monotonic() + 120
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Each wrong request gets its status with the field named, over gRPC and HTTP, and the service goes on."""
+"""Each wrong request gets its status with the field named, over gRPC and HTTP, and the service continues."""
 
 from __future__ import annotations
 

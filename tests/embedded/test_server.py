@@ -37,7 +37,7 @@ def test_a_server_answers_what_the_engine_does_and_restarts_lost_workers(
         assert before == set(server.workers) and len(before) == 2
         killed = next(pid for pid, module in children().items() if module == "sapwood_worker" and _of(pid, server))
         os.kill(killed, signal.SIGKILL)
-        until(lambda: "is started anew" in logs.getvalue())
+        until(lambda: "is started again" in logs.getvalue())
         until(lambda: {worker.address for worker in client.list_workers() if worker.healthy} == before)
         assert client.generate("abc", **GREEDY).answer().token_ids == expected.token_ids
     assert "drained" in logs.getvalue()

@@ -1,4 +1,4 @@
-"""A request's place in its grammar: masks, ends, going back and going on."""
+"""A request's place in its grammar: masks, ends, going back and continuing."""
 
 from __future__ import annotations
 

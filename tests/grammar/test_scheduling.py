@@ -1,4 +1,5 @@
-"""Requests with a grammar through scheduler and loop: they end with it, survive retraction, go on elsewhere, and fail alone."""
+"""Requests with a grammar through scheduler and loop: they end with it, survive retraction, continue on another worker, and fail
+alone."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Cluster:
     """Addresses and processes of the three services.
 
     Args:
-        lent: A tokenizer and a worker that run already, and go on; none: it starts its own.
+        lent: A tokenizer and a worker that run already, and continue; none: it starts its own.
     """
 
     def __init__(self, lent: dict[str, Process] | None = None) -> None:

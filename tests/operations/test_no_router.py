@@ -90,7 +90,7 @@ def test_a_worker_that_dies_is_started_anew_and_serves_again(start_cluster: Any)
         openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", timeout=120, max_retries=0) as client,
     ):
         os.kill(cluster.service_pid("sapwood_worker"), signal.SIGKILL)
-        cluster.wait_for_line("worker-0 was killed by SIGKILL: it is started anew")
+        cluster.wait_for_line("worker-0 was killed by SIGKILL: it is started again")
         with httpx.Client(base_url=f"http://{cluster.http}", timeout=120) as plain:
             while plain.get("/health").status_code != 200:
                 pass

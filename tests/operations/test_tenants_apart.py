@@ -27,7 +27,7 @@ from sapwood_common.tenants.api_keys import hash_key, make_key
 
 LENGTH, PAGE = 330, 16
 CACHED = LENGTH // PAGE * PAGE
-"""Tokens that whoever shares a cached text does not compute."""
+"""Tokens that anybody who shares a cached text does not compute."""
 LAYERS, HEAD_DIM = 2, 16
 TOKEN_BYTES = LAYERS * 2 * HEAD_DIM * 4
 """Of a token in the cache: keys and values of one head, float32."""

@@ -142,7 +142,7 @@ def test_a_new_authority_for_clients_replaces_the_old_one_on_both_ports(
     flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(clients), "--health-port", "0")
     router = start_process("router", "--port", "0", "--http-port", "0", "--tokenizer", "127.0.0.1:1", *flags)
     address, web = (router.find(rf"{name} listening on ([\d.]+:\d+)") for name in ("gRPC", "HTTP"))
-    # It has neither tokenizer nor worker, and says so to whoever is let in.
+    # It has neither tokenizer nor worker, and says so to anybody who is let in.
     no, yes = health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING
     plain = router.find(r"health listening on ([\d.]+:\d+)")
     assert health(grpc.insecure_channel(plain)) == no

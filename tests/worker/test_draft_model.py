@@ -1,4 +1,5 @@
-"""A draft model changes no token: scheduler, model and draft model beside the same without, whatever is asked for and goes on."""
+"""A draft model changes no token: scheduler, model and draft model along with the same without, whatever is asked for and
+continues."""
 
 from __future__ import annotations
 

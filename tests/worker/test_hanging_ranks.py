@@ -1,4 +1,4 @@
-"""Real workers of which a rank hangs in a step, alive: it is named by what the others show, and the model is loaded anew."""
+"""Real workers of which a rank hangs in a step, alive: it is named by what the others show, and the model is loaded again."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from sapwood_testing.worker.fake_runner import continuation
 
 VOCAB = 1000
 POISON = 999  # a prompt that begins with it makes its step fail
-ROOMY = ("--num-pages", "4096")  # what has no end of its own goes on for a minute
+ROOMY = ("--num-pages", "4096")  # what has no end of its own continues for a minute
 UNCACHED = ("--no-prefix-cache", *ROOMY)
 SEED = 11
 

@@ -1,4 +1,5 @@
-"""Drafting changes no token: scheduler and real runner with drafts beside the same without, whatever is asked for and goes on.
+"""Drafting changes no token: scheduler and real runner with drafts along with the same without, whatever is asked for and
+continues.
 
 Most drafts here are the right answer, spoilt in places, so that all, some and none of a draft is accepted; the last tests are the
 prefix drafter's own.

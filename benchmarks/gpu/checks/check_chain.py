@@ -57,7 +57,7 @@ def drafts(runner: ModelRunner, *, chains: bool) -> tuple[list[list[int]], int]:
             drafter.late,
             (len(decodes), max(map(len, found), default=0), drafter.caught_up),
         )
-        said.extend(found)  # of late tokens these lists are filled when their check is over
+        said.extend(found)  # lately tokens these lists are filled when their check is over
         return found
 
     speculation.plan = plan

@@ -203,7 +203,7 @@ def answer_alone(options: Options, device: str, gpu: int) -> tuple[list[Answer],
     if device == "cuda":
         torch.cuda.set_device(gpu)
         device = f"cuda:{gpu}"
-        # It compiles by itself, beside the others.
+        # It compiles by itself, along with the others.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[3 * gpu :][:3])
     else:
         torch.set_num_threads(1)

@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
-    """The ratio of first to second, of pairs of rates that were measured beside each other and so share the machine's drift.
+    """The ratio of first to second, of pairs of rates that were measured next to each other and so share the machine's drift.
 
     Of their log ratios it takes the Hodges-Lehmann estimate (Annals of Mathematical Statistics 34, 1963): the median of all means
     of two of them, each with itself included. Few that stumble hardly move it, as they hardly move a median; but where noise is

@@ -73,7 +73,7 @@ class DecodeAttention:
 
     Args:
         batch: The number of requests if it is captured in a CUDA graph, with buffers at fixed addresses; None: any number,
-            planned anew for each step.
+            planned again for each step.
         indices: int32 buffer of page ids; all batch sizes share it.
         workspace: As :func:`make_workspace` makes it.
         shape: What all layers share.

@@ -2,7 +2,7 @@
 
 Half as fast again on a Hopper GPU, whose matrix units Triton keeps less busy: for it keys and values are gathered from their
 pages, which takes a hundredth of the time. cuDNN knows no pages, and of causal masks only that of tokens that are all of their
-keys; it plans anew for each length that it has not seen (``cudnn_lengths``), so that short prompts are not worth it.
+keys; it plans again for each length that it has not seen (``cudnn_lengths``), so that short prompts are not worth it.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def takes(pairs: int, experts: int) -> bool:
 
 
 def first(x: Float8, stack: StoredStack, tiles: Tiles, processors: int, gate: Gate) -> Float8:
-    """``gate(x @ weight.T)`` by each pair's expert, rounded anew, in the order of the tiles.
+    """``gate(x @ weight.T)`` by each pair's expert, rounded again, in the order of the tiles.
 
     Args:
         x: Rows of tokens in float8 by groups of 128, as ``triton_float8.quantise`` gives them: [T, K], scales [T, K / 128].

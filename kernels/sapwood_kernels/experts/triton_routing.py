@@ -4,9 +4,9 @@ which also counts what each expert gets; and the slots of what was chosen.
 torch's product in float32 runs on no tensor cores, in a few programs for the rows of a decode, after a launch that widens them.
 Here few rows are multiplied as they are read, by programs that have two experts each, and normed first if that is wanted; more
 on tensor cores. The products of one sum follow each other there, so the inputs of a decode's rows are shared out to programs,
-whose sums whoever chooses adds up. Where the weight's numbers are 16-bit ones, as most checkpoints have them, products are exact
-and sums in float32: a decode's rows meet a program's part of the weight, which has come before the kernel ahead has ended, and
-many rows are multiplied by cuBLAS, 18 instead of 74 us for 8192 tokens and 128 experts on an H100, 7 instead of 53 for 1024.
+whose sums anybody who chooses adds up. Where the weight's numbers are 16-bit ones, as most checkpoints have them, products are
+exact and sums in float32: a decode's rows meet a program's part of the weight, which has come before the kernel ahead has ended,
+and many rows are multiplied by cuBLAS, 18 instead of 74 us for 8192 tokens and 128 experts on an H100, 7 instead of 53 for 1024.
 Numbers of other weights are taken as sums of two of TF32's, which rounds about as float32 does.
 Bound: one read of the rows and of the weight. Of a choice a program takes a token, whose scores stay in registers. Plain torch
 takes a dozen launches for it, in each layer of each step.

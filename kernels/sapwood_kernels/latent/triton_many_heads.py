@@ -1,6 +1,6 @@
 """Triton: queries and values of latent attention (MLA) as ``triton_heads`` has them, of more tokens, on tensor cores.
 
-A program multiplies a tile of tokens with a part of a head's matrix. Queries leave with their rotary parts beside them, and
+A program multiplies a tile of tokens with a part of a head's matrix. Queries leave with their rotary parts next to them, and
 values head by head of a token, so that nothing is put together or copied afterwards, as torch does. Bound: one read and one write
 of queries and values.
 """

@@ -1,6 +1,6 @@
 """The C calls of a computation, recorded while it runs and run again without Python: ``replay.c``.
 
-As a CUDA graph: a run again reads and writes what the recorded one did, but for the inputs, whose addresses are named anew.
+As a CUDA graph: a run again reads and writes what the recorded one did, but for the inputs, whose addresses are named again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Recording:
         """Records the calls made inside, which are computed as well.
 
         Args:
-            inputs: Addresses that :meth:`run` names anew, of memory that is not freed inside.
+            inputs: Addresses that :meth:`run` names again, of memory that is not freed inside.
         """
         library = self._library
         before = {name: getattr(library, name) for name in (*_KINDS, "rows", "post", "wait")}

@@ -49,7 +49,7 @@ class FewRows:
     """A product that takes a gated activation after it and the sum with a residual along.
 
     Attributes:
-        product: As of :class:`OneRow`, for x [T, K].
+        product: As for :class:`OneRow`, for x [T, K].
         most: Largest T.
         norm: Largest T with which it takes the norm before it along, too.
     """

@@ -105,7 +105,7 @@ class DeviceOps:
         return Fence()
 
     def side_queue(self) -> SideQueue:
-        """A new queue of the device, beside the one that computes."""
+        """A new queue of the device, along with the one that computes."""
         return SideQueue()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

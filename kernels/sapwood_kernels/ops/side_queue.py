@@ -1,4 +1,4 @@
-"""A queue of a device's beside the one that computes: what waits there for another device holds no computation up."""
+"""A queue of a device's along with the one that computes: what waits there for another device holds no computation up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SideQueue:
     """Here for a device that queues nothing: what is called is done at once, in the order of the calls."""
 
     def behind(self, used: Tensor) -> AbstractContextManager[None]:
-        """While it is entered, work goes on this queue, after all that the current one has got so far.
+        """While it is entered, work continues this queue, after all that the current one has got so far.
 
         Args:
             used: Was made on the current queue; keeps its memory until this queue is done with it.

@@ -145,7 +145,7 @@ def product(
     What MLPs compute ahead of their second product is half as wide gated here, and is written and read once less.
 
     Args:
-        x, norm, gate: As of :func:`quantise_rows`.
+        x, norm, gate: As for :func:`quantise_rows`.
         weight: Contiguous.
         scales: Contiguous.
         processors: The device's: programs that run at once.
@@ -173,7 +173,7 @@ def multiply(
 
     Args:
         codes, own: Contiguous.
-        weight, scales, add_to: As of :func:`product`.
+        weight, scales, add_to: As for :func:`product`.
         dtype: The result's.
         tile: As :func:`block_shape` gives it.
         gate: ``gate_after`` of :func:`product`.

@@ -262,7 +262,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         shares: Warps that share the inputs.
-        wide: Warps beside each other, on rows of their own.
+        wide: Warps next to each other, on rows of their own.
         tall: Tiles of 16 rows of a warp; at least 2 with a gate.
         depth: Pairs of groups whose codes are under way.
     """
@@ -303,7 +303,7 @@ def one_row(
     dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as of ``triton_row.row_product``, ``weight`` one
+    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as for ``triton_row.row_product``, ``weight`` one
     that :func:`serves`. Rows of more inputs are left to ``triton_one_wide``, unless ``blocks`` are given."""
     if weight.columns > _MOST_COLUMNS and blocks is None:
         return triton_one_wide.one_row(x, weight, bias=bias, norm=norm, gate=gate, add_to=add_to, dtype=dtype)

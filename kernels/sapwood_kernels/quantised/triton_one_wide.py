@@ -184,7 +184,7 @@ def one_row(
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as of ``triton_row.row_product``, ``weight`` one
+    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as for ``triton_row.row_product``, ``weight`` one
     that ``triton_one`` serves."""
     if weight.order is not None:
         x = x.index_select(1, weight.order)

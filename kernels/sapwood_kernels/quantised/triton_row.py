@@ -142,7 +142,7 @@ def row_product(
     dtype: torch.dtype | None = None,
     blocks: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as of ``triton_gemv.gemv``, ``weight`` one that
+    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row; arguments as for ``triton_gemv.gemv``, ``weight`` one that
     :func:`serves`."""
     codes, groups = weight.codes, weight.scales.shape[1]
     width = codes.shape[1]

@@ -2,9 +2,9 @@
 
 One-shot, each rank sends its numbers to all others and adds up; two-shot, it gets a share of all ranks' numbers, and sends its
 sums to the others. Both add up in the order of the ranks in float32 and round once: their sums are equal to the bit, on all
-ranks. Calls are counted in device memory, so that CUDA graphs go on where other calls ended. Where the sum is added to a residual
-that is normed next, one kernel does all of it. A row is then in parts, of a program each, which tell each other their sums of
-squares as ranks tell numbers.
+ranks. Calls are counted in device memory, so that CUDA graphs continue where other calls ended. Where the sum is added to a
+residual that is normed next, one kernel does all of it. A row is then in parts, of a program each, which tell each other their
+sums of squares as ranks tell numbers.
 
 Bound: for small tensors the time in which a write comes to the other GPUs, twice that two-shot; for large ones the link, which
 carries ``size - 1`` times the tensor one-shot and ``2 * (size - 1) / size`` times two-shot. Numbers that are their own signals

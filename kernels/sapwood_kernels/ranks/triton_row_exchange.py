@@ -3,8 +3,8 @@
 Each rank has a region: signals, then two slots that take turns. A program takes a piece of the rows, and meets only the programs
 of the same number on the other ranks: it copies the piece to its rank's slot, tells the others, waits for them, and reads their
 slots. One that writes into a slot for the second time knows that all have read what it wrote first, since all have come to the
-call between. Calls are counted in device memory, so that CUDA graphs go on where other calls ended. Rows may have any bits; sums
-are added up in the order of the ranks in float32 and rounded once, as all other sums over ranks.
+call between. Calls are counted in device memory, so that CUDA graphs continue where other calls ended. Rows may have any bits;
+sums are added up in the order of the ranks in float32 and rounded once, as all other sums over ranks.
 
 Bound: for few rows the time of one write to the other GPUs and one read; for many the link, which carries the other ranks' rows.
 """

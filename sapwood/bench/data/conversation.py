@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Api = Literal["completions", "chat"]
-"""Whether prompts are texts to go on with, or messages to answer."""
+"""Whether prompts are texts to continue with, or messages to answer."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text, token ids, or messages in the form of OpenAI's API."""
@@ -44,7 +44,7 @@ class History:
     """What was said so far in a conversation.
 
     Args:
-        api: How a turn goes on from the answer before it: as a further message, or as more of the one text.
+        api: How a turn continues from the answer before it: as a further message, or as more of the one text.
     """
 
     def __init__(self, api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Conversations that are made up. Each maker goes on for ever, and the same seed gives the same ones."""
+"""Conversations that are made up. Each maker continues for ever, and the same seed gives the same ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shared_prefix(
         maker: Makes the texts.
         groups: How many beginnings there are; each prompt has one of them at random.
         prefix: Tokens of a beginning.
-        inputs: Tokens that a prompt has beside it.
+        inputs: Tokens that a prompt has next to it.
         outputs: The most tokens of an answer.
         seed: The seed of all that is drawn.
     """

@@ -28,7 +28,7 @@ class GrpcTarget:
 
     Args:
         address: ``host:port``.
-        api: Whether a text is a prompt to go on with or a user's message.
+        api: Whether a text is a prompt to continue with or a user's message.
         sampling: How all requests are sampled; ``extra`` is refused.
         model: None asks for the only one there is.
         api_key: Sent as metadata.

@@ -19,7 +19,7 @@ class Sampling:
 
     Attributes:
         temperature: 0 is greedy.
-        ignore_eos: Whether answers go on to ``max_tokens`` past the model's end tokens. Not every server knows it.
+        ignore_eos: Whether answers continue to ``max_tokens`` past the model's end tokens. Not every server knows it.
         extra: Further fields of the body, over HTTP only.
     """
 

@@ -52,7 +52,7 @@ def problems_of(extra: str) -> list[str]:
     from packaging.requirements import Requirement
 
     if extra not in (metadata.metadata("sapwood").get_all("Provides-Extra") or ()):
-        return ["Sapwood installed anew: what is installed knows no such extra"]
+        return ["Sapwood installed again: what is installed knows no such extra"]
     found: dict[str, None] = {}
     todo, seen = [extra], {extra}
     while todo:
@@ -79,7 +79,7 @@ def examine_protos(stubs: Path = _STUBS) -> Finding:
     """Whether the stubs are there, and, where the protos and their compiler are too, whether they are of these protos.
 
     Args:
-        stubs: Their folder; in a checkout the protos are in ``protos`` beside its package's folder.
+        stubs: Their folder; in a checkout the protos are in ``protos`` along with its package's folder.
     """
     root = stubs.parents[1]
     protos = sorted((root / "protos").glob("sapwood/v1/*.proto"))

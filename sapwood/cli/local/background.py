@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.5
 
 
 class BackgroundCluster:
-    """Starts a cluster, starts its tokenizer and workers anew when they end, and stops it.
+    """Starts a cluster, starts its tokenizer and workers again when they end, and stops it.
 
     Life cycle: construct, :meth:`start`, :meth:`stop`. The processes end with this one, however it ends.
 

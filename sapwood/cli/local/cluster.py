@@ -76,7 +76,7 @@ class Cluster:
             self._on_status("")
 
     async def watch(self) -> None:
-        """Starts the tokenizer and workers that end anew, on their ports.
+        """Starts the tokenizer and workers that end again, on their ports.
 
         Raises:
             DiedError: The router ended, or another service did so again and again.
@@ -96,7 +96,7 @@ class Cluster:
             delay = restarts.next_delay()
             if delay is None:
                 raise DiedError(child)
-            self._on_line(child.name, f"{child.name} {_end_of(child)}: it is started anew in {delay:g} s")
+            self._on_line(child.name, f"{child.name} {_end_of(child)}: it is started again in {delay:g} s")
             await asyncio.sleep(delay)
             child = await start(int(address.rpartition(":")[2]))
 
@@ -161,7 +161,7 @@ class Cluster:
         return self._workers[index]
 
     def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:
-        """The router's settings that depend on the other services, beside those given by flags."""
+        """The router's settings that depend on the other services, along with those given by flags."""
         router = self._services.router
         settings: dict[str, Any] = {
             "tokenizer": ",".join([tokenizer, *filter(None, [router.given.get("tokenizer")])]),

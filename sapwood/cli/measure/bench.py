@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # at run time only where they are used: they need the extra `
 _DESCRIPTION = """\
 Puts load on a server and prints what its clients feel: time to first token, time between tokens, throughput, errors.
 
-Any server with OpenAI's API will do, and Sapwood's gRPC; what `sapwood up` starts is asked unless told otherwise.
+Any server with OpenAI's API will do, and Sapwood's gRPC; what `sapwood up` starts is asked by default.
 """
 _EXAMPLES = """\
 examples:
@@ -131,7 +131,7 @@ def _add_report_flags(group: argparse._ArgumentGroup) -> None:
         ("--json", "All figures as JSON; - for standard output instead of lines."),
         ("--records", "Every request as a line of JSON."),
         ("--plot", "A picture, PNG."),
-        ("--html", "A page with tables and picture, which needs nothing beside it."),
+        ("--html", "A page with tables and picture, which needs nothing next to it."),
     ):
         group.add_argument(flag, metavar="FILE", help=f"{text} [default: none]")
 

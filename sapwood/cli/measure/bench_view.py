@@ -24,7 +24,7 @@ class BenchView:
     """Shows a load that runs.
 
     Args:
-        stream: Is written to; a terminal has its last lines drawn anew each time.
+        stream: Is written to; a terminal has its last lines drawn again each time.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -81,5 +81,5 @@ def progress(run: Run) -> list[str]:
     if recent:
         span = max(record.ended for record in recent) - min(record.sent for record in recent)
         tokens = sum(record.completion_tokens or 0 for record in recent)
-        found.append(f"{tokens / span:.0f} output tokens/s, {len(recent) / span:.1f} requests/s of late")
+        found.append(f"{tokens / span:.0f} output tokens/s, {len(recent) / span:.1f} requests/s lately")
     return found

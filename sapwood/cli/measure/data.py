@@ -56,7 +56,7 @@ def add_data_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="Answers go on to their most tokens. Not every server knows it. [default: yes with random, shared-prefix, --trace]",
+        help="Answers have all their tokens. Not every server knows it. [default: yes with random, shared-prefix, --trace]",
     )
     group.add_argument(
         "--seed", type=whole_number(0), default=0, metavar="N", help="The same seed, the same load. [default: 0]"

@@ -35,7 +35,7 @@ def configure(actions: Any) -> None:
         allow_abbrev=False,
     )
     engine = parser.add_argument_group("which engine")
-    engine.add_argument("--model", default="demo", metavar="NAME", help="As of `sapwood up`. [default: demo]")
+    engine.add_argument("--model", default="demo", metavar="NAME", help="As for `sapwood up`. [default: demo]")
     engine.add_argument("--workers", type=whole_number(1), default=1, metavar="N", help="Of the model. [default: 1]")
     engine.add_argument(
         "--set",

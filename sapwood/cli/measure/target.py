@@ -39,7 +39,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api",
         choices=("completions", "chat"),
-        help="Whether prompts are texts to go on with or messages to answer. [default: as --url says, else completions]",
+        help="Whether prompts are texts to continue with or messages to answer. [default: as --url says, else completions]",
     )
     group.add_argument("--model", metavar="NAME", help="Which model. [default: the first that the server lists]")
     group.add_argument(

@@ -54,7 +54,7 @@ def configure(verbs: Any) -> None:
     action("experts", "show how a mixture of experts has spread its tokens")
     pause = action("pause", "compute nothing until resume; requests may still come")
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")
-    action("resume", "go on after a pause")
+    action("resume", "continue after a pause")
     action("drain", "refuse new requests and wait for those that run")
     role = action("role", "change what a worker does of a request: both, or prefill or decode for others")
     role.add_argument("role", choices=("both", "prefill", "decode"), metavar="ROLE", help="both, prefill or decode")

@@ -1,4 +1,4 @@
-"""A mover that loses, reorders and spoils pages, while the source goes on."""
+"""A mover that loses, reorders and spoils pages, while the source continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossyMover:
     Args:
         world: The simulation's facts.
         source: Returns the prefill worker of now.
-        meanwhile: Called while a page is on its way, with its ticket: the source's life goes on, so that its memory may go to
+        meanwhile: Called while a page is on its way, with its ticket: the source's life continues, so that its memory may go to
             somebody else. May raise MoverError.
 
     Attributes:

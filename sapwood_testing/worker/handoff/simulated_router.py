@@ -42,7 +42,7 @@ class SimulatedRouter:
         prefill, decode: The workers of now.
 
     Attributes:
-        prefill, decode: The arguments; set anew when one is lost.
+        prefill, decode: The arguments; set again when one is lost.
         clients: Unfinished requests, by serial.
     """
 

@@ -1,9 +1,9 @@
 """Two schedulers, a mover between them that loses, delays, reorders and spoils, and a router that passes on what they say.
 
 A seed decides everything. One scheduler computes prompts and hands them off, the other takes them over; either is killed and
-started anew, requests are aborted at every point of their way, messages about leases are late, lost or out of order, and while a
-page is being read the source goes on, so that its memory may go to somebody else. The fake runner's tokens depend on every page,
-so that a stale one is a wrong token; each request ends once.
+started again, requests are aborted at every point of their way, messages about leases are late, lost or out of order, and while a
+page is being read the source continues, so that its memory may go to somebody else. The fake runner's tokens depend on every
+page, so that a stale one is a wrong token; each request ends once.
 
 After every turn each lease must be as long as the source was told, the leases' pins within their share, no request wait and no
 announced page be kept beyond its time, and the pages' own ledgers refuse every wrong step at once. All ledgers are compared
@@ -148,7 +148,7 @@ class Simulation:
         if chance.random() < 10 * world.restarts:
             self._after.append(lambda: self._lose(source))
             raise MoverError("the source is gone")
-        if chance.random() < 0.1:  # whoever had the ticket has ended
+        if chance.random() < 0.1:  # anybody who had the ticket has ended
             self._messages.end(source, ticket.transfer_id)
         for _ in range(chance.randint(1, 8)):
             if chance.random() < 0.2:

@@ -85,7 +85,7 @@ class QueuedStep:
 
 
 def _queue(runner: Any, told: Path) -> None:
-    """Has a thread compute what is launched, in order, while the host goes on: as a GPU does. Once it has failed, it computes
+    """Has a thread compute what is launched, in order, while the host continues: as a GPU does. Once it has failed, it computes
     nothing any more."""
     compute, device = runner.launch, ThreadPoolExecutor(1, thread_name_prefix="device")
     failed: list[Exception] = []

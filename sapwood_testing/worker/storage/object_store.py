@@ -21,7 +21,7 @@ class ObjectStoreServer(ThreadingHTTPServer):
         objects: What it holds, by ``bucket/key``.
         sent: Bytes of each object that went out.
         failing: While set every request is answered 400.
-        gates: Keys, as of ``objects``, that are given out only once the event is set.
+        gates: Keys, as for ``objects``, that are given out only once the event is set.
     """
 
     daemon_threads = True

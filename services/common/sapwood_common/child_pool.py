@@ -4,15 +4,15 @@ A grammar, a template or an expression of a tokenizer is a program that a strang
 it are not relied on. Each question has a process to itself. At its deadline, or when nobody waits for the answer any more, the
 process is killed, and the next question gets a new one. The operating system bounds the memory of a process.
 
-Fair places. Callers are told apart by a name, such as a tenant's cache salt. A few places are shared in slices of time: the next
-turn is for the caller who has used the least time of those that wait. A question that needs more than a slice while others wait
-is paused (SIGSTOP) and has its next slice later. So a caller with many long questions delays another caller's first question by
-about one slice. A caller's own turns go in alternation to a question that is new and to the one of his that has run longest, so
-that long ones end one after the other. Where as many are paused as may be, a further long one is ended, and begins again when
+Fair places. Callers are distinguished by a name, such as a tenant's cache salt. A few places are shared in slices of time: the
+next turn is for the caller who has used the least time of those that wait. A question that needs more than a slice while others
+wait is paused (SIGSTOP) and has its next slice later. So a caller with many long questions delays another caller's first question
+by about one slice. A caller's own turns go in alternation to a question that is new and to the one of his that has run longest,
+so that long ones end one after the other. Where as many are paused as may be, a further long one is ended, and begins again when
 there is room. Choosing a turn is O(callers that wait and paused questions of one).
 
 Kills. To kill a process costs the start of another one, which takes longer than most answers. A caller whose questions had
-several killed of late (it gave them up, or they did not end) has one place less than there are. While only one process is ready
+several killed lately (it gave them up, or they did not end) has one place less than there are. While only one process is ready
 its questions get new ones: so others find a place and a process.
 
 Invariants: ``_free`` places + tickets with a place = ``size``; a ticket has a place, or is in a queue of its line, or has just
@@ -81,7 +81,7 @@ class PoolLimits:
         most_paused: Processes that are paused at a time.
         max_queued: Questions that wait; beyond that, the newest of the caller with most is refused.
         slice_seconds: How long a question runs before others have their turn.
-        memory_bytes: Memory of a process beside what it has after its start.
+        memory_bytes: Memory of a process along with what it has after its start.
         cpu_seconds: CPU time of a question, as a second bound where the parent cannot kill; 0: none.
         warm: Whether a process is started as soon as one was ended, not when it is needed.
     """
@@ -235,7 +235,7 @@ class Progress:
         return self.ran if self.running_since is None else self.ran + now - self.running_since
 
     def stop(self, now: float) -> float:
-        """Counts what has run since it went on; returns that."""
+        """Counts what has run since it continued; returns that."""
         ran = 0.0 if self.running_since is None else now - self.running_since
         self.ran, self.running_since = self.ran + ran, None
         return ran
@@ -261,7 +261,7 @@ class _Line:
     used: float
     """Seconds that its questions ran, on the scale of the other lines."""
     kills: bool
-    """Whether several processes were killed over its questions of late."""
+    """Whether several processes were killed over its questions lately."""
     tickets: int = 0
     new: deque[_Ticket] = field(default_factory=deque)
     paused: deque[_Ticket] = field(default_factory=deque)

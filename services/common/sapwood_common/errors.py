@@ -37,7 +37,7 @@ __all__ = [
 
 
 class PromptTooLongError(InvalidArgumentError):
-    """A prompt longer than the context, in words that agents look for: they shorten the conversation and go on."""
+    """A prompt longer than the context, in words that agents look for: they shorten the conversation and continue."""
 
     @classmethod
     def of(cls, tokens: int, most: int, *, field: str | None = None) -> PromptTooLongError:

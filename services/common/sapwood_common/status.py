@@ -108,7 +108,7 @@ def rpc_status(error: errors.SapwoodError) -> tuple[grpc.StatusCode, str, tuple[
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SapwoodError:
     """The exception that a failed call stands for, with field and retry delay restored from its details.
 
-    CANCELLED without details is no service's answer: the peer reset the call, as a server does that stops. Whoever cancels a
+    CANCELLED without details is no service's answer: the peer reset the call, as a server does that stops. Anybody who cancels a
     call of his own gets ``asyncio.CancelledError`` instead.
     """
     field: str | None = None

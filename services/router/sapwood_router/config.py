@@ -278,7 +278,7 @@ class RouterConfig(ServiceConfig):
     )
     shadow_policies: tuple[PolicyName, ...] = Field(
         (),
-        description="Policies that are asked beside the one that decides; metrics count how often they agree with it.",
+        description="Policies that are asked along with the one that decides; metrics count how often they agree with it.",
     )
     disaggregate: Disaggregate = Field(
         "auto",
@@ -419,7 +419,7 @@ class RouterConfig(ServiceConfig):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """All that decide for some model or are asked beside."""
+        """All that decide for some model or are asked too."""
         decode = () if self.decode_policy is None else (self.decode_policy,)
         return (self.policy, *self.policies_of_models.values(), *self.shadow_policies, *decode)
 

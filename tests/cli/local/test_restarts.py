@@ -1,4 +1,4 @@
-"""When a worker of `sapwood up` is started anew."""
+"""When a worker of `sapwood up` is started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ordinary calls of ``inspect-ai``, by its providers for servers like ours: ``python inspect_calls.py http://127.0.0.1:8000/v1``."""
+"""The ordinary calls of ``inspect-ai``, by its providers for servers like ours: ``python inspect_calls.py
+http://127.0.0.1:8000/v1``."""
 
 import os
 import sys

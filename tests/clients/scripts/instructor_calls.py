@@ -21,7 +21,7 @@ ASKED: dict[str, Any] = {
 
 
 class Colour(BaseModel):
-    """A colour, and nothing else: else the demo model may go on with properties of its own."""
+    """A colour, and nothing else: else the demo model may continue with properties of its own."""
 
     model_config = ConfigDict(extra="forbid")
     name: Literal["red", "green", "blue"]

@@ -1,4 +1,5 @@
-"""The ordinary calls of ``openai-agents``, by both APIs that it knows: ``python openai_agents_calls.py http://127.0.0.1:8000/v1``."""
+"""The ordinary calls of ``openai-agents``, by both APIs that it knows: ``python openai_agents_calls.py
+http://127.0.0.1:8000/v1``."""
 
 import asyncio
 import sys

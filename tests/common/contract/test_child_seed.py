@@ -9,7 +9,7 @@ from sapwood_common.contract.child_seed import child_seed
 
 
 def test_seeds_of_continuations_never_change():
-    # A continuation resumed by another router must go on alike.
+    # A continuation resumed by another router must continue alike.
     assert [child_seed(7, index) for index in range(3)] == [7, 12012694768356207812, 6145397147575220561]
 
 

@@ -143,7 +143,7 @@ def test_the_least_and_the_most_tokens_must_agree() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         read_sampling({"min_tokens": 4, "max_tokens": 3})
     assert caught.value.field == "sampling.min_tokens"
-    # Of a request that goes on after 2 tokens, max_tokens is what is left.
+    # Of a request that continues after 2 tokens, max_tokens is what is left.
     assert read_sampling({"min_tokens": 4, "max_tokens": 3}, done=2).min_tokens == 4
 
 

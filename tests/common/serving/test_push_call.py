@@ -1,4 +1,4 @@
-"""What servicers push, and what they are told of their callers: the same of either server."""
+"""What servicers push, and what they learn of their callers: the same of either server."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ async def test_a_clients_request_may_have_fewer_fields(implementation) -> None:
         asks_for_keys = False
 
         def let_in(self, path: str, headers) -> None:
-            """Whoever comes."""
+            """Anybody who comes."""
 
         def rank(self, headers, tenant: str | None) -> Rank:
             return Rank()

@@ -92,7 +92,7 @@ class Service:
         started: Methods called.
         finished: Methods whose ``finally`` ran.
         called_back: How often done callbacks ran.
-        release: Lets ``Wait`` go on.
+        release: Lets ``Wait`` continue.
     """
 
     def __init__(self) -> None:

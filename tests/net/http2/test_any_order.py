@@ -18,7 +18,7 @@ FIELDS = [
 ]
 FIELDS.append(("content-type", "application/grpc"))
 _MOST_AT_ONCE = 60_000
-"""Most bytes that are read at once. With more, the connection would go on in a later turn of an event loop: here is none."""
+"""Most bytes that are read at once. With more, the connection would continue in a later turn of an event loop: here is none."""
 
 
 class Peers:

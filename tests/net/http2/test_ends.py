@@ -163,7 +163,7 @@ async def test_a_slow_reader_holds_up_its_own_call_and_no_other(running, request
     async with grpc.aio.insecure_channel(running.address) as channel:
         assert await channel.unary_unary(PATH + "Echo")(b"a") == b"a"
     before = running.service.written
-    while running.service.written < before + 100:  # it goes on as the client reads on
+    while running.service.written < before + 100:  # it continues as the client reads on
         assert await slow.reader.read(1 << 20)
     slow.writer.transport.abort()
     await until(lambda: running.service.finished == ["Flood"])

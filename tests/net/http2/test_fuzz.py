@@ -1,4 +1,4 @@
-"""Connections of clients in five languages, mutated: the server goes on or says goodbye, and nobody else notices.
+"""Connections of clients in five languages, mutated: the server continues or says goodbye, and nobody else notices.
 
 ``corpus`` holds what clients sent to ``conftest.Service``: grpcio, grpcurl (Go), curl (nghttp2), Node, our own; and four attacks.
 A byte string that breaks something goes there, too.

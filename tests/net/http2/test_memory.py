@@ -1,4 +1,4 @@
-"""What clients send in part, or much of, has a bound, for each and for all; whoever sends little is never refused for it."""
+"""What clients send in part, or much of, has a bound, for each and for all; anybody who sends little is never refused for it."""
 
 from __future__ import annotations
 

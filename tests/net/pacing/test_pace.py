@@ -1,4 +1,4 @@
-"""Long work lets others go on after each so much of it, and short work never."""
+"""Long work lets others continue after each so much of it, and short work never."""
 
 from __future__ import annotations
 

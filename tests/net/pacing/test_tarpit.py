@@ -104,7 +104,7 @@ async def test_it_closes_in_time_the_first_one_first(make_server) -> None:
     for client in clients:
         await until_closed(client)
     assert server.tarpit.held == 0
-    late = await server.connect()  # and goes on
+    late = await server.connect()  # and continues
     await until_closed(late)
     for client in (*clients, late):
         client.close()

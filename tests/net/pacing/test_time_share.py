@@ -1,4 +1,4 @@
-"""Who has too much to do goes on later, in turn with others, and holds up nobody."""
+"""Who has too much to do continues later, in turn with others, and holds up nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timer that is set anew."""
+"""A timer that is set again."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class Busy:
 
 
 async def test_no_handshake_begins_while_others_wait_for_their_part_of_the_time(listener, made) -> None:
-    """What a server has to do beside them has as much."""
+    """What a server has to do next to them has as much."""
     acceptor = Acceptor(listener, Made, Encryption(server_context(), 60, 60))
     busy = [Busy() for _ in range(acceptor_module._MOST_QUEUED)]
     for each in busy:

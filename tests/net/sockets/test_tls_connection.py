@@ -87,7 +87,7 @@ async def test_in_one_turn_of_the_loop_little_is_decrypted_however_much_there_is
     await taker.made.wait()
     taker.transport.pause_reading()
     sending = asyncio.create_task(asyncio.to_thread(client.send, bytes(4000), *([b"a" * 10] * 20_000)))
-    await asyncio.sleep(0.1)  # as much as the kernel takes is there when reading goes on
+    await asyncio.sleep(0.1)  # as much as the kernel takes is there when reading continues
     taker.transport.resume_reading()
     await sending
     while len(taker.content) < 204_000:

@@ -1,4 +1,4 @@
-"""Requests that wait for a worker with room: who goes on, who is refused, and whose word for a priority counts."""
+"""Requests that wait for a worker with room: who continues, who is refused, and whose word for a priority counts."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A key that is revoked: what runs with it ends, at the workers too, and what runs with others goes on."""
+"""A key that is revoked: what runs with it ends, at the workers too, and what runs with others continues."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_with_keys_the_keys_owner_and_at_most_its_priority_count(keys) -> None:
     assert rank(of(**{"api-key": KEY, "priority": "100"})) == Rank(5, "alice")
     assert rank(of(**{"api-key": KEY, "authorization": "Bearer other"})) != Rank(0, "alice")
     assert rank(of(priority="100")) == Rank(stranger=True)
-    # Whoever makes keys up has one turn for all of them, and not that of the probes, which have none.
+    # Anybody who makes keys up has one turn for all of them, and not that of the probes, which have none.
     strangers = {rank(of(authorization=f"Bearer {number}", priority="100")) for number in range(3)}
     assert len(strangers) == 1
     stranger = strangers.pop()

@@ -90,7 +90,7 @@ def test_a_failed_probe_opens_it_for_twice_as_long_up_to_a_bound(breaker, clock)
     clock.now += 4.0
     go(breaker, SUCCESS, FAULT, FAULT, FAULT)
     clock.now += 1.0
-    assert breaker.admits()  # the time begins anew after a success
+    assert breaker.admits()  # the time begins again after a success
 
 
 def test_a_probe_that_says_nothing_gives_its_place_to_the_next(breaker, clock) -> None:

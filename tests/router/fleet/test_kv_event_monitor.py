@@ -228,7 +228,7 @@ class FirstFails(Dialer):
 
 
 class LateTeller(FakeWorker):
-    """Publishes no events before it is started anew."""
+    """Publishes no events before it is started again."""
 
     nonsense = False
 

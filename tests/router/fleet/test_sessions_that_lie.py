@@ -47,7 +47,7 @@ CHANGES: dict[str, Callable[[Session, Session], Sequence[Session]]] = {
 
 
 def answers_slowly(fake) -> None:
-    """An answer repeats the prompt, a token a message, and goes on where an earlier try ended."""
+    """An answer repeats the prompt, a token a message, and continues where an earlier try ended."""
     fake.script.tokens = lambda prompt: prompt[1 : len(TEXT) + 1][len(prompt) - len(TEXT) - 1 :]
     fake.script.delay = 0.01
     fake.script.reason = common_pb2.FINISH_REASON_LENGTH
@@ -170,7 +170,7 @@ def scrambled(message: Session, chance: random.Random) -> Session:
 
 @pytest.mark.parametrize("packed", [True, False])
 async def test_a_worker_that_says_anything_stops_nobody_at_another(make_cluster, packed: bool) -> None:
-    """What its own clients get may be wrong or an error; the router goes on, and streams at the honest worker are right."""
+    """What its own clients get may be wrong or an error; the router continues, and streams at the honest worker are right."""
     chance = random.Random(packed)
     async with make_cluster(2, most_resumptions=20) as cluster:
         for fake in cluster.workers:

@@ -72,7 +72,8 @@ async def cluster(
 
 
 PATIENCE = 300.0
-"""Seconds after which what has not come never does. How long it takes is the machine's affair: beside a compiler, a minute."""
+"""Seconds after which what has not come never does. How long it takes is the machine's affair: along with a compiler, a
+minute."""
 
 
 async def available(router: RouterApplication, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Breaker, retry, queue and registry together, through random orders of events on a clock of the test's own, beside a plain
+"""Breaker, retry, queue and registry together, through random orders of events on a clock of the test's own, along with a plain
 model of what must hold.
 """
 
@@ -210,7 +210,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def replace(self, name: str) -> None:
-        """The worker is removed, what runs on it goes on elsewhere, and another is named that is yet to come up."""
+        """The worker is removed, what runs on it continues on another worker, and another is named that is yet to come up."""
         worker = self.workers[name]
         self.registry.remove(worker)
         for request in [request for request in self.running() if request.worker is worker]:

@@ -1,4 +1,4 @@
-"""Streams whose worker is lost go on, on another one, as if nothing had happened. Fakes in this process."""
+"""Streams whose worker is lost continue, on another one, as if nothing had happened. Fakes in this process."""
 
 import asyncio
 import time

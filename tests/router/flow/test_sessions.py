@@ -1,4 +1,4 @@
-"""Sessions over gRPC and HTTP: open, go on, fork, close; pins at workers; what each tenant may have; lost workers."""
+"""Sessions over gRPC and HTTP: open, continue, fork, close; pins at workers; what each tenant may have; lost workers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ async def test_those_who_ask_the_same_share_a_call_and_others_do_not() -> None:
     waiting = [asyncio.ensure_future(get(key)) for key in ("a", "a", "b", "bad", "bad", "a")]
     await asyncio.sleep(0.01)
     assert sorted(asked) == ["a", "b", "bad"]
-    waiting[0].cancel()  # who came first leaves: the call goes on for the others
+    waiting[0].cancel()  # who came first leaves: the call continues for the others
     await asyncio.sleep(0)
     gate.set()
     found = await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Ranks as processes around the runner without a model: which dies, hangs or diverges is named, and all are started anew."""
+"""Ranks as processes around the runner without a model: which dies, hangs or diverges is named, and all are started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose ranks are on two hosts, here two processes on one: who is lost is named, and all are started anew."""
+"""A worker whose ranks are on two hosts, here two processes on one: who is lost is named, and all are started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever reaches --rendezvous without the group's key learns nothing, and comes to no store."""
+"""Anybody who reaches --rendezvous without the group's key learns nothing, and comes to no store."""
 
 from __future__ import annotations
 

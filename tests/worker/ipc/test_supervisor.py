@@ -1,4 +1,4 @@
-"""A scheduler process that ends again and again: it is started anew, later each time."""
+"""A scheduler process that ends again and again: it is started again, later each time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Gluon: latent attention (MLA) of one new token for each of many requests, absorbed, by programs that read without a pause.
 
 There is a program for each multiprocessor: a warp fills a ring in shared memory by the bulk copy engine, with a request's queries
-beside its first vectors, and four multiply. A block of 64 vectors is the left side of ``wgmma``, the heads' queries, and then the
-weights, are the right side: so a product has no idle rows, whatever multiple of 8 the heads are, and takes the vectors from where
-they lie.
+along with its first vectors, and four multiply. A block of 64 vectors is the left side of ``wgmma``, the heads' queries, and then
+the weights, are the right side: so a product has no idle rows, whatever multiple of 8 the heads are, and takes the vectors from
+where they lie.
 
 Programs take equal shares of the blocks of keys of all requests (stream-K: Osama et al. 2023, arXiv:2301.03598), from the end of
 a share backwards. To begin and end a request takes as long as ``BEGIN`` blocks, which count as if they lay before its own. So
@@ -46,7 +46,8 @@ _LEAST = 24
 """Requests from which on it is worth its longer start."""
 _BEGIN = 2
 """Blocks that beginning and ending a request count as. 225 requests of 745 keys on average and 31 rows that pad took an H200
-142 us a layer when it counted 0, and 79, 66, 64 and 64 for 1 to 4 (queries fetched apart). With 2, and queries fetched beside the
+142 us a layer when it counted 0, and 79, 66, 64 and 64 for 1 to 4 (queries fetched apart). With 2, and queries fetched along with
+the
 vectors: 57."""
 
 

@@ -51,7 +51,7 @@ def tuned(
         experts: How many there are.
         chosen: How many a token goes to.
         measure: Times a product.
-        path: The file; one that cannot be read is written anew, one that cannot be written is only logged.
+        path: The file; one that cannot be read is written again, one that cannot be written is only logged.
         seconds: No size is begun after so many.
         clock: Gives seconds.
         stored: As :class:`TileTable` has it.
@@ -101,7 +101,7 @@ def _read(path: Path, experts: int, *, stored: bool) -> tuple[TileTable, Tuning]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s: tiles of experts are measured anew: %s", path, error)
+        logger.warning("%s: tiles of experts are measured again: %s", path, error)
         return None
     return TileTable(experts, plans, stored), tuning
 

@@ -1,7 +1,7 @@
 """The chained page hash that router and workers agree on.
 
 The hash of a page covers its own tokens and, through its parent's hash, everything before it: two prompts share the hash of
-page i exactly when their first (i + 1) pages are equal (up to collisions of a 128-bit hash; whoever reuses a page's content
+page i exactly when their first (i + 1) pages are equal (up to collisions of a 128-bit hash; anybody who reuses a page's content
 compares the tokens as well). The same chaining as vLLM's and SGLang's block hashes. O(n) in the number of tokens.
 """
 

@@ -11,7 +11,7 @@ class Seeds:
 
     Args:
         start: None: seeds are random. Otherwise the n-th seed is a pure function of ``start`` and n, so a server that is started
-            anew and gets the same requests in the same order gives the same answers.
+            again and gets the same requests in the same order gives the same answers.
     """
 
     def __init__(self, start: int | None = None) -> None:

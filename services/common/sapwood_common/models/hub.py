@@ -115,7 +115,7 @@ class Hub:
 
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # such as of a disk that is too small: what comes of it is said below
+                warnings.simplefilter("ignore")  # such as for a disk that is too small: what comes of it is said below
                 return self._find(name, revision, weights, progress)
         except ConfigError:
             raise

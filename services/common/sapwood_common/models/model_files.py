@@ -33,7 +33,7 @@ class PinnedModel:
     Attributes:
         path: Its file or folder.
         model: What ``--model`` has to say for this very file or folder, whatever becomes of the name elsewhere.
-        revision: What ``--revision`` has to say beside it, if anything.
+        revision: What ``--revision`` has to say next to it, if anything.
     """
 
     path: Path

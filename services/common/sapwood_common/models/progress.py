@@ -21,7 +21,7 @@ class Quarters:
         self._told = 0
 
     def line(self, text: str, done: int, total: int) -> list[str]:
-        """The lines that are due at ``done`` of ``total`` bytes; another text begins anew."""
+        """The lines that are due at ``done`` of ``total`` bytes; another text begins again."""
         lines = []
         if text != self._text:
             self._text, self._told = text, 0

@@ -56,7 +56,7 @@ def open_channel(
 
 
 class Dialer:
-    """Opens channels to peers with the TLS files of the configuration, read anew for each.
+    """Opens channels to peers with the TLS files of the configuration, read again for each.
 
     Args:
         ca: PEM file with the CAs that servers' certificates must come from; None is plain text.

@@ -66,7 +66,7 @@ class ServiceInterceptor:
         self.idle.set()
 
     def refuse_new(self) -> None:
-        """Refuses new calls from now on; running ones go on."""
+        """Refuses new calls from now on; running ones continue."""
         self._draining = True
 
     def wrap(self, method: str, handler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The series of a metric: added to on hot paths and from any thread, read by whoever renders the page."""
+"""The series of a metric: added to on hot paths and from any thread, read by anybody who renders the page."""
 
 from __future__ import annotations
 

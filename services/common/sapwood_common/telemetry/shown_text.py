@@ -39,7 +39,7 @@ def shown(text: str, most: int) -> str:
 
     Args:
         text: The text.
-        most: As of :func:`cut`.
+        most: As for :func:`cut`.
     """
     text = cut(text, most)
     text = without_credentials(text)

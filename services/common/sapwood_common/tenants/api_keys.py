@@ -77,7 +77,7 @@ class Key(Tenant):
         self.belong_to(tenant)
 
     def belong_to(self, tenant: Tenant) -> None:
-        """It is a key of this tenant, as of now."""
+        """It is a key of this tenant, at this moment."""
         self.settings, self._requests, self._tokens = tenant.settings, tenant._requests, tenant._tokens
 
     def watch(self, revoked: Callable[[], None]) -> None:

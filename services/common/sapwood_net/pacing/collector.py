@@ -27,7 +27,7 @@ class Collector:
         self._count = 0
 
     async def run(self) -> None:
-        """Collects for ever; cancel it to stop, whereupon Python's own schedule goes on.
+        """Collects for ever; cancel it to stop, whereupon Python's own schedule continues.
 
         What is there at the start stays and is never looked at again.
         """

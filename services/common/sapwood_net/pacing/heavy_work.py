@@ -1,8 +1,8 @@
 """Spaces out work that takes the event loop many milliseconds in one piece: to parse 16 MB, or to write them.
 
 One piece at a time has the loop, each caller's in turn, and all else then has as long before the next one. A caller whose piece
-took long waits longer for its own next one, by the square of its time. For whoever needs the loop at some moment waits for a long
-piece more often, and longer: it costs others as little as a short one only if it comes that much more seldom.
+took long waits longer for its own next one, by the square of its time. For anybody who needs the loop at some moment waits for a
+long piece more often, and longer: it costs others as little as a short one only if it comes that much more seldom.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HeavyWork:
 
         Args:
             caller: Whose piece it is; callers take turns.
-            goes_on: Whether the piece goes on with something that has begun. Such pieces go before what the caller has yet to
+            goes_on: Whether the piece continues with something that has begun. Such pieces go before what the caller has yet to
                 begin, else all that he asks for would be half done, and in memory, at once; among them who came first is first.
         """
         loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class HeavyWork:
                 if not turn.done():
                     if turns.begun or turns.new:
                         self._waiting[caller] = turns
-                    turn.set_result(None)  # who waits goes on in the loop's next turn, before `_over`
+                    turn.set_result(None)  # who waits continues in the loop's next turn, before `_over`
                     self._begin(caller)
                     return
         self._busy = False

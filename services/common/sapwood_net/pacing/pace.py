@@ -1,4 +1,4 @@
-"""Cuts long work into pieces: others go on after so much of it."""
+"""Cuts long work into pieces: others continue after so much of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Pace:
     """The pace of one piece of work.
 
     Args:
-        breathe: Lets others go on.
+        breathe: Lets others continue.
         most: How much is done before that.
     """
 

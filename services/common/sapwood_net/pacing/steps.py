@@ -1,4 +1,4 @@
-"""Long work as a generator: each ``yield`` is a place at which others may go on. It returns what the work is for."""
+"""Long work as a generator: each ``yield`` is a place at which others may continue. It returns what the work is for."""
 
 from __future__ import annotations
 

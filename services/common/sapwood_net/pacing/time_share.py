@@ -2,9 +2,10 @@
 
 uvloop reads up to 8 MB of one socket between two polls: a client that sends small frames as fast as it can would have the loop
 for seconds. So a connection works on what it has read for ``SLICE`` seconds at most. It keeps the rest, reads no more, and goes
-on in later turns, in which all such connections together have ``SLICE`` seconds, one after another. Those with little left go on
-before those with much, who have a third of the time at least. Of very many with little left, every second one that goes on is the
-newest, so that it does not wait for all of them. A connection that is alone loses nothing: turns follow each other at once.
+on in later turns, in which all such connections together have ``SLICE`` seconds, one after another. Those with little left
+continue before those with much, who have a third of the time at least. Of very many with little left, every second one that
+continues is the newest, so that it does not wait for all of them. A connection that is alone loses nothing: turns follow each
+other at once.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class TimeShare:
         self._fresh += self.clock() - self._began
 
     def add(self, worker: Worker, *, light: bool = False) -> None:
-        """Lets a worker go on in later turns, until it has no work left.
+        """Lets a worker continue in later turns, until it has no work left.
 
         Args:
             worker: The worker.

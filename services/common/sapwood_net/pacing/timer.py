@@ -1,4 +1,4 @@
-"""One timer of a connection, which is set anew again and again."""
+"""One timer of a connection, which is set again and again."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ takes no more, also within a turn."""
 class WriteBatch:
     """Gathers what one turn of the event loop writes, and writes it when everything that is ready now was handled.
 
-    A write costs more than most of what is written, and wakes whoever reads the connection. So all that one connection gets in
-    a turn leaves in one write. Writes to many connections also follow right after each other, which takes a quarter less of the
-    kernel's time than a write after each token: clients on the same machine do not interrupt the service between them, and it
+    A write costs more than most of what is written, and wakes anybody who reads the connection. So all that one connection gets
+    in a turn leaves in one write. Writes to many connections also follow right after each other, which takes a quarter less of
+    the kernel's time than a write after each token: clients on the same machine do not interrupt the service between them, and it
     finds what it needs in the processor's caches.
     """
 

@@ -19,7 +19,7 @@ class Port:
     Args:
         host: Address or name, or ``unix:PREFIX``.
         number: 0 takes a free one.
-        tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
+        tls: Certificate, key and the clients' CA, taken up again when the files change; None is plain text.
         alpn: Protocols to agree on with clients, over TLS.
         reuse: Whether other processes listen on the same port; each takes some of the connections.
         handshake: Seconds for a TLS handshake.

@@ -28,7 +28,7 @@ INPUT_BYTES = 16 * 1024
 _PIECE = 1024
 """Bytes of whole records that are decrypted before the clock is looked at: at most 38 changes of keys, or one large record."""
 _LIGHT = 2 * 1024
-"""Bytes of a request or two with their handshake: who has sent no more goes on before those with much."""
+"""Bytes of a request or two with their handshake: who has sent no more continues before those with much."""
 _FED = 4 * 1024
 """Bytes that OpenSSL is handed at once: of each connection it keeps as much memory as that was at most."""
 _MOST_CONTENT = 16 * 1024
@@ -90,7 +90,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._paused = False
         """Whether the protocol wants no more for now."""
         self._breathes = False
-        """Whether all memory was filled, and reading goes on in a later turn."""
+        """Whether all memory was filled, and reading continues in a later turn."""
         self._closing = False
         self._gone = False
         """Whether the client sends no more, and the socket closes once all is written."""
@@ -128,7 +128,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         return self._memory
 
     def buffer_updated(self, nbytes: int) -> None:
-        if nbytes == len(self._memory):  # or the event loop would go on reading this one
+        if nbytes == len(self._memory):  # or the event loop would continue reading this one
             self._breathes = True
             self._share.add(self)
         if self._closing:
@@ -366,7 +366,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._hold()
 
     def _hold(self) -> None:
-        """Ends the connection, for whoever knows of it; the socket closes later."""
+        """Ends the connection, for anybody who knows of it; the socket closes later."""
         socket, self._socket = self._socket, None
         if socket is not None:
             self._tarpit.hold(socket)
@@ -414,8 +414,8 @@ def hand_over(protocol: asyncio.BaseProtocol, content: bytes) -> None:
 _HEAD = 5
 """Bytes of a record's type, version and length."""
 _MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
-"""Bytes that a client may send beside the content, and as many more for each byte of content. A record has 22 beside its own:
-small frames, each in a record, come to 2 a byte."""
+"""Bytes that a client may send along with the content, and as many more for each byte of content. A record has 22 along with its
+own: small frames, each in a record, come to 2 a byte."""
 
 
 class TlsRecords:
@@ -427,10 +427,10 @@ class TlsRecords:
         self._left = 0
         """Bytes of the record that are still to come."""
         self._framing = _MOST_FRAMING
-        """Bytes beside the content that may still come."""
+        """Bytes along with the content that may still come."""
 
     def have_content(self, size: int, content: int) -> bool:
-        """Whether the client may go on after a piece of ``size`` bytes with so many of content."""
+        """Whether the client may continue after a piece of ``size`` bytes with so many of content."""
         self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * content - size)
         return self._framing >= 0
 

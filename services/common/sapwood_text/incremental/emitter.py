@@ -1,6 +1,6 @@
 """The writing side of a parser: collects events, joins neighbours and trims the white space around tool calls.
 
-White space between a call and the text beside it belongs to the format and is dropped: what stands before a call (the
+White space between a call and the text next to it belongs to the format and is dropped: what stands before a call (the
 last ``MAX_HELD_SPACE`` characters of it), between two calls, and after the last one up to the next text. Texts before and
 after calls are set apart by a line break. All other text goes through unchanged.
 """

@@ -251,7 +251,7 @@ class JsonReader:
         return char in self._first and bool((yield from source.ahead(*self._ends)))
 
     def _stops(self, source: Source) -> Steps[bool]:
-        """Whether no value can go on here."""
+        """Whether no value can continue here."""
         char = yield from source.peek()
         if char == "" or (yield from self._at_end_mark(source)):
             return True
@@ -359,7 +359,7 @@ class JsonReader:
             if stop == "\\" and not (self._python and stops is not closing and (yield from self._at_end_mark(source))):
                 emit((yield from self._escape(source)))
             elif stop != mark:
-                if stop != "\\":  # a backslash before an end continues the line, if the string goes on
+                if stop != "\\":  # a backslash before an end continues the line, if the string continues
                     source.give_back(stop)
                 if not (yield from self._is_closed(source, mark)):
                     return False

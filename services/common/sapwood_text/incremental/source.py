@@ -1,7 +1,7 @@
 """The reading side of a parser: a text that arrives in pieces, read by generators that wait for more.
 
 A parser is written as if the whole text were there: ``tag = yield from source.accept("<a>", "<b>")``. Where the text
-so far does not decide the answer, the primitive yields, and goes on when more text has come or the text has ended.
+so far does not decide the answer, the primitive yields, and continues when more text has come or the text has ended.
 What a primitive returns depends only on the text from where it was called, never on how the text was cut. So it is with
 parsers made of primitives; only the size of the pieces handed to ``emit`` depends on the cuts.
 

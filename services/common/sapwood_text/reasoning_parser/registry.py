@@ -35,7 +35,7 @@ def ends_in_reasoning(prompt: str, continued: str = "") -> bool | None:
 
     Args:
         prompt: The prompt; it ends inside if its last word is an opening tag, and outside if that is a closing tag.
-        continued: The message that the prompt ends with, if the model is to go on with it: its last tag decides.
+        continued: The message that the prompt ends with, if the model is to continue with it: its last tag decides.
     """
     text = prompt.rstrip()
     if any(text.endswith(family.opening) for family in FAMILIES.values()):

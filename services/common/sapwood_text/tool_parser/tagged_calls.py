@@ -251,7 +251,7 @@ class _Machine:
     def _after_call(self, in_section: bool) -> Steps[bool]:
         """Read the closing tags behind a call, and the calls in its section whose opening tag is misspelt.
 
-        Returns whether the section goes on.
+        Returns whether the section continues.
         """
         source = self._source
         while True:

@@ -136,7 +136,7 @@ class _Line:
 
 
 class Place:
-    """A request's place on its way to a worker, from before it is prepared until it chooses one. Whoever has it calls
+    """A request's place on its way to a worker, from before it is prepared until it chooses one. Anybody who has it calls
     :meth:`leave` in the end, whatever happens.
     """
 

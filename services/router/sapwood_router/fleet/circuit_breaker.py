@@ -102,7 +102,7 @@ class CircuitBreaker:
         on_change: Called with the new state after each change but the one that only time makes (open to half-open).
 
     Attributes:
-        closed: Whether it is: :meth:`admits` and :attr:`state` for whoever asks often.
+        closed: Whether it is: :meth:`admits` and :attr:`state` for anybody who asks often.
     """
 
     __slots__ = (

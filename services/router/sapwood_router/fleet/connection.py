@@ -4,7 +4,7 @@ When the connection breaks or falls silent, the worker is down at once, and the 
 succeeds. Each try has a connection of its own: an old one that is stuck in TCP's retransmissions would keep the worker away long
 after it is back.
 
-When a worker's scheduler process stands still, the worker goes on sending heartbeats, which say so. It counts as down after
+When a worker's scheduler process stands still, the worker continues sending heartbeats, which say so. It counts as down after
 half of the time that a silent worker on an idle machine gets, since the heartbeat takes a part of that time. Its streams stay a
 while longer, because moving them costs more than sending a new request elsewhere. Then its session ends, and in the next one
 the router waits until the heartbeats say that the process lives.

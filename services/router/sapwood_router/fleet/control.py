@@ -1,4 +1,4 @@
-"""What is asked of all workers together: to empty their caches, to pause and to go on."""
+"""What is asked of all workers together: to empty their caches, to pause and to continue."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FleetControl:
         await self._ask_all(pause)
 
     async def resume(self) -> None:
-        """They go on, if they were paused.
+        """They continue, if they were paused.
 
         Raises:
             SapwoodError: A worker did not do so.

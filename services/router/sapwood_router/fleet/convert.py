@@ -29,7 +29,7 @@ class WorkerOutput(msgspec.Struct):
         announced: Pages of the prompt that another worker may read already; the ticket names them again.
         position: How many tokens of the worker's output came before ``token_ids``; None: it does not say.
         total: How many tokens its output has, on the last one; None: it does not say.
-        ticket: The worker is done with the prompt, and another is to go on; whoever takes this releases it.
+        ticket: The worker is done with the prompt, and another is to continue; anybody who takes this releases it.
     """
 
     token_ids: Sequence[int]

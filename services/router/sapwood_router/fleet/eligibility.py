@@ -74,7 +74,7 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
             excluded[worker] = lack
             misfits.append(served)
         elif pages and served.pages and served.pages not in pages:
-            excluded[worker] = "its pages do not fit those of the worker beside it"
+            excluded[worker] = "its pages do not fit those of the worker next to it"
         elif worker.in_flight < worker.most_requests and worker.step_seconds < _OVERLONG_STEP:
             chosen.append(worker)
         else:

@@ -3,7 +3,7 @@
 A worker is there as long as some source names it: the configuration, a watched file, a DNS name, or its registration, which
 lapses unless it is renewed in time. When no source names it any more, it drains: it gets nothing new, its requests finish, and
 it is removed once it is idle or gone. (Kubernetes stops naming a pod when its grace period begins, not when it is over.) When
-an operator removes it, it is gone at once, and its requests go on elsewhere.
+an operator removes it, it is gone at once, and its requests continue on another worker.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The worker sends a snapshot and then every change. Each change has a number and a digest of all that the worker holds after it. A
 number out of turn, or a digest that differs from ours, means that something was lost or came in the wrong order. Then the stream
-is opened anew, and begins with a new snapshot. The digest in the worker's heartbeats reveals a stream that has fallen silent.
+is opened again, and begins with a new snapshot. The digest in the worker's heartbeats reveals a stream that has fallen silent.
 While there is no stream, the worker is not in the index, and policies go by the router's own placements.
 """
 
@@ -129,7 +129,7 @@ class KvEventMonitor:
         worker: The worker.
         index: What is kept true of the worker's cache.
         dialer: Opens channels.
-        on_drift: Called when something had been lost and the index begins anew for this worker.
+        on_drift: Called when something had been lost and the index begins again for this worker.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class KvEventMonitor:
                 try:
                     await self._follow()
                 except DriftError as error:
-                    logger.warning("KV events of worker %s: %s; asking for all of them anew", address, error)
+                    logger.warning("KV events of worker %s: %s; asking for all of them again", address, error)
                     self._on_drift()
                 except grpc.aio.AioRpcError as error:
                     if error.code() == grpc.StatusCode.UNIMPLEMENTED:

@@ -21,7 +21,7 @@ _KEPT = 1 / 16
 
 
 class Registry:
-    """All workers, and for each model the available ones, in a tuple that is made anew only when something changes.
+    """All workers, and for each model the available ones, in a tuple that is made again only when something changes.
 
     Args:
         workers: The workers, in the order they were configured.

@@ -53,7 +53,7 @@ class StreamSink(Protocol):
 
 
 class WorkerStream:
-    """One request on a session. Whoever opened it closes it; after its end that does nothing."""
+    """One request on a session. Anybody who opened it closes it; after its end that does nothing."""
 
     __slots__ = ("_session", "stream_id")
 
@@ -84,7 +84,7 @@ class WorkerSession(SharedCall):
         on_response: Gets each message before its outputs are handed on, and whether it is the call's first.
         on_lost: Gets the reason when the call is lost or cannot be opened; returns the seconds until the next try.
         on_tokens: Gets the number of tokens that were handed on of each message.
-        limit: How many seconds it may be without a message before it is lost, as of now.
+        limit: How many seconds it may be without a message before it is lost, at this moment.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -265,7 +265,7 @@ class WorkerSession(SharedCall):
             sink.failed(error)
 
     def _out_of_turn(self, stream_id: int, position: int) -> None:
-        """Something of a stream was lost or came twice: it fails as with its worker, and goes on from what is right."""
+        """Something of a stream was lost or came twice: it fails as with its worker, and continues from what is right."""
         received = self._taken.get(stream_id, 0)
         problem = f"worker {self._address} said what follows {position} tokens of a request after {received} had come"
         logger.warning("%s", problem)

@@ -23,7 +23,7 @@ PROMPT_SECONDS = 20.0
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
-"""What a request adds to ``recent_work`` beside its prefill: about what its answer will take."""
+"""What a request adds to ``recent_work`` along with its prefill: about what its answer will take."""
 
 
 class Lease:
@@ -192,7 +192,7 @@ class Worker:
         return Lease(self, tokens, tenant, hands_off=hands_off, embeds=embeds)
 
     def view(self) -> WorkerView:
-        """The worker as of now, for a policy. Needs ``model``."""
+        """The worker at this moment, for a policy. Needs ``model``."""
         assert self.model is not None
         return WorkerView(
             self.address,

@@ -115,10 +115,10 @@ class RouterMetrics:
             "sapwood_router_retries_total", "Further workers tried, by the status of the failed try.", code=CODES
         )
         self.resumptions = metrics.counter(
-            "sapwood_router_resumptions_total", "Streams that went on, on another worker, after theirs failed them."
+            "sapwood_router_resumptions_total", "Streams that continued, on another worker, after theirs failed them."
         )
         self.handoffs = metrics.counter(
-            "sapwood_router_handoffs_total", "Prompts that one worker computed and another was to go on with."
+            "sapwood_router_handoffs_total", "Prompts that one worker computed and another was to continue with."
         )
         self.weighed = metrics.counter(
             "sapwood_router_disaggregation_weighed_total",
@@ -144,7 +144,7 @@ class RouterMetrics:
             "sapwood_router_session_cached_tokens_total", "Of these, tokens that the worker had cached."
         )
         self.session_moves = metrics.counter(
-            "sapwood_router_session_moves_total", "Sessions that went on at another worker than before."
+            "sapwood_router_session_moves_total", "Sessions that continued at another worker than before."
         )
         self.losses = metrics.counter(
             "sapwood_router_worker_losses_total",
@@ -153,7 +153,7 @@ class RouterMetrics:
         )
         self.drifts = metrics.counter(
             "sapwood_router_kv_event_drifts_total",
-            "Times that a worker's KV events were found incomplete and asked for anew.",
+            "Times that a worker's KV events were found incomplete and asked for again.",
             worker=self._worker,
         )
 
@@ -207,7 +207,7 @@ class RouterMetrics:
         self.requests_running -= 1
 
     def stream_resumed(self) -> None:
-        """A stream goes on, on another worker."""
+        """A stream continues, on another worker."""
         self.resumed += 1
         self.resumptions.at().inc()
 
@@ -248,7 +248,7 @@ class RouterMetrics:
         self._metrics.polled(
             "gauge",
             "sapwood_router_loop_lag_seconds",
-            "How late the event loop runs what is due: the most of late, halved every 10 s since.",
+            "How late the event loop runs what is due: the most lately, halved every 10 s since.",
             lambda: [((), lag.recent)],
         )
         self._metrics.polled(

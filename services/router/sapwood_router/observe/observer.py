@@ -336,7 +336,7 @@ class RequestWatch:
         self._metrics.handoffs.at().inc()
 
     def resumed(self) -> None:
-        """The stream goes on, on another worker, after tokens had come."""
+        """The stream continues, on another worker, after tokens had come."""
         self._metrics.stream_resumed()
 
     def delta(self, started: float, tokens: int, output: Output | None = None) -> None:

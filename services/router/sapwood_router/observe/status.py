@@ -67,7 +67,7 @@ class RouterState:
         uptime: Seconds.
         running: Generations under way.
         queued: Requests that wait for a worker with room.
-        resumptions: Streams that went on, on another worker, since the start.
+        resumptions: Streams that continued, on another worker, since the start.
         problem: Why it cannot serve; empty if it can.
         policy: The policy of models that have none of their own.
         workers: All of them.

@@ -28,7 +28,7 @@ TOKENS_A_MESSAGE = 256 * 1024
 request brings a grammar or tools."""
 _CHECK_INTERVAL = 0.1
 _LARGE = b"\xfa\xff\xff\xff\x0f\x80\x80\x01" + bytes(16 * 1024)
-"""A field that no message has, larger than any packet: whoever reads it passes over it."""
+"""A field that no message has, larger than any packet: anybody who reads it passes over it."""
 _BYTES_A_TURN = 64 * 1024
 """Bytes of messages after which the next one is made in a later turn of the event loop."""
 BYTES_A_TOKEN = 4
@@ -65,7 +65,7 @@ class SharedCall(ABC):
     @property
     @abstractmethod
     def load(self) -> int:
-        """Requests under way. Whoever makes it less calls :meth:`_end_if_finished`."""
+        """Requests under way. Anybody who makes it less calls :meth:`_end_if_finished`."""
 
     @abstractmethod
     def _opened(self, call: DuplexCall) -> bytes:

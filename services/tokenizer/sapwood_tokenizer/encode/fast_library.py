@@ -4,7 +4,7 @@ The ``tokenizers`` library stays the definition. fastokens holds the vocabulary 
 or two to load, so it is loaded once ``WORTH`` characters have been encoded: a service that is hardly used does without.
 It then has to prove itself on ``odd_texts``: characters of all scripts, what Unicode makes hard, the vocabulary's own tokens
 and added tokens. If one text of these differs, or the tokenizer is of a kind that fastokens does not
-know, the ``tokenizers`` library goes on alone, with a line in the log. Later every ``_CHECKED``-th call is compared too, and a
+know, the ``tokenizers`` library continues alone, with a line in the log. Later every ``_CHECKED``-th call is compared too, and a
 difference ends the use of fastokens in this process.
 
 States: waiting -> loading -> fast or refused; fast -> refused. Only the loading thread leaves ``loading``.

@@ -85,7 +85,7 @@ def vocabulary_part(vocabulary: Vocabulary, fingerprint: bytes, first: int) -> t
 
 
 async def add_tokens(field: MutableSequence[int], token_ids: Sequence[int]) -> None:
-    """Adds tokens to a field of a response; others go on now and then where there are very many."""
+    """Adds tokens to a field of a response; others continue now and then where there are very many."""
     for at in range(0, len(token_ids), _TOKENS_AT_ONCE):
         if at:
             await asyncio.sleep(0)

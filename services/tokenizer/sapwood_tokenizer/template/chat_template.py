@@ -95,7 +95,8 @@ class ChatTemplate:
             messages: In the form of OpenAI's API; not changed. Content may be a list of texts.
             add_generation_prompt: Whether the text ends with the opening of the assistant's turn.
             tools: The tools on offer, in the form of OpenAI's API.
-            continue_final_message: Whether the text ends where the last message's content does, so that the model goes on there.
+            continue_final_message: Whether the text ends where the last message's content does, so that the model continues
+                there.
             variables: Further variables for the template; they may replace special tokens, but no other given variable.
             form: What :meth:`probe` found.
 
@@ -113,7 +114,9 @@ class ChatTemplate:
             return self._render({**given, "messages": messages})
         last = messages[-1]
         if not isinstance(last.get("content"), str):
-            raise InvalidArgumentError("the last message has no content to go on with", field="continue_final_message")
+            raise InvalidArgumentError(
+                "the last message has no content to continue with", field="continue_final_message"
+            )
         marked = {**last, "content": last["content"] + _CONTINUE_HERE + " "}
         text = self._render({**given, "messages": [*messages[:-1], marked]})
         before, mark, after = text.rpartition(_CONTINUE_HERE)

@@ -96,7 +96,7 @@ def load_tokenizer(path: Path, chat_template: Path | None = None) -> LoadedToken
 
     Args:
         path: A ``.gguf`` file, a Hugging Face model directory or a vocabulary file; the files that Hugging Face directories
-            have are looked for beside it.
+            have are looked for next to it.
         chat_template: A file whose template replaces the model's own.
 
     Raises:

@@ -4,7 +4,8 @@ Such a vocabulary has no merges: each step joins the neighbours whose joined byt
 split of every token into two tokens, in the order of the joined token's rank. Complexity: O(total bytes of the vocabulary)
 look-ups; 200 000 tokens give 450 000 merges.
 
-Sources: https://github.com/openai/tiktoken (``_educational.py``); Mistral's tekken as in https://github.com/mistralai/mistral-common.
+Sources: https://github.com/openai/tiktoken (``_educational.py``); Mistral's tekken as in
+https://github.com/mistralai/mistral-common.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens that stand for no text: added to a tokenizer, put around texts, and named by the files beside it."""
+"""Tokens that stand for no text: added to a tokenizer, put around texts, and named by the files next to it."""
 
 from __future__ import annotations
 

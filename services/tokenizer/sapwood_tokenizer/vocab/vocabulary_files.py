@@ -63,7 +63,7 @@ def load_vocabulary(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
 
     Args:
         path: A directory, or a vocabulary file of a known kind.
-        settings: The settings of the ``tokenizer_config.json`` beside it.
+        settings: The settings of the ``tokenizer_config.json`` next to it.
 
     Raises:
         ConfigError: There is no vocabulary, or it cannot be used; the message names the file and says why.
@@ -84,7 +84,7 @@ def load_vocabulary(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
 def refuse_settings(directory: Path, file: Path, settings: Mapping[str, Any]) -> None:
     """Refuses settings of ``tokenizer_config.json`` that would change tokens and that nothing here reads.
 
-    Beside a tokenizer.json only ``REFUSED_SETTINGS`` do: transformers leaves all others to that file, too.
+    Along with a tokenizer.json only ``REFUSED_SETTINGS`` do: transformers leaves all others to that file, too.
 
     Args:
         directory: Where the settings stand.

@@ -101,7 +101,7 @@ class Peer:
         assert found == (last, code)
 
     async def resets(self, data: bytes, code: ErrorCodes, stream: int = 1) -> None:
-        """``data`` is a stream error: RST_STREAM with the code, and other streams go on."""
+        """``data`` is a stream error: RST_STREAM with the code, and other streams continue."""
         ended = [item for item in await self.sent_back(data) if item[0] in (frames.RST_STREAM, frames.GOAWAY, -1)]
         assert ended == [(frames.RST_STREAM, 0, stream, code.to_bytes(4, "big"))]
 

@@ -120,7 +120,7 @@ async def test_parameters_reach_the_worker(cluster) -> None:
     sampling = next(call.request.sampling for call in cluster.calls() if call.request.sampling.max_tokens != 7)
     assert not any(sampling.HasField(name) for name in ("temperature", "top_p", "min_p", "ignore_eos"))
     assert (sampling.HasField("top_k"), sampling.top_k) == (True, 0), "a model's own default does not take its place"
-    assert sampling.HasField("seed")  # drawn by the router, so that another worker can go on with the stream
+    assert sampling.HasField("seed")  # drawn by the router, so that another worker can continue with the stream
 
 
 async def test_stop_strings(cluster) -> None:

@@ -26,7 +26,7 @@ TOOLS: list[Any] = [
 
 
 class Family(NamedTuple):
-    """A chat template, what the model then writes, and what a request says beside it."""
+    """A chat template, what the model then writes, and what a request says next to it."""
 
     template: str
     output: str

@@ -23,7 +23,7 @@ def test_thousands_of_items_are_one_turn() -> None:
     items = msgspec.convert([{"role": "user", "content": "hi"}, *said, *called], list[Item])
     assert len(list(conversation.take(items, _never, LeftOut(LeftOutLog())))) == len(
         items
-    )  # others may go on after each
+    )  # others may continue after each
     _, turn = conversation.turns
     assert turn.content == "\n".join(item["content"] for item in said)
     assert [call.id for call in turn.tool_calls] == [item["call_id"] for item in called]

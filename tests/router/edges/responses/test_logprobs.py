@@ -170,7 +170,7 @@ async def test_long_lists_are_written_once_and_sent_an_event_at_a_time(make_clus
 
 
 def test_the_end_comes_an_event_at_a_time() -> None:
-    """So others go on between them where each has a long list."""
+    """So others continue between them where each has a long list."""
 
     class Found:
         """Tokens of which one is told with each text."""

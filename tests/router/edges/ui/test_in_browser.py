@@ -92,7 +92,7 @@ async def test_a_chat_streams_and_no_text_of_it_is_markup(make_cluster, browser,
         await ask(page, "And now?")
         await wait_until(lambda: len(cluster.tokenizer.chats) == 2)
         roles = [message.role for message in cluster.tokenizer.chats[1].messages]
-        assert roles == ["system", "user", "assistant", "user"]  # which goes on
+        assert roles == ["system", "user", "assistant", "user"]  # which continues
         assert page.complaints() == []
 
 

@@ -152,7 +152,7 @@ async def test_garbage_does_no_harm_beside_another_backend(
             for member in front.router.registry.all():
                 member.breaker.reset()
             hostile.received.clear()
-            while not hostile.received:  # whoever's turn it is
+            while not hostile.received:  # anybody who's turn it is
                 found = await front.http.post("/v1/completions", json={**ASK, "stream": stream})
                 assert found.status_code == 200 and "error" not in found.text, (name, found.text)
         assert set(ended(front)) == {"OK"}

@@ -210,7 +210,7 @@ class Simulation:
         self.steps += 1
 
     def check_events(self) -> None:
-        """Whoever has followed the events knows what the second tier has and what the third is known to have, and that each
+        """Anybody who has followed the events knows what the second tier has and what the third is known to have, and that each
         block of these followed its parent."""
         events = self.scheduler.take_kv_events()
         assert AllBlocksCleared() not in events, "there are tiers that keep what they have"

@@ -51,7 +51,7 @@ MUTATIONS = [
         "while (known > request.capacity or",
         "while (known > request.capacity + 1 or",
     ),
-    # Whoever gets a row must be told to the runner.
+    # Anybody who gets a row must be told to the runner.
     Mutation(
         "core/scheduler/running/running_batch.py",
         "        request.enters = True\n",

@@ -89,7 +89,7 @@ def test_it_is_taken_for_the_sizes_where_it_is_quickest_and_counted() -> None:
 
     words = "backend; with residual and norm one-shot+norm up to 1024 KiB, apart above"
     for said, counts, found in run_ranks(2, work):
-        # One as quick as the method of the size before does not take its place: it goes on to what the method takes at most.
+        # One as quick as the method of the size before does not take its place: it continues to what the method takes at most.
         assert said == words
         assert found == [True, True, True]
         assert counts == {"backend": 1, "one-shot+norm": 3}

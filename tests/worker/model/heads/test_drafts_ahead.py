@@ -36,7 +36,7 @@ ODD: list[dict[str, Any]] = [
 def test_what_a_head_drafts_behind_a_check_is_what_it_says_when_it_is_asked(
     tiny_model: Any, trained: Path, page_size: int, num_pages: int, most: int, count: int
 ) -> None:
-    """Drafts become longer and shorter, so that some of those that were begun are cut and some go on."""
+    """Drafts become longer and shorter, so that some of those that were begun are cut and some continue."""
     tiny = tiny_model("llama")
     plain = build_runner(options(tiny.path))
     runner = build_headed_runner(options(tiny.path, page_size=page_size, num_pages=num_pages), trained)

@@ -44,7 +44,7 @@ def test_a_step_that_samples_nothing_and_an_empty_step(runner, make_driver):
 
 
 def test_layers_without_experts_have_nothing_to_tell_of_any(tiny_model, make_runner):
-    """As of a pipeline's first stage whose layers are all dense: the scheduler is not to ask it."""
+    """As for a pipeline's first stage whose layers are all dense: the scheduler is not to ask it."""
     dense = make_runner(tiny_model("qwen3-moe-plain", mlp_only_layers=[0, 1, 2, 3]).path)
     assert dense.experts is None
     some = make_runner(tiny_model("qwen3-moe-plain").path)

@@ -209,7 +209,7 @@ def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position():
 
 
 def test_uniform_numbers_never_change():
-    # A stream resumed on a newer worker must go on alike.
+    # A stream resumed on a newer worker must continue alike.
     numbers = uniform(np.array([7, 0, 2**64 - 1], np.uint64), np.array([3, 0, 100_000]), 2)
     assert numbers[:, 0].tolist() == [0.6042348053683145, 0.6524484863740322, 0.12423738179155697]
     assert numbers[:, 1].tolist() == [0.1933779781975552, 0.530399793615538, 0.9540376503273312]

@@ -44,7 +44,7 @@ class Sending:
         clock: Seconds, monotonic.
 
     Attributes:
-        open: Whether bytes are on their way that were not acknowledged, as of the last check.
+        open: Whether bytes are on their way that were not acknowledged, as for the last check.
     """
 
     def __init__(self, sock: Socket | None, interval: float, clock: Callable[[], float]) -> None:

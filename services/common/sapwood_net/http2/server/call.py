@@ -184,7 +184,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Sends a response; returns once the next one may follow.
 
         Raises:
-            CancelledError: The call is over, and its handler went on though it was cancelled.
+            CancelledError: The call is over, and its handler continued though it was cancelled.
         """
         if self.done():
             raise asyncio.CancelledError
@@ -278,7 +278,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Whether it is over."""
         return self._stream.closed or self._ended
 
-    # What servicers here use beside it (PushCall).
+    # What servicers here use next to it (PushCall).
 
     def set_initial_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Sets the metadata with which the response begins, sent in one packet with its first message or its end."""
@@ -383,5 +383,5 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # the connection's other calls go on
+            except Exception:  # the connection's other calls continue
                 logger.exception("a call's done callback failed")

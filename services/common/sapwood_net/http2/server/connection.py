@@ -106,11 +106,11 @@ _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """Payloads of pings that ask whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
 _LIGHT = 1024
-"""Bytes of a call or two: a connection that has no more to be read goes on before those with much."""
+"""Bytes of a call or two: a connection that has no more to be read continues before those with much."""
 _MUCH = 64 * 1024
-"""Bytes read at once after which other connections read first: uvloop would go on for 8 MB."""
+"""Bytes read at once after which other connections read first: uvloop would continue for 8 MB."""
 _MOST_UNREAD = 1024 * 1024
-"""The most bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings do not."""
+"""The most bytes that wait for a client that continues sending. Messages stop long before; answers to its pings do not."""
 
 
 class ServerConnection(asyncio.Protocol):
@@ -361,7 +361,7 @@ class ServerConnection(asyncio.Protocol):
         self.connection_lost(None)
 
     def _defer(self) -> None:
-        """Goes on in later turns if time was over."""
+        """Continues in later turns if time was over."""
         if self._behind and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
             light = len(self._reader.pending) <= _LIGHT and self._transport.get_extra_info("light", True)
@@ -443,7 +443,7 @@ class ServerConnection(asyncio.Protocol):
         self._rates.take(frame_rates.FAULT)
 
     def count_overloaded(self) -> None:
-        """Counts a call that ended as too much was held. Too many end the connection in a turn of its own: whoever brought
+        """Counts a call that ended as too much was held. Too many end the connection in a turn of its own: anybody who brought
         more than there is room for may be another."""
         try:
             self._rates.take(frame_rates.OVERLOAD)
@@ -460,7 +460,7 @@ class ServerConnection(asyncio.Protocol):
 
 
 class ClosedTransport(asyncio.Transport):
-    """Takes the place of a closed socket, so that calls that do not know yet may go on writing."""
+    """Takes the place of a closed socket, so that calls that do not know yet may continue writing."""
 
     def write(self, data: object) -> None:
         """Drops the data."""

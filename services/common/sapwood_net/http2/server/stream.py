@@ -13,7 +13,7 @@ from sapwood_net.http2.wire import frames
 from sapwood_net.http2.wire.message_reader import PREFIX, MessageReader
 
 WINDOW = 1024 * 1024
-"""Bytes that a client may send in messages that were not taken yet, beside the message that is on its way."""
+"""Bytes that a client may send in messages that were not taken yet, along with the message that is on its way."""
 _GRANTED = WINDOW // 2
 """Bytes taken after which the client is told that it may send as many again."""
 CRUMB = 64
@@ -23,9 +23,9 @@ _LIGHT = 4 * 1024
 _LARGE = 64 * 1024
 """Bytes: a larger request counts as held while its call runs."""
 _EACH = 128
-"""Bytes of memory that a whole message takes beside its own."""
+"""Bytes of memory that a whole message takes along with its own."""
 _CALL = 8 * 1024
-"""Bytes that a call which holds much counts beside: its task and all that belongs to it, while it waits to be worked on."""
+"""Bytes that a call which holds much counts too: its task and all that belongs to it, while it waits to be worked on."""
 _UNREAD = 16 * 1024
 """Bytes that a call counts whose client does not read, for all that works for it."""
 

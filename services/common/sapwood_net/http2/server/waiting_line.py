@@ -1,4 +1,4 @@
-"""The order in which calls that wait go on: those of high priority first, then each caller's in turn.
+"""The order in which calls that wait continue: those of high priority first, then each caller's in turn.
 
 Every second place goes to a caller of whom none has gone on since it came: who has one call does not wait until each of a
 thousand callers with many has had a turn. Of very many such callers the newest goes first.

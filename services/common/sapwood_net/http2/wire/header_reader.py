@@ -17,7 +17,7 @@ logging.getLogger("hpack").setLevel(logging.INFO)
 MOST_HEADER_BYTES = 64 * 1024
 """The most bytes of a call's header fields, as RFC 9113 counts them; a call with more is refused."""
 _MOST_READ_BYTES = 96 * 1024
-"""The most bytes that are decoded at all; more end the connection. Between the two limits its other calls go on."""
+"""The most bytes that are decoded at all; more end the connection. Between the two limits its other calls continue."""
 _MOST_FIELDS = 256
 """The most fields of a block. No client that only calls sends more."""
 _MOST_CODED = 16 * 1024

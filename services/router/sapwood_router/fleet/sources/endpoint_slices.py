@@ -1,7 +1,7 @@
 """Workers behind a Kubernetes service, from the API server's EndpointSlices, as they come and go.
 
 A list, then a watch from its version on, then again: the API server ends watches at will, and a watch that is too old (410)
-begins with a list anew. The official client blocks, so it runs in a thread. Endpoints that are not ready count as well: the
+begins with a list again. The official client blocks, so it runs in a thread. Endpoints that are not ready count as well: the
 router watches each worker's state itself. Those that terminate do not: the router gives them nothing new and lets them finish.
 """
 

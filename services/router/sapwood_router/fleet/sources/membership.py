@@ -18,7 +18,7 @@ _LAPSE_INTERVAL = 0.5
 async def follow_file(path: Path, fleet: Fleet) -> None:
     """Names the workers in a file, one ``host:port`` a line, ``#`` begins a comment; again after each change, for ever.
 
-    A file that is missing or cannot be read changes nothing, and neither does what is read only once: whoever writes it may
+    A file that is missing or cannot be read changes nothing, and neither does what is read only once: anybody who writes it may
     be about to replace it, or half through.
     """
     applied: str | None = None

@@ -19,7 +19,7 @@ MOST_CHAINS = 64
 MOST_PAGES = 256
 SPREAD = 1.25
 HANDED_SECONDS = 60.0
-"""How long what was handed over counts: a conversation that goes on later begins anew wherever there is room."""
+"""How long what was handed over counts: a conversation that continues later begins again wherever there is room."""
 _HANDED_BYTES = 16 * 1024 * 1024
 
 
@@ -46,7 +46,7 @@ class HotPrefixes:
             chains.popitem(last=False)
 
     def forget(self, worker: str) -> None:
-        """The worker is gone, or began anew: nothing of it is left to hand over, or was handed to it."""
+        """The worker is gone, or began again: nothing of it is left to hand over, or was handed to it."""
         self._chains.pop(worker, None)
         self._handed.reset(worker, MOST_CHAINS * MOST_PAGES)
 

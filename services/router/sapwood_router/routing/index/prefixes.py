@@ -80,7 +80,7 @@ class PrefixIndex:
         return self.beyond({worker: 0}, hashes, within).get(worker, 0)
 
     def beyond(self, told: Mapping[str, int], hashes: Sequence[bytes], within: float) -> dict[str, int]:
-        """The same for those of some workers that are believed to hold more than is told of them.
+        """The same for those of some workers that are believed to hold more than is known of them.
 
         Args:
             told: Pages, by worker: one look at the next page tells whether there are more.

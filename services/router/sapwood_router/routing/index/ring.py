@@ -3,7 +3,7 @@
 Algorithm: Karger et al., "Consistent Hashing and Random Trees" (1997): each worker has POINTS points on a ring of 64-bit
 hashes; a key belongs to the worker of the first point at or after its own hash. A worker that comes to n others
 or leaves them moves about 1/n of the keys. With bounded load (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with
-Bounded Loads", 2017) a key goes on along the ring past workers that have more than a factor of the mean load.
+Bounded Loads", 2017) a key continues along the ring past workers that have more than a factor of the mean load.
 
 Complexity: O(log(n x POINTS)) for a key's worker, O(n x POINTS log) after a change of workers. Bound: 2 ints a point.
 """
@@ -20,7 +20,7 @@ POINTS = 128
 
 
 class HashRing:
-    """A ring over addresses; made anew when they change. Not thread-safe."""
+    """A ring over addresses; made again when they change. Not thread-safe."""
 
     def __init__(self) -> None:
         self._addresses: tuple[str, ...] = ()

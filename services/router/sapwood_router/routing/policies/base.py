@@ -70,7 +70,7 @@ class Policy(Protocol):
     """Chooses workers. Runs on the event loop: every method is quick and does no I/O.
 
     Attributes:
-        remembers: Whether it remembers what workers hold. A policy that does serves all models and is told of resets and
+        remembers: Whether it remembers what workers hold. A policy that does serves all models and learns of resets and
             drains. Of a policy that does not (it takes turns, or draws), each model has one of its own.
         reads_events: Whether it reads the index that workers' KV events fill. If no policy does, the router does not follow
             the events.
@@ -158,7 +158,7 @@ class Forgetful:
 
 
 REQUEST_TOKENS = 1024
-"""A worker's request counts as so many prompt tokens to compute, beside those of its prompt: about what its answer takes.
+"""A worker's request counts as so many prompt tokens to compute, along with those of its prompt: about what its answer takes.
 
 Found by simulation of 48 requests that come at once (``Fleet.burst`` of ``tests/router/flow/disaggregation/test_mixes.py``): with
 512 to 2048 the last of them is answered up to 14 % sooner than where requests are counted, if their lengths differ much, and

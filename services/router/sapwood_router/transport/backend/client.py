@@ -115,7 +115,7 @@ class Backend:
         """The chunks of an answer as they come, without the mark of their end; each has ``choices``.
 
         Raises:
-            SapwoodError: As of :meth:`whole`; UnavailableError also where it falls silent, or breaks off without a mark.
+            SapwoodError: As for :meth:`whole`; UnavailableError also where it falls silent, or breaks off without a mark.
         """
         async with self._answer("POST", path, body, request_id, _patient(self._silence)) as response:
             if response.content_type != "text/event-stream":

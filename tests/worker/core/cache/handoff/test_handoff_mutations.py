@@ -99,7 +99,7 @@ MUTATIONS = [
     Mutation(LANDING, "entry is not None and entry.ready and", "entry is not None and"),
     # Of pages that came nothing is stored which is given to another before.
     Mutation(TIERS, "        self._adopted.forget(pages)\n", ""),
-    # Requests whose pages are there go on.
+    # Requests whose pages are there continue.
     Mutation("core/scheduler/scheduler.py", "            self._requests[serial].held = False\n", "            pass\n"),
 ]
 

@@ -29,7 +29,7 @@ def say(known: array[int], drafter: CopyingRow, tokens: list[int]) -> tuple[int,
 
 
 def brute_force(tokens: array[int]) -> int | None:
-    """The latest of those of the last places of two tokens that go on alike to the front for longest, up to 32."""
+    """The latest of those of the last places of two tokens that continue alike to the front for longest, up to 32."""
     places = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]][-MOST_PLACES:]
 
     def alike(end: int) -> int:

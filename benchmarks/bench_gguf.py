@@ -29,7 +29,7 @@ from report import Figure, Goal, print_figures, print_table
 
 import sapwood
 from sapwood.client import AsyncClient
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_kernels.native.library import load_library
 
 BATCH, PROMPT, LONG = 8, 32, 512
@@ -58,7 +58,7 @@ class Sapwood:
 
     def __init__(self, threads: int, stored_weights: str) -> None:
         before = set(_workers())
-        self._server = sapwood.Server("demo", 1, threads=threads, stored_weights=stored_weights).start()
+        self._server = sapwood.Server("demo-base", 1, threads=threads, stored_weights=stored_weights).start()
         self._pids = set(_workers()) - before
 
     def rate(self, batch: list[list[int]], tokens: int) -> float:
@@ -100,7 +100,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(quiet, None)
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(demo_path()).encode(), model_params)
+        self._model = llama_cpp.llama_model_load_from_file(str(packaged_path("demo-base")).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8192, LONG, LONG, BATCH
         params.n_threads = params.n_threads_batch = threads

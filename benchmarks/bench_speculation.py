@@ -41,7 +41,7 @@ from msgspec.structs import replace
 from walking_weights import eagle_head, untied, walk
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -251,7 +251,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     batches = [int(each) for each in arguments.batches.split(",")]
-    model = arguments.model or demo_path()
+    model = arguments.model or packaged_path("demo-base")
     if arguments.dummy == "walk":
         walk()
         model = untied(model)

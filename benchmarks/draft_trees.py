@@ -29,7 +29,7 @@ from bench_speculation import Engine
 from dialled_drafts import edit_prompt
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_worker.core.scheduler.speculation.prefix_drafter import LENGTH, MOST_PLACES, CopyingRow
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -149,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from sapwood_tokenizer.vocab.loader import load_tokenizer  # not everywhere where this runs
 
-    demo: Path = demo_path()
+    demo: Path = packaged_path("demo-base")
     options = RunnerOptions(
         model_path=demo,
         threads=1,

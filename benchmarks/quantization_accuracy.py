@@ -131,7 +131,7 @@ def calibrate(path: Path, device: str, pieces: list[list[int]], model: DecoderMo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="As the worker takes it (default: demo).")
+    parser.add_argument("--model", default="demo-base", help="As the worker takes it (default: demo-base).")
     parser.add_argument("--device", default="cpu", help="Default: cpu.")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs", help="A file or a folder.")
     parser.add_argument("--tokens", type=int, default=1500, help="Of the text, in pieces of 500 (default: 1500).")

@@ -119,7 +119,7 @@ def main() -> None:
     import os
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo-base")
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between samples")
     parser.add_argument("--clients", type=int, default=6, help="requests at a time")

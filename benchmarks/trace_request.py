@@ -143,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         processes = Processes(Path(folder))
-        with sapwood.Server("demo", workers=1) as server, server.client() as client:
+        with sapwood.Server("demo-base", workers=1) as server, server.client() as client:
             messages = [{"role": "user", "content": PROMPT}]
 
             def chat(tokens: int) -> None:

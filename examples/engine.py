@@ -1,6 +1,6 @@
 """Runs a model in this program, without a server: a batch, a schema, a choice among answers (pip install 'sapwood[all]').
 
-python examples/engine.py [MODEL]     default: demo, which is fetched if it is not there (238 MB)
+python examples/engine.py [MODEL]     default: demo, which is fetched if it is not there (93 MB)
 """
 
 import asyncio

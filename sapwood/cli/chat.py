@@ -21,6 +21,7 @@ from sapwood.cli.request import (
     request_options,
     structure_options,
 )
+from sapwood_common.models.packaged import model_hint
 
 if TYPE_CHECKING:
     from sapwood.client import Client, Generation
@@ -57,7 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         with failing_plainly(arguments.address):  # reports an unreachable router before the first question
             models = client.list_models()
-        print(f"{arguments.model or ', '.join(model.id for model in models)}: {_HELP}")
+        names = [arguments.model] if arguments.model else [model.id for model in models]
+        print(f"{', '.join(names)}: {_HELP}")
+        for name in names:
+            if hint := model_hint(name):
+                print(f"{name} is {hint}")
         _read_history()
         while True:
             try:

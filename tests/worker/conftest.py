@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_testing.drafts.answers import VOCAB, VOCABULARY
 from sapwood_testing.models.tiny_models import TINY, Tiny, make_tiny
 from sapwood_testing.worker.fake_worker_process import FakeWorkerProcess
@@ -149,7 +149,7 @@ def make_driver() -> Callable[[ModelRunner], Driver]:
 @pytest.fixture(scope="session")
 def demo_runner() -> ModelRunner:
     """The demo model, float32."""
-    return build_runner(RunnerOptions(model_path=demo_path(), num_pages=1024, max_running=16, threads=1))
+    return build_runner(RunnerOptions(model_path=packaged_path("demo-base"), num_pages=1024, max_running=16, threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.latent_twin import write_demo_twin
@@ -272,10 +272,10 @@ def test_the_demo_model_in_experts_gives_its_text(plugin: Any, tmp_path: Path, r
     """Experts are equal: whatever the routing, and whichever rank has a request, the text is the dense model's."""
     plugin("sapwood.model_families", "gemma3_sparse", "from sapwood_testing.models.upcycled import FAMILY", "FAMILY")
     path = tmp_path / "equal"
-    upcycle(demo_path(), path, experts=4, chosen=2)
+    upcycle(packaged_path("demo-base"), path, experts=4, chosen=2)
     shared = [2, *(1000 + 7 * place for place in range(63))]
     prompts = [[*shared, *(3000 + 11 * number + place for place in range(20 + 6 * number))] for number in range(10)]
-    with started(demo_path(), tmp_path / "log", *TIGHT, "--no-structured-output", *WIDE) as one:
+    with started(packaged_path("demo-base"), tmp_path / "log", *TIGHT, "--no-structured-output", *WIDE) as one:
         expected = one.answers(prompts)
     with started(path, tmp_path / "log-ranks", *TIGHT, *split(ranks, experts=True)) as worker:
         near(worker.answers(prompts), expected)

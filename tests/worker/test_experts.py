@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.worker.worker_process import started_worker
 
@@ -153,9 +153,9 @@ def test_the_demo_model_in_experts_keeps_its_text_while_they_move(ranks, plugin,
     """Experts are equal: whatever the routing and wherever they are, the text is the dense model's."""
     plugin("sapwood.model_families", "gemma3_sparse", "from sapwood_testing.models.upcycled import FAMILY", "FAMILY")
     path = tmp_path / "equal"
-    upcycle(demo_path(), path, experts=4, chosen=2)
+    upcycle(packaged_path("demo-base"), path, experts=4, chosen=2)
     prompts = [[2, 818, 5279, 529, 7001, 563], [2, *range(1000, 1150)]]
-    driver = make_driver(make_runner(demo_path(), num_pages=256))
+    driver = make_driver(make_runner(packaged_path("demo-base"), num_pages=256))
     expected = [driver.generate({slot: prompt}, 12)[slot] for slot, prompt in enumerate(prompts)]
     flags = "--tensor-parallel", str(ranks), "--expert-parallel", "--redundant-experts", "4", "--no-prefix-cache"
     with started(path, tmp_path / "log", *flags) as (address, _, _):

@@ -22,7 +22,7 @@ import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.group_key import group_key
 from sapwood_testing.worker.split_models import SHAPE
@@ -216,9 +216,9 @@ def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:
 def test_the_demo_model_over_two_hosts_answers_as_in_one_process(make_namespace: Any, tmp_path: Path) -> None:
     flags = ("--num-pages", "24", "--max-running", "5", "--conservativeness", "0", "--host-cache-ratio", "3")
     flags += ("--threads", "1", "--tensor-parallel", "2")
-    with worker(demo_path(), tmp_path / "log", *flags[:-2]) as stub:
+    with worker(packaged_path("demo-base"), tmp_path / "log", *flags[:-2]) as stub:
         whole = demo_answers(stub)
-    with two_hosts(demo_path(), tmp_path / "log-hosts", make_namespace(), *flags) as stub:
+    with two_hosts(packaged_path("demo-base"), tmp_path / "log-hosts", make_namespace(), *flags) as stub:
         for (tokens, logprobs), (expected, theirs) in zip(demo_answers(stub), whole, strict=True):
             assert tokens == expected
             assert logprobs == pytest.approx(theirs, abs=1e-3)
@@ -245,7 +245,7 @@ def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: 
     found = {}
     for size in sizes:
         split = ("--tensor-parallel", str(size[0]), "--pipeline-parallel", str(size[1]))
-        with worker(demo_path(), tmp_path / f"log-{size}", *flags, *split) as stub:
+        with worker(packaged_path("demo-base"), tmp_path / f"log-{size}", *flags, *split) as stub:
             found[size] = demo_answers(stub)
             tiers = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
             assert next(each for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST).hit_tokens > 0

@@ -68,13 +68,13 @@ def examine_files() -> Iterator[Finding]:
 
 def examine_disks() -> Iterator[Finding]:
     """Where models are kept: whether there is room, and whether this user may write."""
-    from sapwood_common.models.model_files import demo_path, sapwood_home
+    from sapwood_common.models.model_files import packaged_path, sapwood_home
 
-    yield _disk("SAPWOOD_HOME", sapwood_home(), needed=not demo_path().is_file())
+    yield _disk("SAPWOOD_HOME", sapwood_home(), needed=not packaged_path("demo").is_file())
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     yield _disk("HF_HOME", home, needed=False)
-    if demo_path().is_file():
-        yield Finding("demo model", "ok", str(demo_path()))
+    if packaged_path("demo").is_file():
+        yield Finding("demo model", "ok", str(packaged_path("demo")))
     else:
         yield Finding("demo model", "note", "not here yet; `sapwood up` fetches it", "sapwood model fetch demo")
 

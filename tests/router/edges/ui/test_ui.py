@@ -124,7 +124,7 @@ async def test_the_fleet_is_told_as_operators_are_told_it(make_cluster, wait_unt
         answer = await cluster.http.get("/ui/fleet")
         assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
         told = answer.json()
-        assert told["models"] == [{"id": "fake", "context_length": 100_000, "workers": 1}]
+        assert told["models"] == [{"id": "fake", "context_length": 100_000, "workers": 1, "hint": ""}]
         router = told["router"]
         assert (router["policy"], router["running"], router["queued"], router["problem"]) == ("cache_aware", 0, 0, "")
         rows = {row["address"]: row for row in router["workers"]}
@@ -166,7 +166,7 @@ async def test_with_keys_nothing_is_told_without_one_and_a_clients_key_shows_mod
             answer = await cluster.http.get("/ui/fleet", headers=sent["carol"])
             assert answer.status_code == 200
             assert answer.json() == {
-                "models": [{"id": "fake", "context_length": 100_000, "workers": 1}],
+                "models": [{"id": "fake", "context_length": 100_000, "workers": 1, "hint": ""}],
                 "router": None,
             }
         assert (await cluster.http.post("/ui/route", json=CHAT, headers=sent["alice"])).status_code == 405  # not there

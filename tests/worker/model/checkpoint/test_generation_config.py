@@ -104,3 +104,11 @@ def test_an_id_that_is_no_token_is_dropped_with_a_line_that_names_file_and_key(
     with caplog.at_level(logging.WARNING):
         assert read_hf_eos(tmp_path, 100) == ((4,) if isinstance(none, list) else ())
     assert f"{file}.json: eos_token_id: " in caplog.text
+
+
+def test_a_gguf_file_takes_the_defaults_next_to_it(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"")
+    assert read_sampling_defaults(model) == {}
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0}')
+    assert read_sampling_defaults(model) == {"temperature": 0.0}

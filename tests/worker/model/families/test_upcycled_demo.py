@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_common.models.model_files import demo_path
+from sapwood_common.models.model_files import packaged_path
 from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
@@ -52,7 +52,7 @@ def assert_likeliest(logits, tokens):
 
 def test_equal_experts_give_the_dense_models_text(sparse_family, demo_oracle, make_runner, make_driver, tmp_path):
     path = tmp_path / "equal"
-    upcycle(demo_path(), path, experts=EXPERTS, chosen=2)
+    upcycle(packaged_path("demo-base"), path, experts=EXPERTS, chosen=2)
     runner = make_runner(path, num_pages=256)
     assert runner.info.architecture == "gemma3_sparse"
     answers = make_driver(runner).generate(dict(enumerate(PROMPTS)), COUNT)
@@ -96,12 +96,12 @@ def greedy(runner, scheduler, prompts, put_back_at=-1):
 
 def test_the_text_stays_where_requests_are_put_back_and_come_from_the_second_tier(sparse_family, make_runner, tmp_path):
     path = tmp_path / "equal"
-    upcycle(demo_path(), path, experts=EXPERTS, chosen=2)
+    upcycle(packaged_path("demo-base"), path, experts=EXPERTS, chosen=2)
     prompts = [[2, *range(start, start + 40)] for start in (1000, 2000, 3000)]
     config = SchedulerConfig(
         page_size=16, num_pages=10, context_length=200, max_running=3, max_step_tokens=48, conservativeness=0.0
     )
-    dense = make_runner(demo_path(), num_pages=64, max_running=3)
+    dense = make_runner(packaged_path("demo-base"), num_pages=64, max_running=3)
     plain = Scheduler(replace(config, windows=dense.info.windows, num_pages=64, prefix_cache=False))
     expected = greedy(dense, plain, prompts)
     runner = make_runner(path, num_pages=10, max_running=3, host_cache_ratio=6.0)
@@ -157,7 +157,7 @@ def transformers_own(path, demo_oracle):
 
 def test_unequal_experts_equal_transformers(sparse_family, demo_oracle, make_runner, make_driver, tmp_path):
     path = tmp_path / "noisy"
-    upcycle(demo_path(), path, experts=EXPERTS, chosen=2, noise=0.2)
+    upcycle(packaged_path("demo-base"), path, experts=EXPERTS, chosen=2, noise=0.2)
     driver = make_driver(make_runner(path, num_pages=256))
     oracle = transformers_own(path, demo_oracle)
     tokens = PROMPTS[2]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from sapwood_common.models.packaged import model_hint
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.origins import Origins
@@ -16,11 +17,12 @@ _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosni
 
 
 class ModelView(msgspec.Struct):
-    """A model that can be asked for: as ``ListModels`` tells every client."""
+    """A model that can be asked for, as ``ListModels`` shows it to every client, and what a newcomer should know of it."""
 
     id: str
     context_length: int
     workers: int
+    hint: str
 
 
 class WorkerRow(msgspec.Struct):
@@ -88,7 +90,7 @@ class FleetPage:
         self._origins.check_host(exchange.headers)
         self._guard.recognise(exchange.headers)
         models = [
-            ModelView(model, self._registry.context_length(model), len(workers))
+            ModelView(model, self._registry.context_length(model), len(workers), model_hint(model))
             for model, workers in sorted(self._registry.models().items())
         ]
         router = None if self._status is None else _view(self._status())

@@ -42,14 +42,14 @@ GENERATION = KnownKeys(
 )
 
 
-def read_sampling_defaults(directory: Path) -> dict[str, float]:
-    """The defaults of a Hugging Face directory; what cannot be one is dropped, with a line in the log.
+def read_sampling_defaults(model: Path) -> dict[str, float]:
+    """The defaults of a Hugging Face directory, or those next to a GGUF file; the log names what cannot be one.
 
     Raises:
         ConfigError: The file cannot be read, or has a setting that is not known; names both.
     """
-    path = directory / "generation_config.json"
-    if not directory.is_dir() or not path.exists():
+    path = (model if model.is_dir() else model.parent) / "generation_config.json"
+    if not path.is_file():
         return {}
     values = read_json_object(path)
     if refused := GENERATION.refused(values):

@@ -1,7 +1,7 @@
 // What a chat is asked with: the fields beside it, kept in the tab.
 
 import { ApiError } from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, setText } from "./dom.js";
 
 const STORE = "sapwood-settings";
 const FIELDS = ["model", "system", "temperature", "max_tokens", "seed", "tool_choice", "tools", "schema"];
@@ -64,6 +64,9 @@ export function offerModels(models) {
     select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
     select.value = chosen || names[0] || "";
   }
+  const hint = models.find((model) => model.id === select.value)?.hint ?? "";
+  byId("model-hint").hidden = !hint;
+  setText(byId("model-hint"), hint);
 }
 
 /** Takes up what the tab has kept, and keeps what is changed. */

@@ -92,7 +92,7 @@ class Result:
     Attributes:
         plan: What was to be measured.
         model: The model's name.
-        tokens_a_word: How many tokens a word of made-up prompts comes to, by the server's usage; None if it told none.
+        tokens_a_word: How many tokens a word of made-up prompts comes to, by the server's usage; None if it sent none.
         levels: The loads that were measured, the last of them perhaps not to its end.
         interrupted: Whether it was stopped.
     """

@@ -72,7 +72,7 @@ class Measures:
         cached_tokens: Those of them that the server found in its cache; None if it does not tell.
         output_tokens: Tokens of the answers.
         pieces: Pieces in which they came.
-        without_usage: Answers for which the server told no usage; no figure of tokens has them.
+        without_usage: Answers without the server's usage; no figure of tokens has them.
         good: Requests that kept the objectives; None without objectives.
         invalid_json: Answers of requests with a schema that are no JSON; None without such requests.
         dispatch_lag: How much later than due requests were sent.
@@ -186,7 +186,7 @@ def _warnings(
         late = dispatch.p99 * 1000
         found.append(f"requests were sent {late:.1f} ms late (p99): the arrivals were not those asked for")
     if without_usage:
-        found.append(f"the server told no usage for {without_usage} answers: figures of tokens leave them out")
+        found.append(f"the server sent no usage for {without_usage} answers: figures of tokens leave them out")
     return found
 
 

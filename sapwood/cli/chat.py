@@ -39,7 +39,9 @@ def configure(verbs: Any) -> None:
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
-    parser.add_argument("--system", metavar="TEXT", help="What the model is told first. [default: nothing]")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="System message, which the model reads first. [default: nothing]"
+    )
     add_request_options(parser, max_tokens=512)
     add_structure_options(parser, tools=True)
     parser.set_defaults(run=run)

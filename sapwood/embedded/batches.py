@@ -175,7 +175,7 @@ class Batches:
         return [answer for found in await self._all(prompts, answers, "prompt") for answer in found]
 
     async def _all(self, items: Sequence[Any], work: Callable[[Any], Awaitable[ResultT]], noun: str) -> list[ResultT]:
-        """The results for all items, of which ``at_once`` are under way at a time. The first error cancels the others."""
+        """The results for all items; ``at_once`` are under way at a time. The first error cancels the others."""
 
         async def one(index: int, item: Any) -> ResultT:
             async with self._room:

@@ -42,7 +42,7 @@ class Open:
     Attributes:
         task: What it belongs to.
         prompt: The question.
-        answers: Right answers: texts, or expressions one of which is found in the answer.
+        answers: Right answers: texts, or expressions; one of them is found in the answer.
         match: Which of the two.
         extract: An expression; what it finds last in the answer, its first group if it has one, is compared. Empty compares the
             whole answer.

@@ -71,7 +71,7 @@ def test_tokens_that_the_server_did_not_count_are_not_guessed() -> None:
     found = measure(run_of(answered(1.0, [1.1, 1.2]), answered(1.0, [1.1, 1.3], tokens=2)))
     assert (found.output_tokens, found.without_usage) == (2, 1)
     assert found.tpot is not None and found.tpot.count == 1
-    assert "told no usage for 1 answers" in found.warnings[0]
+    assert "sent no usage for 1 answers" in found.warnings[0]
 
 
 def test_a_load_of_nothing_has_figures_too() -> None:

@@ -55,7 +55,7 @@ class EarlyBuild:
         """Returns once all is made.
 
         Args:
-            tell: Is told now and then what is waited for.
+            tell: Gets a line now and then about what is waited for.
             every: Seconds between.
 
         Raises:

@@ -78,7 +78,7 @@ class Compilers:
 
         Args:
             kernels: From :func:`noted`.
-            tell: Is told now and then what is waited for.
+            tell: Gets a line now and then about what is waited for.
         """
         count = len(self._processes)
         for first, process in enumerate(self._processes):

@@ -25,7 +25,7 @@ from sapwood_kernels.experts.triton_gate import Gate, gated, kind_of
 from sapwood_kernels.quantised.grouped import BLOCK
 
 Float8 = tuple[Tensor, Tensor]
-"""Rows of float8_e4m3fn, [T, K], and their scales, float32 [T, K / 128], of which those of a group lie side by side."""
+"""Rows of float8_e4m3fn, [T, K], and their scales, float32 [T, K / 128]; those of a group lie next to each other."""
 
 
 @triton.jit(do_not_specialize=["COUNT"])

@@ -1,6 +1,6 @@
 // Blocks of GGUF files. Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's quants.py.
 //
-// A row is a run of blocks; here it is read in groups of 32 numbers, each of which is `scale * q - minus` with an integer q.
+// A row is a run of blocks; here it is read in groups of 32 numbers; each is `scale * q - minus` with an integer q.
 
 #ifndef SAPWOOD_BLOCKS_H
 #define SAPWOOD_BLOCKS_H
@@ -19,7 +19,7 @@ typedef uint8_t bytes_at __attribute__((vector_size(16), aligned(1), may_alias))
 
 // By ggml's numbers.
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39 };
-// Our own, of 32 and 128 numbers: `(code - zero) * scale` with a float32 scale, a zero in a byte (three unused), codes as of Q4_0.
+// Our own, of 32 and 128 numbers: `(code - zero) * scale` with a float32 scale, a zero in a byte (three unused), codes as for Q4_0.
 enum { G4_32 = 64, G4_128 = 65 };
 
 // A group's numbers.
@@ -92,7 +92,7 @@ INLINE bytes bit5(uint32_t mask) {
 }
 #endif
 
-// Codes of 4 bits, of which a byte has those of two numbers 16 apart.
+// Codes of 4 bits; a byte has those of two numbers 16 apart.
 INLINE group four_bits(const uint8_t *at, float scale, uint8_t zero, float minus) {
 #if defined(__AVX512F__)
     const floats values = table(scale, zero, minus);
@@ -131,7 +131,7 @@ INLINE group q8_0(const uint8_t *block) {
 static const int8_t CURVE[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t FLOATS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// Such codes, of which a byte has those of two numbers 16 apart.
+// Such codes; a byte has those of two numbers 16 apart.
 INLINE group coded(const uint8_t *at, const int8_t *values, float scale) {
 #if defined(__AVX512F__)
     const bytes all = load16((const uint8_t *)values);

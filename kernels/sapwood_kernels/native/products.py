@@ -98,7 +98,7 @@ class GgufProduct:
         Args:
             x: float32 [T, K]; at most :data:`SMALL` rows with a norm or a gate.
             norm: Weight (float32 [K], contiguous) and eps of an RMSNorm.
-            gate: A gated activation of the outputs, of which the first half is the gate.
+            gate: A gated activation of the outputs; their first half is the gate.
 
         Returns:
             float32 [T, N], or [T, N / 2] with a gate.

@@ -37,7 +37,7 @@ static void rest(void) {
 }
 
 static int has_come(const signal_t *signal, uint32_t count) {
-    return (int32_t)(__atomic_load_n(&signal->count, __ATOMIC_SEQ_CST) - count) >= 0;  // which may begin anew at 0
+    return (int32_t)(__atomic_load_n(&signal->count, __ATOMIC_SEQ_CST) - count) >= 0;  // which may begin again at 0
 }
 
 // Says that this process has come to `count`: what it wrote before is seen by all that wait for it.

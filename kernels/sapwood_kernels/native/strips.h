@@ -95,7 +95,7 @@ INLINE void all_scales(strip_group *to, floats scale, floats minus) {
     to->minus[0] = to->minus[1] = minus;
 }
 
-// 32 codes of 4 bits from byte `from` on, of which a byte has those of two numbers 16 apart.
+// 32 codes of 4 bits from byte `from` on; a byte has those of two numbers 16 apart.
 INLINE void four_bit_codes(const strip_bytes in, int64_t from, __m512i *codes) {
     __m512i q[4];
     words_of_16(in, from, q);

@@ -59,7 +59,7 @@ class DeviceOps:
 
     Attributes:
         device: The device.
-        default_dtype: The dtype in which a model runs unless it is told another.
+        default_dtype: The dtype in which a model runs by default.
         asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
         captures: Whether launches can be captured in CUDA graphs.
         multiplies_groups: Whether :meth:`grouped` reads weights of any groups as they are held.

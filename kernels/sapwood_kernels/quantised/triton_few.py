@@ -251,7 +251,7 @@ def few_rows(
         weight: One that :func:`serves`.
         bias: [N].
         norm: None is taken along.
-        gate: A gated activation of the product, of which the first half is the gate.
+        gate: A gated activation of the product; its first half is the gate.
         add_to: [T, N] or [T, N / 2], contiguous; becomes the sum.
         dtype: The result's; None: x's.
     """

@@ -62,7 +62,7 @@ def _product_kernel(
     x, x_scales, weight, scales, out, M, N, K: tl.constexpr, EVEN: tl.constexpr, ADDS: tl.constexpr, GATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    # N outputs, of which a tile has BLOCK_N; with a gate as many rows of the weight again, so that it has half of its columns of
+    # N outputs; a tile has BLOCK_N of them; with a gate as many rows of the weight again, so that it has half of its columns of
     # either. TOGETHER rows of tiles at a time, so that what a wave of programs reads stays in the L2 cache.
     wide: tl.constexpr = BLOCK_N // 2 if GATE != 0 else BLOCK_N
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, wide)

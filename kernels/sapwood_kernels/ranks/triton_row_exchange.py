@@ -128,7 +128,7 @@ class RowExchange:
         return found
 
     def _exchange(self, x: Tensor, found: Tensor, count: int, *, sums: bool, tries: int) -> None:
-        """Exchanges rows, of which each rank has ``count`` numbers of its own."""
+        """Exchanges rows; each rank has ``count`` numbers of its own."""
         assert x.is_contiguous() and x.nbytes <= self.most_bytes
         vector = _VECTOR_BYTES // x.element_size()
         if count % vector:

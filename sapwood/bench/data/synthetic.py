@@ -34,7 +34,7 @@ def random_prompts(maker: PromptMaker, inputs: Lengths, outputs: Lengths, seed: 
 def shared_prefix(
     maker: PromptMaker, groups: int, prefix: Lengths, inputs: Lengths, outputs: Lengths, seed: int
 ) -> Conversations:
-    """Prompts of which each begins as all others of its group do.
+    """Prompts in groups; all prompts of a group begin alike.
 
     Args:
         maker: Makes the texts.

@@ -23,7 +23,7 @@ class Record:
         sent: When it was sent; 0 before.
         arrivals: When each piece of the answer came.
         ended: When the answer was over, or failed; 0 before.
-        prompt_tokens: By the server's usage; None if it told none.
+        prompt_tokens: By the server's usage; None if it sent none.
         completion_tokens: The same.
         cached_tokens: The same, of the prompt.
         error: The kind of failure, such as ``HTTP 503``; empty if there was none.

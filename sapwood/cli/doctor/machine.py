@@ -25,7 +25,7 @@ def examine_cores() -> Finding:
         return Finding(
             "cores",
             "note",
-            f"{count}, of which the container may use {int(quota) / int(period):.1f} at a time",
+            f"{count}; the container may use {int(quota) / int(period):.1f} at a time",
             "sapwood up --threads N, with as many for all workers together as it may use",
         )
     return Finding("cores", "ok", str(count))

@@ -68,7 +68,7 @@ def configure(verbs: Any) -> None:
     data.add_argument(
         "--body", type=json_object, metavar="JSON", help="Further fields of each request, over HTTP. [default: none]"
     )
-    _add_report_flags(parser.add_argument_group("what is told"))
+    _add_report_flags(parser.add_argument_group("report"))
     parser.set_defaults(run=run)
     offline.configure(parser.add_subparsers(title="instead of a server", metavar="WHAT", prog="sapwood bench"))
 

@@ -81,7 +81,7 @@ def code_number(error: errors.SapwoodError) -> int:
 def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes], ...]:
     """The trailing metadata that carries the ``google.rpc`` details of an error; empty if it has none.
 
-    That a request was cancelled is always told there, so that :func:`from_rpc_error` can tell it from a call that broke.
+    A cancelled request is always noted there, so that :func:`from_rpc_error` can tell it from a call that broke.
     """
     details: list[AnyMessage] = []
     if reason := reason_of(error):

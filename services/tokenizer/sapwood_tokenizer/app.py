@@ -124,7 +124,7 @@ def load_model(config: TokenizerConfig, path: Path) -> Model:
 
 
 def run(config: TokenizerConfig) -> int:
-    """Runs the service until it is told to stop.
+    """Runs the service until a signal stops it.
 
     Returns:
         The exit code: 0 after a signal, 1 if it could not start.

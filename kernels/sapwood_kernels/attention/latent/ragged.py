@@ -25,7 +25,7 @@ class Ragged:
 
     Attributes:
         queries: int32 [B + 1] on the device: where each request's tokens begin, and where the last one's end.
-        keys: int32 [B + 1]: the same of keys, of which a request's tokens are the last.
+        keys: int32 [B + 1]: the same of keys; a request's tokens are the last of them.
         most_queries, most_keys: The most that a request has.
     """
 

@@ -19,7 +19,7 @@ from sapwood_kernels.ops.device import DeviceOps
 
 
 class SharedPrefillAttention:
-    """Implements :class:`sapwood_kernels.attention.planned.PlannedAttention` for chunks of prompts of which some share keys.
+    """Implements :class:`sapwood_kernels.attention.planned.PlannedAttention` for chunks of prompts, some of which share keys.
 
     Args:
         own: Computes chunks over their requests' own keys.

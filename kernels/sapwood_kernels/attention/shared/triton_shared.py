@@ -85,7 +85,7 @@ def _shared_kernel(
 
 
 def tile_rows(group: int, dim: int, batch: int) -> int:
-    """Rows of a program's products: query heads that share a key head, of which each request has ``group``."""
+    """Rows of a program's products: query heads that share a key head; each request has ``group`` of them."""
     rows: int = max(_FEW_ROWS, triton.next_power_of_2(group))
     for more in (_ROWS, _MANY_ROWS):
         if rows < batch * group and more * triton.next_power_of_2(dim) <= _MOST_NUMBERS:

@@ -54,7 +54,7 @@ def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileSh
 
     Args:
         height: Places of a tile.
-        stored: Whether matrices are in few bits: widened in registers, of which a tile may not take too many.
+        stored: Whether matrices are in few bits: widened in registers; a tile may not take too many of these.
     """
     if height == 1:
         return _ALONE[0], _ALONE[4 if stored else 1]

@@ -16,7 +16,7 @@ _IN_TEMPLATE = (
 )  # fmt: skip
 """Tokens that end a turn where the chat template has them."""
 _HARMONY = "<|return|>"
-"""A vocabulary with this token has messages within an answer, each of which ends with ``<|end|>``."""
+"""A vocabulary with this token has messages within an answer; each ends with ``<|end|>``."""
 
 
 def end_ids(found: Any, vocab_size: int, where: str) -> list[int]:

@@ -106,7 +106,7 @@ class Hub:
             name: The model.
             revision: Its branch, tag or commit; None: ``main``.
             weights: Whether its safetensors are wanted too; without them it is enough for a tokenizer.
-            progress: Told how far it is.
+            progress: Called with how far it is.
 
         Raises:
             ConfigError: They cannot be fetched, or may not; the message is one line that says what to do.

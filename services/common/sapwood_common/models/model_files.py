@@ -75,7 +75,7 @@ def pin_model(
         revision: Branch, tag or commit of a model of the hub.
         weights: Whether more is wanted of a model from elsewhere than a tokenizer needs.
         may_fetch: Whether what is not on this machine may be fetched.
-        progress: Told how far fetching is.
+        progress: Called with how far fetching is.
 
     Raises:
         ConfigError: There is nothing there, or it cannot be fetched; the message says what to do.

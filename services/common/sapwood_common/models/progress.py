@@ -1,4 +1,4 @@
-"""How far a download is: told to a callback, and put into words for what has no line that changes, such as a log."""
+"""How far a download is: a number for a callback, and words for a log, which has no line that changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models at a URL that fsspec reads, such as ``s3://bucket/folder``: fetched into Sapwood's own cache.
 
-Each state of what lies at a URL, told by the names, sizes and ETags of its files, has a folder of its own. A file gets its name
-there when it is whole; one that is not is gone on with. A file lock makes concurrent calls wait for the first one.
+Each state of what lies at a URL, recognised by the names, sizes and ETags of its files, has a folder of its own. A file gets its
+name there when it is whole; one that is not is gone on with. A file lock makes concurrent calls wait for the first one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UrlModels:
             url: Where a folder in Hugging Face's format is, or a ``.gguf`` file, or one of several files of a model.
             weights: Whether the safetensors of a folder are wanted too.
             may_fetch: Whether anything may be asked of the network; if not, it is the state that was fetched last.
-            progress: Told how far it is.
+            progress: Called with how far it is.
 
         Raises:
             ConfigError: It cannot be fetched, or is not here; the message is one line that says what to do.

@@ -266,7 +266,7 @@ async def _gather(
 
 
 def _introduction(key: bytes, purpose: Purpose, theirs: bytes) -> tuple[bytes, bytes]:
-    """What the end that comes says, and what it is told in return by one that knows the key."""
+    """What the connecting end sends, and what an end that knows the key answers."""
     asked = _PURPOSE.pack(*purpose) + secrets.token_bytes(_NONCE)
     return asked + _proof(key, b"comes", theirs, asked), _proof(key, b"listens", theirs, asked)
 

@@ -60,7 +60,7 @@ class GrpcioCall:
         self._initial = metadata
 
     def give_up(self, code: grpc.StatusCode, details: str) -> None:
-        """Cancels the handler. A client that reads nothing is told once it reads."""
+        """Cancels the handler. A client that reads nothing learns of it once it reads."""
         self._given_up = (code, details)
         if self._writer is not None:
             self._writer.cancel()

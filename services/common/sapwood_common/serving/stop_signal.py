@@ -1,4 +1,4 @@
-"""When a process is told to stop; knows no gRPC, for processes that serve none."""
+"""When a process is asked to stop; knows no gRPC, for processes that serve none."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a program can be told: flags, variables, YAML, and what makes sense together. Knows no service."""
+"""A program's settings: flags, variables, YAML, and which go together. Knows no service."""

@@ -1,1 +1,1 @@
-"""Logs, metrics and traces. Knows what is told to it and nothing of who tells it."""
+"""Logs, metrics and traces. Knows nothing of its callers."""

@@ -78,7 +78,7 @@ def _value(value: object) -> object:
 
 
 class _Cut:
-    """A value of any class, of which a log line has the beginning and the end of what it would say."""
+    """A value of any class; a log line shows the beginning and the end of its text."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -91,7 +91,7 @@ class _Cut:
 
 
 class _TextFormatter(logging.Formatter):
-    """One line for people; an exception's lines follow, each of which begins with a bar."""
+    """One line for people; an exception's lines follow, each begun with a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, and the lines of its exception."""

@@ -25,7 +25,7 @@ class BodyMemory:
 
     Args:
         most_bytes: The most bytes that all bodies may hold.
-        freed: Told how many bytes are held no more.
+        freed: Called with the number of bytes that are held no more.
     """
 
     def __init__(self, most_bytes: int, freed: Callable[[int], None] = lambda _: None) -> None:
@@ -55,7 +55,7 @@ class BodyMemory:
             del self._sizes[body]
 
     def release(self, body: HeldBody) -> None:
-        """Forgets a body of which nothing is held any more. Does nothing for one that was released before."""
+        """Forgets a body that holds nothing any more. Does nothing for one that was released before."""
         count = self._sizes.pop(body, 0)
         self.held -= count
         self._freed(count)

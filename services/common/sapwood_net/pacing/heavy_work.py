@@ -39,7 +39,7 @@ class HeavyWork:
 
     Args:
         clock: Seconds of work, monotonic: CPU time of the loop's thread, which other programs do not stretch.
-        rest: How many times as long as a piece took the loop rests from such work after it, whoever asks.
+        rest: How many times as long as a piece took the loop rests from such work after it, for all callers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time, *, rest: float = 1.0) -> None:

@@ -262,7 +262,8 @@ def _is_alive(connection: socket.socket) -> bool:
 
 
 def _begins_tls(connection: socket.socket) -> bool:
-    """Whether the first byte is a handshake's. Who speaks HTTP/1.1 instead is told; what came is read, or it would be lost."""
+    """Whether the first byte is a handshake's. A client that speaks HTTP/1.1 gets an answer; what came is read, or the answer
+    would be lost."""
     with contextlib.suppress(OSError):
         if connection.recv(1, socket.MSG_PEEK) == _HANDSHAKE:
             return True

@@ -48,7 +48,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         encryption: The listener's.
         share: Shares the event loop's time among the listener's connections.
         handshakes: The same until the handshake is over.
-        memory: What is read goes there first, whoever sent it.
+        memory: All that is read goes there first.
         tarpit: Where it ends if the client breaks a rule.
 
     Attributes:
@@ -97,7 +97,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._unread = False
         """Whether the client does not read what was sent."""
         self._held_back = False
-        """Whether the protocol was told to write no more."""
+        """Whether the protocol was asked to write no more."""
         self._answered = 0
         """Bytes that TLS itself has answered while the client does not read."""
         self._dropped = 0

@@ -10,11 +10,11 @@ prepared while others went would else all go before who comes then.
 Refusal: when the queue is full, the request that would go last of all leaves, be it one that waits or the new one: so a tenant's
 flood fills what room there is and no more than its share once others come. It is charged nothing. A request whose expected wait
 (those that would go before it, over the rate at which requests have left lately) ends after its deadline, or is longer than
-``most_wait``, is refused at once. A request can take its place before it is ready to go. All that are refused are told when to
+``most_wait``, is refused at once. A request can take its place before it is ready to go. All that are refused learn when to
 try again: after the expected wait, at least a second, times a random factor from 1 to 2. Without the factor, those
 who came together would come back together; spread out, a burst becomes a steady stream by its second try.
 
-Complexity: O(log n) comparisons to enter, to go and to refuse, and a move of up to n pointers in a list, for a thousand of which
+Complexity: O(log n) comparisons to enter, to go and to refuse, and a move of up to n pointers in a list; for a thousand
 a microsecond is enough; those that are not ready are passed one by one. Bound: ``most_waiting`` requests, and the tags of four
 times as many tenants in each class.
 """

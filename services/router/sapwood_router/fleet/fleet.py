@@ -29,7 +29,7 @@ class Fleet:
 
     Args:
         registry: Where the workers are.
-        policies: Told of workers that are gone.
+        policies: Called for workers that are gone.
         make: Makes a worker.
         watch: Starts what follows a worker; the tasks are cancelled when it is removed.
         on_removed: Called with the address of a worker that is gone.
@@ -95,7 +95,8 @@ class Fleet:
             self._policies.drained(worker.address, heirs)
 
     def remove(self, address: str) -> None:
-        """Forgets a worker at once, whoever named it; the configuration, file or DNS name names it again only when it changes.
+        """Forgets a worker at once, from whatever source it came; the configuration, file or DNS name names it again only when it
+        changes.
 
         Raises:
             NotFoundError: There is no such worker.

@@ -13,7 +13,7 @@ from sapwood_router.request.embed_request import Labels
 from sapwood_router.routing.load import Load
 
 RETRY_AFTER = 1.0
-"""Seconds a client is told to wait when nobody can take its request: about when a restarted worker is found again."""
+"""Seconds that a client should wait when nobody can take its request: about when a restarted worker is found again."""
 _SHARERS = 4
 """How many tenants the kept places are enough for: one tenant may have at most this fraction of them."""
 _KEPT = 1 / 16

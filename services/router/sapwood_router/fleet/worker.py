@@ -131,7 +131,7 @@ class Worker:
         self.generating = 0
         """This router's requests on it that have their first token."""
         self.handing_off = 0
-        """Requests in flight of which it only computes the prompt: another worker will generate."""
+        """Requests in flight whose prompt it only computes: another worker will generate."""
         self.embedding = 0
         """Requests in flight that generate nothing."""
         self.prompted = SlidingCount(PROMPT_SECONDS, clock)

@@ -39,7 +39,7 @@ class Encoded:
 
 
 class EncodeStoppedError(Exception):
-    """A text takes too much time or memory; the message says of which."""
+    """A text takes too much time or memory; the message says which."""
 
 
 class Library(Protocol):

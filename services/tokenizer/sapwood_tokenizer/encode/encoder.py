@@ -210,7 +210,7 @@ class Encoder:
                 "the model's vocabulary has no tokens for what comes after a gap (fill-in-the-middle)", field="suffix"
             )
         if options.offsets:
-            raise InvalidArgumentError("offsets are not told with a suffix", field="return_offsets")
+            raise InvalidArgumentError("there are no offsets with a suffix", field="return_offsets")
         if len(texts) > MOST_GAPS:
             raise InvalidArgumentError(f"at most {MOST_GAPS} texts go with a suffix", field="texts")
         return self._fill_in_middle

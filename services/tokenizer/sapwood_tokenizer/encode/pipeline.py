@@ -50,7 +50,7 @@ _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{\d*,?\d*\})")
 """A repeated group: it may be ambiguous, and explode."""
 _BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k<|g<)")
 _MOST_UNBOUNDED = 16
-"""Unbounded repetitions of one alternative of an expression, of which each may multiply its time."""
+"""Unbounded repetitions of one alternative of an expression; each may multiply its time."""
 _LONGEST_WORD = 1000
 _COMPOSED = 4
 """Characters that a composing normalizer makes one of, at most."""
@@ -101,7 +101,7 @@ class TokenLengths:
 
     Attributes:
         longest: Characters of the longest token.
-        longest_beside_runs: The same without runs of one character (spaces, dashes), of which vocabularies have long tokens.
+        longest_beside_runs: The same without runs of one character (spaces, dashes): vocabularies have long tokens of those.
         composes: Whether the normalizer may make one character of several.
     """
 

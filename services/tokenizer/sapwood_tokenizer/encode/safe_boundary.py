@@ -118,7 +118,7 @@ def _normalizes(tokenizer: Tokenizer) -> bool:
 
 
 def _trie_pattern(tokens: Iterable[str]) -> str:
-    """An expression that matches any of the tokens, none of which is the beginning of another."""
+    """An expression that matches any of the tokens; no token is the beginning of another."""
     groups: dict[str, list[str]] = {}
     for token in tokens:
         groups.setdefault(token[0], []).append(token)

@@ -166,7 +166,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         if request.tools and not self._renderer.shows_tools and not self._warned_of_tools:
             self._warned_of_tools = True
             logger.warning(
-                "a request offers tools, but the chat template does not show them: the model is not told of any"
+                "a request offers tools, but the chat template does not show them: the model does not see any"
             )
         continued = request.continue_final_message
         prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continued

@@ -156,7 +156,7 @@ def _through_transformers(directory: Path) -> Vocabulary:
     try:
         loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any class
-        reason = shorten(str(error), 300, placeholder=" ...")  # several lines, of which the first may say nothing
+        reason = shorten(str(error), 300, placeholder=" ...")  # several lines; the first may say nothing
         raise ConfigError(
             f"--model: {directory} holds no {_OTHERS}, and transformers finds no tokenizer in it: {reason}"
         ) from error

@@ -32,7 +32,7 @@ from sapwood_net.http2.wire.peer_settings import PeerSettings
 _STREAM = 1
 """The id of the connection's only stream."""
 _WINDOW = 16 * 1024 * 1024
-"""Bytes that the peer may send before it is told that they were taken."""
+"""Bytes that the peer may send before it learns that they were taken."""
 _DATA = b"%c\0%b" % (frames.DATA, _STREAM.to_bytes(4, "big"))
 """A DATA frame's header after its length: type, flags, stream."""
 _CODES = {b"%d" % code.value[0]: code for code in grpc.StatusCode}
@@ -86,7 +86,7 @@ class DuplexCall(asyncio.Protocol):
         self._window = self._stream_window = frames.USUAL_WINDOW
         """Bytes that the peer takes on the connection, and on the stream."""
         self._consumed = 0
-        """Bytes that the peer has sent and has not been told that they were taken."""
+        """Bytes that the peer has sent, and whose receipt it has not learnt."""
         self._paused = False
         self._frames = FrameReader()
         self._headers = HeaderReader(dict)

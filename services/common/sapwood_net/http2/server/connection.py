@@ -101,7 +101,7 @@ MOST_STREAMS = 4096
 MOST_UNKNOWN_STREAMS = 64
 """Calls at a time of a client that has shown no valid key yet, where keys are asked for."""
 _GRANTED = CONNECTION_WINDOW // 2
-"""Bytes taken after which the client is told that it may send as many again."""
+"""Bytes taken after which the client may send as many again: WINDOW_UPDATE says so."""
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """Payloads of pings that ask whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
@@ -117,7 +117,7 @@ class ServerConnection(asyncio.Protocol):
     """One client's connection. Implements ``FrameConnection``, ``StreamConnection`` and ``time_share.Worker``.
 
     Args:
-        owner: Is told what happens.
+        owner: Gets a call for each event.
         most_bytes: The largest message taken.
         most_streams: Calls at a time.
         shared: What it shares with other connections.
@@ -224,7 +224,7 @@ class ServerConnection(asyncio.Protocol):
         if due is Due.PING:
             self.send(frames.frame(frames.PING, 0, 0, _PING))
         elif due is Due.RETIRE:
-            # Calls that are on their way are still answered. Once the client has answered this, it is told which is the last.
+            # Calls that are on their way are still answered. Once the client has answered this, a second GOAWAY names the last.
             self._goaway(ErrorCodes.NO_ERROR, frames.LAST_STREAM)
             self.send(frames.frame(frames.PING, 0, 0, _LAST_PING))
         elif due is Due.GIVE_UP:
@@ -529,7 +529,7 @@ class HeldMessages:
     Args:
         memory: The memory of all connections.
         most_bytes: The most bytes that this one may hold.
-        holder: Told of each call that ends for it.
+        holder: Called for each call that ends for it.
 
     Attributes:
         total: Bytes that are held now.

@@ -68,7 +68,7 @@ class FlowControl:
 
     Args:
         streams: The connection's open streams, by number. Not copied.
-        connection: Is told when more streams may write.
+        connection: Called when more streams may write.
 
     Attributes:
         window: Bytes of DATA that the client takes on the connection. Streams that write take from it.

@@ -67,7 +67,7 @@ class IncomingFrames:
         rates: Limits frames that are of no use.
 
     Attributes:
-        consumed: Bytes of DATA since the client was last told that it may send more.
+        consumed: Bytes of DATA since the last WINDOW_UPDATE to the client.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class IncomingFrames:
         self._rates.take(frame_rates.FAULT)
 
     def _fail_stream(self, stream: int, code: ErrorCodes, message: str) -> None:
-        """Ends a stream of which a frame broke the protocol; ends the connection if there has never been such a stream."""
+        """Ends a stream that had a frame against the protocol; ends the connection if there has never been such a stream."""
         found = self._streams.get(stream)
         if found is not None:
             found.break_off(code)

@@ -167,7 +167,7 @@ class Http2Server:
     def connection_made(self, connection: ServerConnection) -> None:
         self._connections[connection] = None
         self._shared.count_connections(len(self._connections))
-        if self._stopping:  # it was on its way when the others were told
+        if self._stopping:  # it was on its way when the others were ended
             connection.close_gently()
         elif len(self._connections) > _MOST_CONNECTIONS:
             oldest = islice(self._connections, _LOOKED_AT)
@@ -217,7 +217,7 @@ class Http2Server:
                 tenant = self._gate.let_in(path.decode("latin-1"), head.headers)
             except CallError as error:
                 stream.finish(refusal(*self._status_of(error)))
-                if not isinstance(error, ResourceExhaustedError):  # a known caller's, who is told when to come again
+                if not isinstance(error, ResourceExhaustedError):  # a known caller's, who learns when to come again
                     connection.count_refused()
                 return
         if problem is not None or handler is None:

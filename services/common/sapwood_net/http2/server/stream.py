@@ -15,7 +15,7 @@ from sapwood_net.http2.wire.message_reader import PREFIX, MessageReader
 WINDOW = 1024 * 1024
 """Bytes that a client may send in messages that were not taken yet, along with the message that is on its way."""
 _GRANTED = WINDOW // 2
-"""Bytes taken after which the client is told that it may send as many again."""
+"""Bytes taken after which the client may send as many again: WINDOW_UPDATE says so."""
 CRUMB = 64
 """Bytes: a DATA frame with fewer that completes no message counts as a frame without content."""
 _LIGHT = 4 * 1024
@@ -31,7 +31,7 @@ _UNREAD = 16 * 1024
 
 
 class StreamReceiver(Protocol):
-    """Is told what happens on a stream. Its methods are called by the connection: they must not block, and not raise."""
+    """Gets a stream's events. Its methods are called by the connection: they must not block, and not raise."""
 
     def received(self, message: bytes, compressed: bool) -> None:
         """A whole message came. Once it is taken, :meth:`ServerStream.taken` is to be called."""
@@ -79,7 +79,7 @@ class StreamConnection(Protocol):
         ...
 
     def count_fault(self) -> None:
-        """Counts a stream of which the client broke the protocol. Raises ConnectionFailedError for too many."""
+        """Counts a stream on which the client broke the protocol. Raises ConnectionFailedError for too many."""
         ...
 
 
@@ -133,11 +133,11 @@ class ServerStream:
         self._kept = 0
         """Bytes of a message that was taken and waits to be parsed, or is large and its call runs."""
         self._weight = 0
-        """Bytes that the connection was told that this holds."""
+        """Bytes that this holds, as the connection counts them."""
         self._heavy = _LIGHT
         """Bytes beyond which they are counted again."""
         self._owed = 0
-        """Bytes received of which the client was not told that they were taken."""
+        """Bytes received that no WINDOW_UPDATE has given back yet."""
         self._undelivered: int | None = None
         """Bytes of DATA that must still come by the client's content-length; None if it gave none."""
         self._unread = False
@@ -258,7 +258,7 @@ class ServerStream:
             await waiter
 
     def reset(self, code: ErrorCodes) -> None:
-        """Ends the stream at once. Its receiver is told nothing."""
+        """Ends the stream at once, without a call of its receiver."""
         if not self.closed:
             self._connection.send(frames.reset(self.number, code))
             self._close()

@@ -33,7 +33,7 @@ class HttpClient:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """aiohttp's: it keeps connections open, follows no redirect unless told to, and takes no cookies."""
+        """aiohttp's: it keeps connections open, follows no redirect by default, and takes no cookies."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),

@@ -17,7 +17,7 @@ from sapwood_common.errors import (
 )
 
 _LONGEST = 1000
-"""Characters of a backend's message that are told."""
+"""Characters of a backend's message that clients see."""
 _MOST_RETRY_AFTER = 600.0
 _STATUS_OF_TYPE = {
     "invalid_request_error": 400,
@@ -35,7 +35,7 @@ _STATUS_OF_TYPE = {
 def error_of_answer(address: str, status: int, body: bytes, headers: Mapping[str, str]) -> SapwoodError:
     """The error that an answer stands for whose status is not 200.
 
-    What is the client's fault is told as the backend told it; what is not names the backend. That the backend does not take
+    An error of the client's keeps the backend's words; another one names the backend. That the backend does not take
     the router's key is no fault of the client's.
     """
     message, field = _said(body)

@@ -52,7 +52,7 @@ RULES = (
 - DATA without content: fewer than 64 bytes that complete no message. Each stream earns two more.
 - Frames of no use: PRIORITY, acknowledgements, frames of streams that are over, of unknown types; each counts for one more
   for each KB. Each stream earns two more.
-- Calls that held more than there was room for: each was the largest of the connection that held the most, and was told when to
+- Calls that held more than there was room for: each was the largest of the connection that held the most, and learnt when to
   come again.
 """
 

@@ -15,7 +15,7 @@ class Timeouts:
     Attributes:
         greeting: Until the client's preface and the head of its first frame are here.
         silence: Without a byte from the client before it is pinged, and then until it must have answered.
-        idle: Without a call before the client is told to go (GOAWAY). gRPC's clients connect again with their next call.
+        idle: Without a call before the client gets GOAWAY. gRPC's clients connect again with their next call.
         flush: For sending what is on its way, once a connection is to close.
         held: For which the connection of a client that broke a rule is held (:class:`Tarpit`).
     """

@@ -49,7 +49,7 @@ class Unfoldings:
         Args:
             caller: Whose it is.
             unfolder: Decompresses the message, which has begun.
-            keep: Told how many bytes there are by now.
+            keep: Called with the number of bytes.
 
         Raises:
             TooLargeError, ValueError: As the unfolder does.

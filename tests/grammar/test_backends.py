@@ -60,6 +60,12 @@ CASES: dict[str, tuple[str, Any, list[str], list[str]]] = {
     "date": ("json_schema", {"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2023-13-01"']),
     "regex": ("regex", r"[a-f]{2,3}:\d+", ["ab:1", "abc:123"], ["a:1", "ab:", "abg:1"]),
     "ebnf": ("ebnf", 'root ::= digit ("+" digit)*\ndigit ::= [0-9]', ["1", "1+2+3"], ["+", "1+", "12"]),
+    "choices": (
+        "ebnf",
+        "start: CHOICE\nCHOICE: " + " | ".join(json.dumps("a" * (n % 3) + f"é{n}") for n in range(4096)),
+        ["é0", "aé1", "aé10", "aé4"],
+        ["é", "a", "aé", "é4096", "é00"],
+    ),
     "lark": ("ebnf", 'start: "a" DIGITS\nDIGITS: /[0-9]+/', ["a1", "a123"], ["a", "1", "ab"]),
     "structural tag": (
         "structural_tag",

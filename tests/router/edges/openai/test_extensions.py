@@ -245,7 +245,7 @@ STRUCTURED = [
     ({"guided_json": json.dumps(SCHEMA)}, "json_schema", json.dumps(SCHEMA)),
     ({"guided_regex": "a+"}, "regex", "a+"),
     ({"guided_grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
-    ({"guided_choice": ["a", 'b"\\']}, "ebnf", 'start: "a" | "b\\"\\\\"'),
+    ({"guided_choice": ["a", 'b"\\']}, "ebnf", 'start: CHOICE\nCHOICE: "a" | "b\\"\\\\"'),
     ({"json_schema": SCHEMA}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
     ({"json_schema": json.dumps(SCHEMA), "grammar": ""}, "json_schema", json.dumps(SCHEMA)),
     ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
@@ -255,7 +255,7 @@ STRUCTURED = [
     ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
     ({"structured_outputs": {"json_object": True, "regex": None}}, "json_schema", '{"type": "object"}'),
     ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}}, "regex", "a+"),
-    ({"structured_outputs": {"choice": ["é"]}}, "ebnf", 'start: "é"'),
+    ({"structured_outputs": {"choice": ["é"]}}, "ebnf", 'start: CHOICE\nCHOICE: "é"'),
     ({"structured_outputs": {"grammar": 'start: "a"', "json_object": False}}, "ebnf", 'start: "a"'),
     ({"structured_outputs": {"structural_tag": "{}", "disable_fallback": False}}, "structural_tag", "{}"),
 ]

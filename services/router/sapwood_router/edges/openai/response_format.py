@@ -28,6 +28,8 @@ _KINDS = {
 }
 """vLLM's kinds of structured output, and what each must be."""
 _MOST_CHOICES = 4096
+_ONE_TERMINAL = "start: CHOICE\nCHOICE: "
+"""The lexer takes thousands of texts; the parser takes no rule of more than 2000."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _PARAMETERS = (
     ("regex", "regex"),
@@ -121,7 +123,7 @@ def _of_kind(kind: str, value: Any, field: str) -> AnswerGrammar:
             if len(value) > _MOST_CHOICES:
                 raise InvalidArgumentError(f"at most {_MOST_CHOICES} choices, got {len(value)}", field=field)
             if all(isinstance(choice, str) and choice for choice in value):
-                return AnswerGrammar("ebnf", f"start: {' | '.join(map(_literal, value))}")
+                return AnswerGrammar("ebnf", f"{_ONE_TERMINAL}{' | '.join(map(_literal, value))}")
     raise InvalidArgumentError(f"{field} must be {_KINDS[kind]}", field=field)
 
 

@@ -178,6 +178,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 await self.script.gate.wait()
             if self.script.error is not None:
                 raise self.script.error
+            if not all(item.ids for item in call.request.inputs):
+                raise InvalidArgumentError("a sequence is empty", field="inputs")
             vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in call.request.inputs]
             for start in range(0, len(vectors), 2):
                 part = worker_pb2.WorkerEmbedResponse()

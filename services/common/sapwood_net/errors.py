@@ -4,6 +4,8 @@ from __future__ import annotations
 
 _MOST_TOLD = 4096
 """Characters of a message: what it quotes came from the caller, who may have sent megabytes."""
+_LONGEST_FIELD = 1024
+"""Characters of a field: its last part may be a caller's key, or another service's word."""
 
 
 class CallError(Exception):
@@ -20,7 +22,7 @@ class CallError(Exception):
             message = f"{message[: _MOST_TOLD // 2]} ... {message[-_MOST_TOLD // 2 :]}"
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = field if field is None else field[:_LONGEST_FIELD]
         self.retry_after = retry_after
 
 

@@ -14,6 +14,7 @@ import grpc
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import (
     DeadlineExceededError,
+    InternalError,
     InvalidArgumentError,
     PromptTooLongError,
     SapwoodError,
@@ -47,6 +48,7 @@ class SharedAnswers(Generic[AnswerT]):
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = asyncio.get_running_loop().create_task(ask())
+            call.add_done_callback(_look_at)  # all who waited may be gone
         self._waiting[key] = self._waiting.get(key, 0) + 1
         try:
             return await asyncio.shield(call)
@@ -57,6 +59,11 @@ class SharedAnswers(Generic[AnswerT]):
                 call.cancel()  # does nothing to one that has ended
 
 
+def _look_at(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
 MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
 
@@ -64,6 +71,9 @@ _PAUSE = 0.1
 _VOCABULARY_SECONDS = 60.0
 """Seconds in which the service has to give its vocabulary."""
 _TOKENS_A_REQUEST = 16_384
+_MOST_TOKENS = 1 << 22
+"""Tokens of the largest vocabulary that is taken; the largest ones that are known have a sixteenth of it."""
+_MOST_VOCABULARY_BYTES = 256 * 1024 * 1024
 _TURNS_AT_ONCE = 16
 """Turns of a conversation that are written into its message in one step."""
 _AT_ONCE = nullcontext()
@@ -254,7 +264,7 @@ class TokenizerClient:
             answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
             stint = stint or self._heavy.stint(cache_salt)
             return EncodedGap(
-                await _gather(answer.sequences[0].ids, stint),
+                await _gather(_sequences(answer, 1)[0].ids, stint),
                 tuple(answer.end_token_ids),
             )
 
@@ -333,6 +343,8 @@ class TokenizerClient:
 
         async def ask() -> CompiledGrammar:
             answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
+            if not answer.compiled:  # a worker would take it for no grammar
+                raise _wrong("a grammar of no bytes")
             return CompiledGrammar(answer.compiled, answer.tool_parser, tuple(answer.left_out))
 
         return await self._compiling.get((request_id, deadline, request.SerializeToString(deterministic=True)), ask)
@@ -376,11 +388,15 @@ class TokenizerClient:
 
     async def _ask_for_each(self, size: int, request_id: str, deadline: float) -> Vocabulary:
         """The vocabulary of a service that is too old to give it: the bytes of each token, and what becomes of a first space."""
+        if not 0 < size <= _MOST_TOKENS:
+            raise _wrong(f"a vocabulary of {size} tokens")
         spelled: list[bytes] = []
         special: dict[int, str] = {}
         for first in range(0, size, _TOKENS_A_REQUEST):
             request = tokenizer_pb2.GetTokenBytesRequest(token_ids=range(first, min(first + _TOKENS_A_REQUEST, size)))
             answer = await self._call(lambda replica: replica.stub.GetTokenBytes, request, request_id, deadline)
+            if len(answer.tokens) != len(request.token_ids) or not all(0 <= token < size for token in answer.special):
+                raise _wrong("other tokens than it was asked for")
             spelled += answer.tokens
             special.update((token, spelled[token].decode("utf-8", "replace")) for token in answer.special)
             await asyncio.sleep(0)
@@ -410,16 +426,19 @@ class TokenizerClient:
         tokens: list[bytes] = []
         lengths = array("I")
         special: dict[int, str] = {}
+        room = _MOST_VOCABULARY_BYTES
         while True:
             request = tokenizer_pb2.GetVocabularyRequest(first=len(lengths))
             part = await self._call(lambda replica: replica.stub.GetVocabulary, request, request_id, deadline)
             if part.fingerprint != fingerprint:
                 return None
+            room -= len(part.tokens)
+            _check_part(part, len(lengths), room)
             tokens.append(part.tokens)
             lengths.extend(part.lengths)
             names = (name.decode("utf-8", "surrogateescape") for name in part.special_names)
             special.update(zip(part.special, names, strict=True))
-            if len(lengths) >= part.size or not part.lengths:
+            if len(lengths) == part.size:
                 packed = PackedTokens(b"".join(tokens), lengths)
                 table = TokenTable.packed(packed, strips_leading_space=part.strips_leading_space)
                 return Vocabulary(table, part.size, special)
@@ -438,7 +457,7 @@ class TokenizerClient:
         if most_tokens is not None:
             request.max_tokens = most_tokens()
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
-        return answer.sequences
+        return _sequences(answer, len(request.texts))
 
     @asynccontextmanager
     async def _large_turn(
@@ -497,6 +516,29 @@ class TokenizerClient:
             key=lambda replica: (replica.problem is not None, replica.load),
             default=None,
         )
+
+
+def _wrong(what: str) -> InternalError:
+    """The error of an answer that no tokenizer should give."""
+    return InternalError(f"the tokenizer answered with {what}")
+
+
+def _sequences(answer: tokenizer_pb2.TokenizeResponse, count: int) -> Sequence[common_pb2.TokenIds]:
+    if len(answer.sequences) != count:
+        raise _wrong(f"the tokens of {len(answer.sequences)} texts, and was asked for those of {count}")
+    return answer.sequences
+
+
+def _check_part(part: tokenizer_pb2.GetVocabularyResponse, before: int, room: int) -> None:
+    """Refuses a part of a vocabulary that does not fit what it says of itself, or would go on for ever."""
+    if not 0 < part.size <= _MOST_TOKENS:
+        raise _wrong(f"a vocabulary of {part.size} tokens")
+    if not 0 < len(part.lengths) <= part.size - before:
+        raise _wrong(f"{len(part.lengths)} tokens more than {before} of a vocabulary of {part.size}")
+    if sum(part.lengths) != len(part.tokens) or room < 0:
+        raise _wrong(f"{len(part.tokens)} bytes of tokens of {sum(part.lengths)}")
+    if len(part.special) != len(part.special_names) or any(token >= part.size for token in part.special):
+        raise _wrong("special tokens that it does not have")
 
 
 def _write_turns(turns: Sequence[Turn], request: tokenizer_pb2.ApplyChatTemplateRequest) -> Steps[None]:

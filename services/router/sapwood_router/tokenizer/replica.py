@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.errors import UnavailableError
+from sapwood_common.errors import InternalError, UnavailableError
 from sapwood_common.network.channel import Dialer, request_metadata
 from sapwood_common.status import from_rpc_error
 from sapwood_common.telemetry.logs import traceparent_var
@@ -88,7 +88,10 @@ class TokenizerReplica:
         item = tokenizer_pb2.EncodeItem(
             tokenize=request, request_id=request_id, traceparent=traceparent_var.get() or ""
         )
-        return (await self.encodings.ask(item, deadline)).tokenize
+        result = await self.encodings.ask(item, deadline)
+        if not result.HasField("tokenize"):
+            raise InternalError("the tokenizer answered with something else than the tokens of texts")
+        return result.tokenize
 
     async def apply_chat_template(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, request_id: str, deadline: float
@@ -103,7 +106,10 @@ class TokenizerReplica:
         item = tokenizer_pb2.EncodeItem(
             apply_chat_template=request, request_id=request_id, traceparent=traceparent_var.get() or ""
         )
-        return (await self.encodings.ask(item, deadline)).apply_chat_template
+        result = await self.encodings.ask(item, deadline)
+        if not result.HasField("apply_chat_template"):
+            raise InternalError("the tokenizer answered with something else than the tokens of a conversation")
+        return result.apply_chat_template
 
     def _by_session(self, request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest) -> bool:
         return self.encodings.up and request.ByteSize() <= EncodeSession.MOST_BYTES

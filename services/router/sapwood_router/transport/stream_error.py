@@ -9,8 +9,12 @@ from sapwood_common.status import from_parts
 
 def stream_error(message: worker_pb2.GenerationError | tokenizer_pb2.StreamError) -> SapwoodError:
     """The error of one stream, or of one item, of a session."""
-    reason = message.reason if isinstance(message, tokenizer_pb2.StreamError) else ""
-    error = from_parts(message.code, message.message, message.field, reason)
+    if isinstance(message, tokenizer_pb2.StreamError):
+        service, reason = "tokenizer", message.reason
+    else:
+        service, reason = "worker", ""
+    said = message.message or f"the {service} failed with status {message.code}"
+    error = from_parts(message.code, said, message.field, reason)
     if message.HasField("retry_after_ms"):
         error.retry_after = message.retry_after_ms / 1000
     return error

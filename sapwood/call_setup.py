@@ -1,4 +1,4 @@
-"""What the clients' calls are made with: address, key, trace context, sizes; and what their errors become."""
+"""The settings of clients' calls (address, key, trace context, sizes), and the classes of their errors."""
 
 from __future__ import annotations
 

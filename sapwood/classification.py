@@ -29,7 +29,7 @@ class ClassifyOptions(TypedDict, total=False):
     Attributes:
         model: The model's name; the only one there is if left out.
         raw: Whether logits are wanted instead of what the model's activation makes of them.
-        truncate_prompt_tokens: Cuts longer inputs to so many tokens, of a pair the second text; -1: to what the context holds.
+        truncate_prompt_tokens: Cuts longer inputs to this many tokens, of a pair the second text; -1: to what the context holds.
     """
 
     model: str | None

@@ -29,8 +29,8 @@ class EmbedOptions(TypedDict, total=False):
         model: The model's name; the only one there is if left out.
         pooling: How a sequence becomes one vector.
         normalize: Whether each vector has length 1.
-        dimensions: Cuts each vector to so many numbers, where the model's files say that they may be cut.
-        truncate_prompt_tokens: Cuts longer inputs to so many tokens; -1: to what the context holds.
+        dimensions: Cuts each vector to this many numbers, where the model's files say that they may be cut.
+        truncate_prompt_tokens: Cuts longer inputs to this many tokens; -1: to what the context holds.
         prompt_name: The prompt of the model's files that goes before each text; "": none.
     """
 

@@ -39,9 +39,9 @@ class Options(TypedDict, total=False):
         presence_penalty: Taken off a token's logit once it was generated, in [-2, 2].
         repetition_penalty: Divides the logits of tokens in prompt and answer; over 0.
         logit_bias: Token id to what is added to its logit, in [-100, 100].
-        min_tokens: Generation does not end before so many tokens.
+        min_tokens: Generation does not end before this many tokens.
         n: The number of continuations of the prompt; each delta has the ``index`` of its continuation.
-        logprobs: Each token comes with its log probability and so many alternatives; 0 to 20.
+        logprobs: Each token comes with its log probability and this many alternatives; 0 to 20.
         prompt_logprobs: The same for the prompt's tokens.
         allowed_token_ids: The only tokens that are generated.
         bad_words: Words that the answer does not hold.
@@ -57,7 +57,7 @@ class Options(TypedDict, total=False):
             only.
         add_generation_prompt: Whether the prompt ends with the opening of the assistant's turn. With messages only.
         continue_final_message: The answer continues with the last message. With messages only.
-        truncate_prompt_tokens: A longer prompt is cut to its last so many tokens; -1: to as many as leave room for the answer.
+        truncate_prompt_tokens: A longer prompt is cut to its last this many tokens; -1: to as many as leave room for the answer.
         truncate_right: Whether the first tokens are kept instead.
         add_special_tokens: Whether the model's own special tokens, such as BOS, come before the text. With text only.
         suffix: What comes after the answer, which fills the gap between the text and this. Only with text, and models that can.
@@ -268,7 +268,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What the router knows of one worker.
+    """The router's knowledge of one worker.
 
     Attributes:
         address: Where it listens.

@@ -1,6 +1,6 @@
 """Triton: a linear layer on one row, in one kernel with the norm before it and the gate or the sum after it.
 
-At batch 1 a decode step is bound by reading every weight once, so many bytes in flight and few kernels make it fast. Each
+At batch 1 a decode step is bound by reading every weight once: many bytes in flight and few kernels make it fast. Each
 program takes ``BLOCK_N`` rows of the weight and streams them past the input vector, with products and sums in float32; a tile's
 weights are under way while those before are multiplied, and the first ones before the kernel ahead has ended
 (``dependent_launch``). The norm costs nothing extra: ``W (x * w / rms) = (W (x * w)) / rms``, and each program reads all of x, so

@@ -18,7 +18,7 @@ from sapwood_kernels.rotary_pairs import RotaryPairs
 
 _LARGEST_E4M3 = tl.constexpr(448.0)
 _ELEMENTS = 512  # elements of a program, a warp; 1024 by two: 78, not 66 us for 8192 tokens of 40 heads on an H100
-_FEW_TOKENS = 64  # up to so many tokens, programs take one head each: 1.4 instead of 2.6 us for one token on an H200
+_FEW_TOKENS = 64  # up to this many tokens, programs take one head each: 1.4 instead of 2.6 us for one token on an H200
 
 
 @triton.jit

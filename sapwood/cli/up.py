@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # at run time only this verb imports them, since they need th
     from sapwood.cli.services import Services
 
 NAMES = ("up", "serve")
-"""What the verb is called; the second is what vLLM calls it."""
+"""The verb's names; the second is vLLM's."""
 
 # For each extra one package that only it installs.
 _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}

@@ -194,7 +194,7 @@ class Batches:
                 task.cancel()
 
     async def _patiently(self, work: Callable[[Any], Awaitable[ResultT]], item: Any) -> ResultT:
-        """Asks again where a part of the cluster was lost, which is started again: nothing of an answer was handed on yet."""
+        """Asks again after the loss of a service, which is started again: no part of the answer has reached the caller yet."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + _PATIENCE_SECONDS
         while True:

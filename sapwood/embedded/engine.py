@@ -101,7 +101,7 @@ class Engine:
         Args:
             prompts: A text, token ids, or a list of either.
             options: The fields of :class:`~sapwood.generation.Options`, for all prompts. ``n`` goes with a list: each prompt then
-                has so many answers, one after the other.
+                has this many answers, one after the other.
 
         Raises:
             SapwoodError: A prompt failed; in a list the message says which, and the others are cancelled.

@@ -38,7 +38,8 @@ _OF_ALL = frozenset(
         *("drain_timeout", "grpc_server", "grammar_timeout", "random_seed"),
     )
 )
-"""What means the same in all services that have it. Others that several have are taken with a service's name only."""
+"""Settings with the same meaning in all services that have them. Others that several have are taken with a service's name
+only."""
 
 
 def read_keywords(options: Mapping[str, Any], workers: int, defaults: Mapping[str, Any]) -> Services:

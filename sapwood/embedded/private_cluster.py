@@ -21,7 +21,7 @@ class PrivateCluster:
     """Life cycle: construct, :meth:`start`, :meth:`close`.
 
     Args:
-        model: What the model is called, or where it lies.
+        model: The model's name or path.
         workers: How many.
         options: Settings by name.
         logs: Gets the services' lines; None: nobody does.

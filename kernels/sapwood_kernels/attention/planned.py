@@ -144,7 +144,7 @@ class AdvancingAttention(Protocol):
     waits for the device to have read that before."""
 
     def advance(self, by: int | Tensor) -> None:
-        """Lets each request have so many more keys, or fewer, from now on; the plan's pages must hold them.
+        """Changes the number of keys of each request; the plan's pages must hold them.
 
         Args:
             by: How many; int64 [B] on the device: how many each.

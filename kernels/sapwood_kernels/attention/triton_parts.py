@@ -92,5 +92,6 @@ def merge_parts(
 
 
 def merge_warps(numbers: int) -> int:
-    """Warps of a program that adds so many numbers: one, unless its registers cannot hold them, as more wait for one another."""
+    """Warps of a program that adds this many numbers: one, unless its registers cannot hold them, as more wait for one
+    another."""
     return 1 if numbers <= _MOST_OF_WARP else 8

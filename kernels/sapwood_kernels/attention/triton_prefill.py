@@ -132,7 +132,7 @@ def _row_bytes(dim: int, dtype: torch.dtype) -> int:
 
 
 def num_warps(rows: int) -> int:
-    """Warps of a program whose tile has so many rows."""
+    """Warps of a program whose tile has this many rows."""
     return 8 if rows >= 128 else 4
 
 

@@ -22,7 +22,7 @@ from sapwood_kernels.attention.triton_gather import gather
 logger = logging.getLogger(__name__)
 
 LEAST = 2048
-"""Tokens from which on a prompt is computed so."""
+"""Tokens from which a prompt is computed so."""
 
 
 def serves(shape: AttentionShape, variant: Variant, stored: torch.dtype, device: torch.device) -> bool:

@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
     """A variant of a kernel.
 
     Attributes:
-        module, name: Where its function is, and what that is called.
+        module, name: The module of its function, and the function's name.
         variant: The types and constants of its arguments, as Triton describes them.
     """
 
@@ -105,7 +105,7 @@ class Compilers:
 
 
 class _Elsewhere:
-    """What Triton asks of a device while it compiles, for one that is not looked at."""
+    """A device's answers to Triton while it compiles, without use of the device."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget

@@ -28,7 +28,7 @@ _HEAD_WORDS = 2
 
 @triton.jit
 def _place(peers, rank, at, source, row, ROWS: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr):
-    """What a rank has of a row of a source, in the part of its region that begins at ``at`` with so many bytes for each row."""
+    """What a rank has of a row of a source, in the part of its region that begins at ``at`` with this many bytes for each row."""
     begin = tl.load(peers + rank) + at + tl.cast(source * ROWS + row, tl.int64) * EACH
     return tl.multiple_of(begin.to(tl.pointer_type(KIND)), 16)
 
@@ -200,7 +200,7 @@ class PeerRows:
         return found, found_ids, found_weights
 
     def combine(self, part: Tensor, holders: Tensor, rows: int, tries: int) -> Tensor:
-        """The sums for this rank's rows, [T, N]; asynchronous likewise.
+        """The sums for this rank's rows, [T, N]; also asynchronous.
 
         Args:
             part: [ranks * rows, N], contiguous: what this rank's experts made of what :meth:`dispatch` gave.

@@ -28,7 +28,7 @@ from sapwood_kernels.quantised import triton_int8
 
 _SUM_BLOCK = 512
 _ROUNDED = 64
-"""Places of a tile from which on inputs are rounded to 8 bits where they may be; with fewer, reading matrices takes longer."""
+"""Places of a tile from which inputs are rounded to 8 bits where they may be; with fewer, reading matrices takes longer."""
 
 
 @triton.jit(do_not_specialize=["COUNT"])

@@ -36,7 +36,7 @@ from sapwood_kernels.quantised.grouped import BLOCK
 
 _STAGES = 4
 _LEAST_OF_EXPERT = 64
-"""Pairs that an expert has on average from which on it is taken: the fewest it was measured with, on an H100."""
+"""Pairs that an expert has on average from which it is taken: the fewest it was measured with, on an H100."""
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def serves(*stacks: StoredStack) -> bool:
 
 
 def takes(pairs: int, experts: int) -> bool:
-    """Whether so many pairs of tokens and experts are as many as it multiplies faster than ``triton_float8_blocks``."""
+    """Whether this many pairs of tokens and experts are as many as it multiplies faster than ``triton_float8_blocks``."""
     return pairs >= max(_LEAST_OF_EXPERT * experts, LEAST)
 
 

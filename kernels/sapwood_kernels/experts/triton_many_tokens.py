@@ -35,7 +35,7 @@ HEIGHT = 128
 """Places of a tile."""
 _WIDTH, _DEPTH, _STAGES = 256, 64, 4
 _LEAST_OF_EXPERT = 128
-"""Pairs that an expert has on average from which on it is taken. A layer takes an H200, of 128 experts of 768, with 512, 192,
+"""Pairs that an expert has on average from which it is taken. A layer takes an H200, of 128 experts of 768, with 512, 192,
 128 and 64 pairs each, 1207, 720, 633 and 540 us for 1438, 779, 638 and 518; of 66 experts of 1408 with 372, 248 and 124 pairs
 1136, 812 and 540 for 1105, 827 and 556."""
 
@@ -218,7 +218,7 @@ def serves(*stacks: DenseStack) -> bool:
 
 
 def takes(pairs: int, experts: int) -> bool:
-    """Whether so many pairs of tokens and experts are as many as it multiplies faster than ``triton_experts``."""
+    """Whether this many pairs of tokens and experts are as many as it multiplies faster than ``triton_experts``."""
     return pairs >= max(_LEAST_OF_EXPERT * experts, LEAST)
 
 

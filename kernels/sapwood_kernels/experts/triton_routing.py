@@ -260,7 +260,7 @@ def _route_kernel(
     if RENORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)  # a sum of sigmoids may be 0
     weight *= SCALE
-    if SHARED > 0:  # after what was chosen come those that all tokens go to
+    if SHARED > 0:  # behind the chosen experts come those that all tokens go to
         chosen = tl.where(nth < CHOSEN, chosen, EXPERTS - CHOSEN + nth)
         weight = tl.where(nth < CHOSEN, weight, 1.0)
     wanted, token_lives = nth < CHOSEN + SHARED, token % of_rank < tl.load(live + token // of_rank)

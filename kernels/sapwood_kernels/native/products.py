@@ -64,7 +64,7 @@ class GgufProduct:
         library: The compiled library.
         parts: For each matrix its type and its rows' bytes, uint8 [rows, bytes]; kept, not copied. Rows may lie apart.
         columns: Numbers in a row.
-        digits: x may be rounded to so many digits of a byte of the largest of each 32 numbers, where the processor multiplies
+        digits: x may be rounded to this many digits of a byte of the largest of each 32 numbers, where the processor multiplies
             such faster: 2; 3, which is as near as float32; 0: it may not.
     """
 

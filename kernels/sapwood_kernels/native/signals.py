@@ -11,7 +11,7 @@ SIGNAL_BYTES = 64
 class Signals:
     """A count for each of several processes, in memory that they share, which is zero at first.
 
-    What a process has written before it counts up is seen by those that have waited for that count.
+    A process that has waited for a count sees all that was written before it.
 
     Args:
         library: The compiled library.

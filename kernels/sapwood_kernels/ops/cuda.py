@@ -78,7 +78,7 @@ _ROUNDING = 0.02
 _MANY_TOKENS = ((triton_many_tokens, DenseStack), (triton_many_float8, StoredStack))
 """Kernels of a Hopper for experts of many tokens, and what they may take."""
 _ALL_CORES = 32768
-"""Numbers from which on torch has all cores copy a part, and numpy one. A step that waited for each of them took 13 to 30 ms
+"""Numbers from which torch has all cores copy a part, and numpy one. A step that waited for each of them took 13 to 30 ms
 while compilers had the cores."""
 _ALL = (1 << 31) - 1
 """More rows than a step has."""

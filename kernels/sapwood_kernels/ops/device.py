@@ -97,7 +97,7 @@ class DeviceOps:
         return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors])
 
     def aside(self, read: Callable[[], ResultT]) -> ResultT:
-        """What ``read`` finds in the device's memory by now: it does not wait for what is queued."""
+        """The device memory that ``read`` sees now, without waiting for queued work."""
         return read()
 
     def fence(self) -> Fence:
@@ -203,7 +203,7 @@ class DeviceOps:
         Args:
             parts: For each matrix its type (``Q4_K``) and its rows' bytes, uint8 [rows, bytes], which are kept and not copied.
             columns: Numbers in a row: K.
-            digits: x may be rounded to so many digits of a byte of the largest of each 32 numbers, where that is faster: 2; 3,
+            digits: x may be rounded to this many digits of a byte of the largest of each 32 numbers, where that is faster: 2; 3,
                 which is as near as float32; 0: it may not.
         """
         return None
@@ -283,7 +283,7 @@ class DeviceOps:
             routing: How they are chosen.
             correction: float32 [E], as ``routing.route`` has it.
             counts: int64 [E]: how many tokens go to each expert is added in place.
-            ranks: Of so many ranks it gets the rows, one rank's after the other's.
+            ranks: Of this many ranks it gets the rows, one rank's after the other's.
         """
 
         def choose(logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:

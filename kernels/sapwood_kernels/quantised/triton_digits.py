@@ -112,7 +112,7 @@ class Tile(NamedTuple):
 
 
 def block_shape(count: int) -> Tile:
-    """What a program takes where there are so many rows of inputs. Measured for an 8B model's head on an H200."""
+    """What a program takes where there are this many rows of inputs. Measured for an 8B model's head on an H200."""
     if count <= 8:
         return Tile(8, 128, 256, 4, 3)
     if count <= 16:

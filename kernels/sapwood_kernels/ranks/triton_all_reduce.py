@@ -46,7 +46,7 @@ def _rank_sum_kernel(
     BITS: tl.constexpr = tl.uint16 if KIND.primitive_bitwidth == 16 else tl.uint32  # noqa: N806
     program = tl.program_id(0)
     call, times = tl.load(calls + program) + 1, tl.load(done) + 1
-    most = tl.where(tl.load(broken) == 0, most, 0)  # what comes late would be taken for what comes next
+    most = tl.where(tl.load(broken) == 0, most, 0)  # a late number would be taken for the next one
     side = side_of(peers, rank, program, call, BITS, AREA_BYTES, PROGRAMS)
     # All in whole vectors, so that the compiler knows that they can be moved at once.
     own = x + program * each * VECTOR

@@ -31,5 +31,5 @@ def meet(peers, broken, rank, program, count, most, SIZE: tl.constexpr, FOREVER:
 
 
 def signal_bytes(programs: int, size: int) -> int:
-    """Bytes at the beginning of a rank's region where the programs of so many ranks leave their signals."""
+    """Bytes at the beginning of a rank's region where the programs of this many ranks leave their signals."""
     return -(-programs * size * 8 // 256) * 256

@@ -115,14 +115,14 @@ class RowExchange:
         return signal_bytes(PROGRAMS, size) + 2 * most_bytes
 
     def gather(self, x: Tensor, tries: int = WAIT_FOREVER) -> Tensor:
-        """All ranks' tensors, [size, ...], given this rank's: contiguous, :attr:`most_bytes` at most; asynchronous likewise."""
+        """All ranks' tensors, [size, ...], given this rank's: contiguous, :attr:`most_bytes` at most; also asynchronous."""
         found = x.new_empty(self._size, *x.shape)
         self._exchange(x, found, x.numel(), sums=False, tries=tries)
         return found
 
     def scatter_sum(self, x: Tensor, tries: int = WAIT_FOREVER) -> Tensor:
         """This rank's rows of the sum over the ranks, [T, ...], given all rows: [size * T, ...], contiguous, at most
-        :attr:`most_bytes` large; asynchronous likewise."""
+        :attr:`most_bytes` large; also asynchronous."""
         found = x.new_empty(len(x) // self._size, *x.shape[1:])
         self._exchange(x, found, found.numel(), sums=True, tries=tries)
         return found

@@ -1,4 +1,4 @@
-"""Prompts of about so many tokens, without the model's tokenizer: the server says how many tokens a word comes to."""
+"""Prompts of about this many tokens, without the model's tokenizer: the server says how many tokens a word comes to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = tuple(_COMMON.split())
 
 
 class PromptMaker(Protocol):
-    """Makes prompts of about so many tokens."""
+    """Makes prompts of about this many tokens."""
 
     def make(self, random_: random.Random, tokens: int) -> str | list[int]:
         """A prompt of its own."""

@@ -1,4 +1,4 @@
-"""What a client saw of one request."""
+"""One request as its client saw it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def add_verb(
 
 
 def need_packages(extra: str) -> None:
-    """Raises CliError where what reads and writes weights is not installed; ``extra`` names what brings it."""
+    """Raises CliError where the library for weights is not installed; ``extra`` names the extra that brings it."""
     for package in ("torch", "safetensors"):
         if importlib.util.find_spec(package) is None:
             raise CliError(f"{package} is not installed: pip install 'sapwood[{extra}]'", REFUSED)

@@ -16,7 +16,7 @@ class Finding:
     Attributes:
         name: What was looked at, such as ``python`` or ``disk``.
         state: How it is.
-        found: What there is, in words; of what is missing also what it is for.
+        found: The finding in words; of a missing thing also its purpose.
         mend: The command or setting that mends it; empty: there is nothing to mend.
     """
 

@@ -46,7 +46,7 @@ def examine_packages() -> Iterator[Finding]:
 
 
 def problems_of(extra: str) -> list[str]:
-    """What speaks against an extra: each requirement that no installed package meets, with what is installed."""
+    """Problems of an extra: each requirement that no installed package meets, with the installed version."""
     if importlib.util.find_spec("packaging") is None:
         return ["packaging (not installed), without which the others cannot be looked at"]
     from packaging.requirements import Requirement

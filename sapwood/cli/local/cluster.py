@@ -266,7 +266,7 @@ def _end_of(child: Child) -> str:
 
 
 def _reachable(address: str) -> str:
-    """An address to connect to from here, for one that is listened on."""
+    """The address to connect to, for a listening address such as 0.0.0.0."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::") else address
 

@@ -48,7 +48,7 @@ class BenchView:
             self._write(f"{level}: {'; '.join(progress(run))}\n")
 
     def clear(self) -> None:
-        """Removes what is drawn live; what is shown next is another load."""
+        """Removes the live display; the next one shows another load."""
         self._next_line = 0.0
         if self._drawn:
             self._write(self._erasure())

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.WorkerStub], Answer]]:
-    """What each action asks a worker, and what is shown of the answer."""
+    """Each action's call of a worker, and how its answer is shown."""
     from sapwood.generation import role_name
     from sapwood.v1 import worker_pb2 as pb
 

@@ -49,7 +49,7 @@ _READ_BYTES = 256 * 1024
 _START_SECONDS = 60.0
 _LOW_PRIORITY = 10
 _KILLS, _KILL_SECONDS, _MOST_KILLERS = 3, 5.0, 4096
-"""Killed processes from which on a caller counts as one that kills; seconds in which one of them is forgotten; callers known."""
+"""Killed processes from which a caller counts as one that kills; seconds in which one of them is forgotten; callers known."""
 _MOST_SLICES = 4
 """Slices after which a question is paused for others although it had little of the CPU."""
 

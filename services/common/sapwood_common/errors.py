@@ -41,7 +41,7 @@ class PromptTooLongError(InvalidArgumentError):
 
     @classmethod
     def of(cls, tokens: int, most: int, *, field: str | None = None) -> PromptTooLongError:
-        """The error of a prompt of so many tokens where ``most`` would do."""
+        """The error of a prompt of this many tokens where ``most`` would do."""
         return cls(
             f"prompt is too long: {tokens} tokens > {most} maximum. This model's maximum context length is {most} tokens; "
             "please reduce the length of the messages",

@@ -1,4 +1,4 @@
-"""What single tokens stand for, which is all that decoding takes.
+"""The bytes of single tokens; decoding needs nothing else.
 
 A text is the concatenation of its tokens' bytes, in byte-level BPE and in SentencePiece with byte fallback. So decoding a stream
 takes one look-up for each token and an incremental UTF-8 decoder, O(1) for each token, and no window is decoded again.

@@ -278,7 +278,8 @@ class RouterConfig(ServiceConfig):
     )
     shadow_policies: tuple[PolicyName, ...] = Field(
         (),
-        description="Policies that are asked along with the one that decides; metrics count how often they agree with it.",
+        description="Further policies that are asked at each selection, without effect; metrics count how often they agree with "
+        "the one that decides.",
     )
     disaggregate: Disaggregate = Field(
         "auto",
@@ -342,7 +343,7 @@ class RouterConfig(ServiceConfig):
         60.0,
         ge=0,
         description="Seconds that requests, within their deadlines, wait for a tokenizer that is gone before they fail "
-        "UNAVAILABLE: at least as long as one takes until it listens. While one says that it starts they wait on.",
+        "UNAVAILABLE: at least as long as one takes until it listens. While a tokenizer says that it starts they keep waiting.",
     )
     status_page: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -419,7 +420,7 @@ class RouterConfig(ServiceConfig):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """All that decide for some model or are asked too."""
+        """All policies that decide for some model or are asked as shadows."""
         decode = () if self.decode_policy is None else (self.decode_policy,)
         return (self.policy, *self.policies_of_models.values(), *self.shadow_policies, *decode)
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def takes_narrow(device: torch.device, dtype: torch.dtype, heads: int, dim: int, value_dim: int, tokens: int) -> bool:
-    """Tries it with a prompt of so many tokens, as they come from ``LatentHeads.expand``: values between the keys' parts."""
+    """Tries it with a prompt of this many tokens, as they come from ``LatentHeads.expand``: values between the keys' parts."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     query, key = (torch.zeros(tokens, heads, dim, dtype=dtype, device=device) for _ in range(2))

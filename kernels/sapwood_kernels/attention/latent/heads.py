@@ -49,7 +49,7 @@ class LatentHeads:
 
     @property
     def expands_from(self) -> int:
-        """Queries of the same keys from which on expanding takes fewer operations; 0: it never does."""
+        """Queries of the same keys from which expanding takes fewer operations; 0: it never does."""
         saved = 2 * self.rank - self.up.shape[1]
         return self.rank * self.up.shape[1] // saved + 1 if saved > 0 else 0
 

@@ -36,7 +36,7 @@ class Ragged:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], ops: DeviceOps) -> Ragged:
-        """Of so many tokens and keys of each request."""
+        """Of this many tokens and keys of each request."""
         starts = np.zeros((2, len(keys) + 1), np.int32)
         np.cumsum((queries, keys), axis=1, out=starts[:, 1:])
         of_queries, of_keys = ops.to_device(starts)

@@ -75,8 +75,8 @@ def _latent_kernel(
 
 
 def tile_of(splits: int) -> tuple[int, int, int]:
-    """Keys of a block, warps and Triton's stages for up to so many stretches: 256 requests of 1024 vectors took an H200 112 us by
-    the first, 136 by the second."""
+    """Keys of a block, warps and Triton's stages for up to this many stretches: 256 requests of 1024 vectors took an H200 112 us
+    by the first, 136 by the second."""
     return (64, 8, 2) if splits <= _MANY else (32, 4, 2)
 
 

@@ -111,7 +111,7 @@ def requests_of(capability: tuple[int, int]) -> int:
 
 
 def warps_of(requests: int) -> int:
-    """Warps of a program with so many requests: its result lies in their registers."""
+    """Warps of a program with this many requests: its result lies in their registers."""
     return 8 if requests > 1 else 4
 
 

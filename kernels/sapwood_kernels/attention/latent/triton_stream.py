@@ -43,7 +43,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _PAGE = 16
 _MOST_HEADS = 16  # a thread's share of more results does not fit in its registers
 _LEAST = 24
-"""Requests from which on it is worth its longer start."""
+"""Requests from which it is worth its longer start."""
 _BEGIN = 2
 """Blocks that beginning and ending a request count as. 225 requests of 745 keys on average and 31 rows that pad took an H200
 142 us a layer when it counted 0, and 79, 66, 64 and 64 for 1 to 4 (queries fetched apart). With 2, and queries fetched along with

@@ -73,7 +73,7 @@ class SharedPrefillAttention:
 
 
 def by_level(runs: SharedRuns) -> SharedRuns:
-    """The same runs, those that begin at the first key first, then those that follow on one, and so on."""
+    """The same runs in order: those that begin at the first key, then those that follow one of these, and so on."""
     order = np.argsort(_depths(runs), kind="stable")
     return SharedRuns(runs.order, *(each[order] for each in (runs.first, runs.count, runs.begin, runs.end)))
 

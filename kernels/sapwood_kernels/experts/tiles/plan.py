@@ -44,8 +44,8 @@ _TALL = (TileShape(128, 64, 8, 3), TileShape(256, 64, 8, 3), TileShape(128, 64, 
 
 
 def tile_height(pairs: int, experts: int) -> int:
-    """Places of a tile, for so many pairs of tokens and experts, from 16 to 128: what an expert has on average, and a third more,
-    so that few experts need a second tile."""
+    """Places of a tile, for this many pairs of tokens and experts, from 16 to 128: what an expert has on average, and a third
+    more, so that few experts need a second tile."""
     return next((height for height in HEIGHTS if 4 * pairs <= 3 * height * experts), HEIGHTS[-1])
 
 
@@ -67,7 +67,7 @@ def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileSh
 
 
 def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: int = 0) -> TilePlan:
-    """Tiles for so many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one.
+    """Tiles for this many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one.
 
     Args:
         pairs: Of tokens and experts.

@@ -20,7 +20,7 @@ from sapwood_kernels import dependent_launch
 
 _BLOCK = 4096
 LEAST = _BLOCK + 1
-"""Number of pairs from which on a table says where each of them is."""
+"""Number of pairs from which a table says where each of them is."""
 _LEAST_BINS = 128
 """The fewest bins of a histogram: one for each thread of a program."""
 

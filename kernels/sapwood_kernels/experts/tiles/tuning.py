@@ -15,7 +15,7 @@ from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable, c
 logger = logging.getLogger(__name__)
 Part = Literal["gate_up", "down"]
 Measure = Callable[[int, int, Part, TileShape], float]
-"""Seconds that a product takes of so many pairs in tiles of a height and a shape; infinity if it cannot be run."""
+"""Seconds that a product takes of this many pairs in tiles of a height and a shape; infinity if it cannot be run."""
 TOKENS = (1, 256, 64, 8192, 16, 1024, 4, 128, 2048, 8, 32, 512, 4096, 2, 96, 192, 48, 24)
 """Batch sizes that are measured, the most telling first, for time may run out."""
 
@@ -27,7 +27,7 @@ class Tuning:
     Attributes:
         source: A model's alone; measured at this start; or read from a file that an earlier start has written.
         sizes: Batch sizes that were measured.
-        seconds: What that took, at whichever start.
+        seconds: How long the measurement took, at the start that made it.
     """
 
     source: Literal["model", "measured", "file"] = "model"

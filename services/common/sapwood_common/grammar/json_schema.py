@@ -121,7 +121,7 @@ def engine_schema(schema: Any, options: GrammarOptions) -> str:
 
 
 def relax(root: Any, step: int, check_pattern: Callable[[str], str]) -> tuple[Any, list[str]]:
-    """A schema without what cannot be enforced, and the names of what was left out. Changes ``root``.
+    """A schema without the keywords that cannot be enforced, and the names of these keywords. Changes ``root``.
 
     Args:
         root: A parsed schema.

@@ -38,6 +38,6 @@ def lark_of_ebnf(text: str) -> str:
         lark: str = any_to_lark(text)
     except RecursionError as error:
         raise GrammarError("the grammar is nested too deep") from error
-    except Exception as error:  # the converter raises what its parser meets, IndexError among it
+    except Exception as error:  # the converter lets its parser's errors out, such as IndexError
         raise GrammarError(f"the grammar cannot be read: {error}") from error
     return lark

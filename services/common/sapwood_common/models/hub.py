@@ -167,7 +167,7 @@ class Hub:
         except httpx2.TimeoutException as error:
             return error
         except (httpx2.HTTPError, OSError):
-            pass  # the library meets the same, and looks into the cache
+            pass  # the library gets the same error, and looks into the cache
         return None
 
     def _fetch(
@@ -284,7 +284,7 @@ class _Report:
         self._total = total
 
     def add(self, count: int) -> None:
-        """Notes that so many bytes have come; a negative number was dropped."""
+        """Notes that this many bytes have come; a negative number was dropped."""
         self._done += count
         if self._total:
             self._progress(self._text, max(0, min(self._done, self._total)), self._total)

@@ -31,7 +31,7 @@ class PinnedModel:
     Attributes:
         path: Its file or folder.
         model: What ``--model`` has to say for this very file or folder, whatever becomes of the name elsewhere.
-        revision: What ``--revision`` has to say next to it, if anything.
+        revision: The value of ``--revision``; None: not given.
     """
 
     path: Path

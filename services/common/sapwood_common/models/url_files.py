@@ -28,7 +28,7 @@ _REFUSED = re.compile(r"status code: 40[13]\b|Unauthenticated")
 """Marks a refusal in obstore's messages. The number alone will not do: it may be part of a port or a time."""
 _PIECE = 8 << 20
 _VERSION_KEYS = ("e_tag", "ETag", "etag", "LastModified", "mtime", "created")
-"""What file systems of fsspec call that which changes with a file's content."""
+"""fsspec's names for a value that changes with a file's content."""
 _MOST_TRIES = 3
 _SOURCE = "source.json"
 
@@ -64,7 +64,7 @@ class UrlModels:
         self._folder = folder
 
     def find(self, url: str, *, weights: bool = True, may_fetch: bool = True, progress: Progress = unreported) -> Path:
-        """The folder, or the ``.gguf`` file, with what lies at a URL; what of it is missing here is fetched.
+        """The local folder, or ``.gguf`` file, of a model at a URL; missing files are fetched.
 
         Args:
             url: Where a folder in Hugging Face's format is, or a ``.gguf`` file, or one of several files of a model.

@@ -151,7 +151,7 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> Purpose:
-    """Lets the other end show that it knows the key, and shows it; returns what it has come for.
+    """Proves the key to the other end, checks its proof, and returns the purpose of the connection.
 
     Raises:
         StrangerError: It does not know the key.

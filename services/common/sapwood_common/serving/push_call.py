@@ -11,7 +11,7 @@ from sapwood_common.tenants.tenant import Tenant
 
 
 class PushCall(Protocol):
-    """What the contexts of both servers have along with what ``grpc.aio.ServicerContext`` says.
+    """The methods that both servers' contexts have, in addition to those of ``grpc.aio.ServicerContext``.
 
     Attributes:
         tenant: The tenant whose key it came with; None where no key is asked for.

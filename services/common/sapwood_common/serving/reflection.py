@@ -1,6 +1,6 @@
 """Server reflection: tells tools such as grpcurl which services, methods and messages there are.
 
-Version v1 is what tools ask for first, v1alpha what older ones know. They differ in the package's name only, not in the bytes
+Tools ask for version v1 first; older ones know v1alpha only. They differ in the package's name only, not in the bytes
 on the wire, so that v1alpha's classes, which are all that grpcio-reflection has, serve both.
 """
 

@@ -39,7 +39,7 @@ class Label(Protocol):
         ...
 
     def describe(self) -> str:
-        """What the documentation says of it."""
+        """The label's text in the documentation."""
         ...
 
 

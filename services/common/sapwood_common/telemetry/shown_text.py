@@ -26,7 +26,7 @@ class LongText(str):
 
 
 def cut(text: str, most: int) -> str:
-    """A text of at most so many characters, at least 16: the middle of a longer one is left out, and its URLs' credentials."""
+    """A text of at most this many characters, at least 16: the middle of a longer one is left out, and its URLs' credentials."""
     if len(text) <= most:
         return text
     text = without_credentials(text)  # before a cut may part them from their end

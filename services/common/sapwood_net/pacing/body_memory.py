@@ -17,7 +17,7 @@ class HeldBody(Protocol):
 
 
 CONNECTION_BYTES = 32 * 1024
-"""What a connection takes itself, over TLS, with what its client had begun to say."""
+"""A connection's own memory, over TLS, with the beginning of its client's request."""
 
 
 class BodyMemory:

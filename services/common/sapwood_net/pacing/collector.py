@@ -12,7 +12,7 @@ _MOST_YOUNG = 8_000
 other work to end: thousands of objects may be made meanwhile."""
 _YOUNG, _RECENT, _ALL = range(3)
 _ALL_EACH = 750
-"""One collection in so many looks at all objects that were made since the start."""
+"""One in this many collections looks at all objects that were made since the start."""
 
 
 class Collector:

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 
 LARGE = 256 * 1024
-"""Bytes from which on it is worth waiting for a turn: smaller ones take less time than the wait costs."""
+"""Bytes from which it is worth waiting for a turn: smaller ones take less time than the wait costs."""
 A_FEW = 32
 """Things that make up one piece of work, where each takes tens of microseconds."""
 PIECE = 0.001

@@ -1,4 +1,4 @@
-"""Long work as a generator: each ``yield`` is a place at which others may continue. It returns what the work is for."""
+"""Long work as a generator: each ``yield`` is a place at which others may continue. It returns the work's result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Steps = Generator[None, None, ResultT]
 
 
 def all_at_once(steps: Steps[ResultT]) -> ResultT:
-    """Does the work in one piece; raises what it does."""
+    """Does the work in one piece; raises the work's errors."""
     while True:
         try:
             next(steps)

@@ -18,7 +18,7 @@ class Timer:
         return self._handle is not None
 
     def start(self, seconds: float, then: Callable[..., None], *given: object) -> None:
-        """Calls ``then(*given)`` in so many seconds, and not what it was started with before."""
+        """Calls ``then(*given)`` in this many seconds, and not what it was started with before."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(seconds, self._set_off, then, given)
 

@@ -30,7 +30,7 @@ connection and the first of the handshake together. One that opens very many con
 _PROMPT_REST, _LATE_REST = 1.0, 3.0
 """Handshakes of prompt clients have half of the time, those of the others a quarter."""
 _MOST_QUEUED, _BREAK = 2, 0.001
-"""While so many handshakes wait for time with something to do, the next one begins no sooner than so many seconds later."""
+"""While this many handshakes wait for CPU time, the next one begins at least this many seconds later."""
 _MOST_WAITING = 1024
 """Connections that were accepted and have not begun; over TLS as many again that were late."""
 _MOST_SILENT, _MOST_SHAKING = 4096, 1024

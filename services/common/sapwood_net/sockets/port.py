@@ -1,4 +1,4 @@
-"""Where a server listens: a socket, its TLS, and what accepts connections on it."""
+"""A server's listening socket, its TLS, and its acceptor of connections."""
 
 from __future__ import annotations
 

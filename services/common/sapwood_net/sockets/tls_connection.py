@@ -345,7 +345,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self.close()
 
     def _answer(self) -> None:
-        """Sends what TLS itself has to say to what came, such as new keys."""
+        """Sends TLS's own answer to received records, such as new keys."""
         if self._outgoing.pending:
             if self._unread:
                 self._answered += self._outgoing.pending
@@ -430,7 +430,7 @@ class TlsRecords:
         """Bytes along with the content that may still come."""
 
     def have_content(self, size: int, content: int) -> bool:
-        """Whether the client may continue after a piece of ``size`` bytes with so many of content."""
+        """Whether the client may continue after a piece of ``size`` bytes with this many of content."""
         self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * content - size)
         return self._framing >= 0
 

@@ -1,6 +1,6 @@
 """Unix sockets in the place of ports: on the host ``unix:PREFIX`` port N is the socket ``PREFIX:N``.
 
-``host:port`` is then one string as ever, and one that gRPC's clients take for an address.
+``host:port`` is then one string, and gRPC's clients take it for an address.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Source:
         return "".join(record) if record else ""
 
     def open_probe(self) -> None:
-        """Begin to keep what is read, so that it can be read again."""
+        """Begin to record the text that is read, so that it can be read again."""
         self._probes.append([])
 
     def close_probe(self) -> str:

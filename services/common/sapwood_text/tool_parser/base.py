@@ -211,7 +211,7 @@ def drop_left_over(source: Source, markers: Markers) -> Steps[None]:
 
 
 def start_call(source: Source, out: Emitter, name: str, call_id: str | None = None) -> None:
-    """Report a call and forget what was read of it; what is read from now on is recorded again."""
+    """Report a call and forget its text; the text from now on is recorded again."""
     out.start_call(name, call_id)
     source.start_recording()
 

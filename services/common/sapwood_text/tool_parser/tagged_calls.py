@@ -1,6 +1,6 @@
 """Calls whose name and arguments each stand in a tag: ``<invoke name="f"><parameter name="k">v</parameter></invoke>``.
 
-One machine reads all families of this kind. What it does with a call that is not written as it should be:
+One machine reads all families of this kind. Malformed calls are read like this:
 
 * **A value's end tag** counts if the next parameter, the call's end or the output's end follows. Any other is part of the value.
 * **A value whose end tag is missing** ends at the next parameter that the tool has, at the call's end or at the next call, unless
@@ -424,7 +424,7 @@ class _Machine:
             source.rewind()
             if not name:
                 break
-            # What stands between two tags is left out, what no tag follows is text.
+            # Text between two tags is left out; text without a tag behind it stays text.
             pieces: list[str] = []
             mark = yield from source.until(self._marks, pieces.append, _drop)
             source.give_back(mark)

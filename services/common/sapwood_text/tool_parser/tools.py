@@ -154,7 +154,7 @@ def schema_types(schema: Any, root: Any = None) -> frozenset[str]:
 
     Args:
         schema: The schema.
-        root: What its references point into.
+        root: The schema into which its references point.
     """
     return _types(schema, root, _MAX_SCHEMA_DEPTH, [_MAX_PARTS]) or _NO_TYPES
 

@@ -24,7 +24,7 @@ _MOST_AHEAD = 3
 
 
 def _nothing() -> None:
-    """What is done for one that was let go already, and counts as one of its turn."""
+    """Work for a request that was let go already; it counts as one of its turn."""
 
 
 class _Line:
@@ -66,7 +66,8 @@ class _Line:
             breaker = worker.breaker
             if breaker.closed or breaker.admits():
                 any_admits = True
-                # A half-open breaker admits one probe only: more would go to other workers, which have no room.
+                # A half-open breaker admits one probe only. If more requests were let go, they would go to other workers, which
+                # are full.
                 free = worker.room if few else worker.open_room
                 room += free if breaker.closed else min(1.0, free)
                 if room > taken:  # the first worker mostly has it

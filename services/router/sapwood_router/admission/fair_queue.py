@@ -55,7 +55,7 @@ class Ticket:
     Attributes:
         tenant: Whose it is.
         priority: Larger goes first.
-        cost: What it counts against its tenant's share, in tokens.
+        cost: Tokens that count against its tenant's share.
         deadline: On the queue's clock.
         go: Called when it may go; never before :meth:`Admission.enter` returns.
         refuse: Called if it has to leave.
@@ -117,7 +117,7 @@ class _Class:
         bisect.insort(self.entries, (ticket.start, ticket.number, ticket))
 
     def set_ready(self, ticket: Ticket) -> None:
-        """It may go: its place is that of one that comes now."""
+        """It may go: it has the place of a request that comes now."""
         self.remove(ticket)
         ticket.ready = True
         self.add(ticket)

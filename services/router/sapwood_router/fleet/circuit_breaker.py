@@ -20,7 +20,7 @@ from sapwood_net.pacing.sliding_count import SlidingCount
 
 
 class Outcome(enum.Enum):
-    """What an attempt says about its worker."""
+    """The outcome of an attempt, as its worker's breaker counts it."""
 
     SUCCESS = "success"
     SERVER_FAULT = "server_fault"
@@ -102,7 +102,7 @@ class CircuitBreaker:
         on_change: Called with the new state after each change but the one that only time makes (open to half-open).
 
     Attributes:
-        closed: Whether it is: :meth:`admits` and :attr:`state` for anybody who asks often.
+        closed: Whether it is: :meth:`admits` and :attr:`state` for callers that ask often.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Makes messages of what workers are asked, and plain values of what they say."""
+"""Turns requests to workers into messages, and their messages into plain values."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _ACTIVATION: dict[worker_pb2.Activation, Literal["softmax", "sigmoid"]] = {
 def to_embed_request(
     request: EmbedRequest, sequences: Iterable[list[int]], max_tokens: int
 ) -> worker_pb2.WorkerEmbedRequest:
-    """The worker's request for embeddings or labels of token sequences, cut to so many tokens, or 0."""
+    """The worker's request for embeddings or labels of token sequences, cut to this many tokens, or 0."""
     caller = request.caller
     return worker_pb2.WorkerEmbedRequest(
         request_id=request.request_id,
@@ -122,7 +122,7 @@ _ROLE = {worker_pb2.WORKER_ROLE_PREFILL: Role.PREFILL, worker_pb2.WORKER_ROLE_DE
 
 
 def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
-    """What a worker says that it serves."""
+    """The model that a worker serves, from its own answer."""
     labels = Labels(tuple(message.labels), _ACTIVATION.get(message.activation, "none")) if message.labels else None
     return ServedModel(
         model=message.model,

@@ -26,7 +26,7 @@ class Demand(msgspec.Struct, frozen=True):
         classifies: Whether it wants labels.
         refused_by: Addresses of workers that answered it with an error.
         relayed: Whether it goes to backends, else it goes to none of them.
-        pages: What its pages may hold besides tokens, of workers that say so: one of these. Empty: anything.
+        pages: The formats of pages that fit, for workers that say their format. Empty: anything.
     """
 
     model: str

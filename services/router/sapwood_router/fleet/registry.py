@@ -81,11 +81,11 @@ class Registry:
         self._refresh()
 
     def models(self) -> dict[str, tuple[Worker, ...]]:
-        """Every model that a worker was ever seen to serve, with its available workers."""
+        """Every model that a worker has served so far, with its available workers."""
         return dict(self._models)
 
     def context_lengths(self) -> dict[str, int]:
-        """The longest context of every model that a worker was ever seen to serve, in tokens."""
+        """The longest context of every model that a worker has served so far, in tokens."""
         return {model: self.context_length(model) for model in self._models}
 
     def context_length(self, model: str) -> int:
@@ -174,12 +174,12 @@ class Registry:
         return tuple({size for _, size in self._kinds.get(model, ())})
 
     def has_few(self, model: str, tenant: str, more: int = 0) -> bool:
-        """Whether a tenant has so few requests running that the places are his that workers keep for such.
+        """True if a tenant has so few requests running that it may use the places that workers keep for such tenants.
 
         Args:
             model: Whose workers.
             tenant: Who.
-            more: How many of his are about to choose a worker.
+            more: How many of the tenant's requests are about to choose a worker.
         """
         running = self._running.get(model, {}).get(tenant, 0) + more
         return not running or running < self._kept.get(model, 0) // _SHARERS

@@ -24,10 +24,10 @@ class ServedModel:
     Attributes:
         epoch: Differs after a restart.
         max_running: Requests that it runs at once; 0 if it does not say.
-        embedded_tokens: The worker cuts inputs to embed to so many tokens; 0: longer ones than the context are refused.
+        embedded_tokens: The worker cuts inputs to embed to this many tokens; 0: longer ones than the context are refused.
         eos_token_ids: The model's own end tokens.
         shortened: Lengths that embeddings may be cut to; empty: any length; None: they cannot be cut.
-        role: What it does of a request.
+        role: Which part of a request it does.
         pages: What its pages hold besides tokens: one with another value cannot take its prompts over. Empty: it does not say.
         labels: What its head tells of a text; it then makes neither embeddings nor text. None: it has no such head.
         sampling_defaults: Settings of sampling for requests that do not set them, as the model's files give them.

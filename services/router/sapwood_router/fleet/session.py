@@ -53,7 +53,7 @@ class StreamSink(Protocol):
 
 
 class WorkerStream:
-    """One request on a session. Anybody who opened it closes it; after its end that does nothing."""
+    """One request on a session. Its opener closes it; after its end that does nothing."""
 
     __slots__ = ("_session", "stream_id")
 
@@ -274,7 +274,7 @@ class WorkerSession(SharedCall):
         self._fail(stream_id, WorkerLostError(problem, retry_after=1.0))
 
     def _fail_all(self, problem: str) -> None:
-        """What is under way is lost with the call, and so is what was to be said on it."""
+        """Requests in flight are lost with the call, and so are messages that were to be sent on it."""
         self._submits.clear()
         self._aborts.clear()
         self._pauses.clear()

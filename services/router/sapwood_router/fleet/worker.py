@@ -1,4 +1,4 @@
-"""One worker as the router sees it: where it is, what it serves, whether it is well, and what it has to do."""
+"""One worker as the router sees it: address, model, health and load."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ class Worker:
         self.draining = False
         """Whether an operator wants it to get no new requests."""
         self.proposed: tuple[Role, str] | None = None
-        """The role that it had better have by the load, and why; None: the one it has."""
+        """The role that its load suggests, and why; None: its present role."""
         self.leaving = False
-        """Whether no source names it any more: it finishes what it has."""
+        """True if no source names it any more: it finishes its requests."""
         self.problem: str | None = "not reached yet"
         self.most_requests = math.inf
         """The most requests that this router has running on it at a time."""

@@ -209,7 +209,7 @@ def _check_dimensions(wanted: int | None, served: ServedModel) -> None:
 
 # Pairs of texts become sequences of tokens, as the model's tokenizer joins them; a text of many pairs is encoded once.
 async def encode_pairs(client: TokenizerClient, pairs: Sequence[TextPair], request: EmbedRequest) -> list[list[int]]:
-    """The tokens of each pair. What looks like a special token in a text is text: such tokens tell where a text ends.
+    """The tokens of each pair. Text that looks like a special token is text: real special tokens mark the end of a text.
 
     Args:
         client: The model's tokenizer.

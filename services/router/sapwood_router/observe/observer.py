@@ -340,7 +340,7 @@ class RequestWatch:
         self._metrics.stream_resumed()
 
     def delta(self, started: float, tokens: int, output: Output | None = None) -> None:
-        """The client gets a delta with so many tokens; respond began to make it at ``started``, by ``time.perf_counter``.
+        """The client gets a delta with this many tokens; respond began to make it at ``started``, by ``time.perf_counter``.
 
         That stage's time is that of all deltas; its span goes from the first to the end of the request.
         """

@@ -20,7 +20,7 @@ class WorkerState:
 
     Attributes:
         role: What it does of a request: "both", "prefill" or "decode".
-        address, model: Where it is and what it serves; the model is empty while that is not known.
+        address, model: Its address and its model's name, which is empty while it is not known.
         state: "up", "draining" or "down".
         draining: Whether it is given nothing new, up or not.
         problem: Why it is down.
@@ -28,7 +28,7 @@ class WorkerState:
         epoch: Its scheduler's epoch; 0 while that is not known.
         in_flight: This router's requests on it.
         load: Its last report.
-        proposed_role: What it had better do by the load; empty: what it does.
+        proposed_role: The role that its load suggests; empty: its present role.
         proposed_because: Why.
         tokens_per_second: That it generated for this router, over the last ten seconds.
     """

@@ -9,7 +9,7 @@ from sapwood_router.routing.shadowed import Shadowed
 
 
 class PolicyBook:
-    """The policies of all models. Those that remember what workers hold are made once, since a worker serves one model.
+    """The policies of all models. Policies that remember workers' pages are made once, since a worker serves one model.
 
     Args:
         default: The policy of models that are not named.

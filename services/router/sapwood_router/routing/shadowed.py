@@ -1,4 +1,4 @@
-"""A policy that decides, and others that are asked next to it: what they would have chosen is counted, nothing else."""
+"""A policy that decides, and others that are asked too: their choices are counted and have no effect."""
 
 from __future__ import annotations
 

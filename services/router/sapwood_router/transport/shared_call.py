@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 RETRY_INTERVAL = 0.1
 OPEN_TIMEOUT = 2.0
 TOKENS_A_MESSAGE = 256 * 1024
-"""A message with so many tokens takes no further request. It stays far below the size that a service accepts, even where each
+"""A message with this many tokens takes no further request. It stays far below the size that a service accepts, even where each
 request brings a grammar or tools."""
 _CHECK_INTERVAL = 0.1
 _LARGE = b"\xfa\xff\xff\xff\x0f\x80\x80\x01" + bytes(16 * 1024)
@@ -65,7 +65,7 @@ class SharedCall(ABC):
     @property
     @abstractmethod
     def load(self) -> int:
-        """Requests under way. Anybody who makes it less calls :meth:`_end_if_finished`."""
+        """Requests in flight. Code that lowers it calls :meth:`_end_if_finished`."""
 
     @abstractmethod
     def _opened(self, call: DuplexCall) -> bytes:

@@ -32,7 +32,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a cache did since the start, and what it holds."""
+    """A cache's hits, misses and evictions since the start, and its size."""
 
     hits: int
     misses: int

@@ -65,7 +65,7 @@ class EncoderOptions:
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """What is wanted of one request.
+    """The options of one request.
 
     Attributes:
         add_special_tokens: Whether the model's own special tokens, such as BOS, are put around each text.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 WORTH = 256 * 1024
 """Characters after which fastokens is loaded: 4 000 tokens take the ``tokenizers`` library 10 ms, loading takes 2 s."""
 _CHECKED = 256
-"""Of so many calls one is compared, if its texts are short."""
+"""One in this many calls is compared, if its texts are short."""
 _SHORT = 4096
 """Characters of the texts of a call that is compared."""
 _ADDED, _RANDOM, _SOME = 256, 64, 200

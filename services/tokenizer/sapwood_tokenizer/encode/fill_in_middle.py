@@ -46,7 +46,7 @@ _FORMS = (
 )
 
 _LEAD = "\u263a"
-"""A character that no token holds together with what follows it."""
+"""A character that no token holds together with the next one."""
 
 
 @dataclass(frozen=True, slots=True)

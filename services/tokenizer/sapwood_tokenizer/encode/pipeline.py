@@ -2,7 +2,7 @@
 
 ``tokenizer.json`` is a stranger's: a sequence of replacements that double a text, or an expression that explodes, takes minutes
 for four characters. ``is_bounded`` knows the steps whose time is about linear; texts of other tokenizers are encoded in processes
-that can be ended. ``least_tokens`` knows when a text has more than so many tokens without encoding it.
+that can be ended. ``least_tokens`` knows when a text has more than this many tokens without encoding it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tokenizers import AddedToken, Tokenizer
 
 SHORTEST_PART = 128
-"""Characters of a part at least: shorter ones are not worth looking up, so a text is cut at the first boundary after so many."""
+"""Fewest characters of a part: shorter ones are not worth looking up, so a text is cut at the first boundary after this many."""
 
 _LONGEST_TOKEN = 256
 

@@ -26,7 +26,7 @@ from sapwood_tokenizer.serve.convert import checked_salt, to_calls_wanted
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 
 _LARGE = 32 * 1024
-"""Bytes of a request from which on its grammar is put together in a thread."""
+"""Bytes of a request from which its grammar is put together in a thread."""
 _MADE = "grammar.structural_tag"
 """The field of a grammar that was put together here."""
 

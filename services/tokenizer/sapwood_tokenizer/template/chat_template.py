@@ -22,7 +22,7 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _CONTINUE_HERE = "\ue0a0continue here\ue0a0"
 """Marks the end of the message to continue; private-use characters, which nobody writes."""
 _BETWEEN_SYSTEMS = "\n\n"
-"""What stands between system messages that become one."""
+"""The separator of system messages that are joined."""
 BETWEEN_PARTS = "\n"
 """What stands between texts of a message that become one, as in vLLM and SGLang."""
 _MOST_VARIABLES = 64
@@ -157,7 +157,7 @@ class ChatTemplate:
             return ""
 
     def _written(self, variables: Mapping[str, Any]) -> str:
-        """What the template makes of them. Some look into content that is not there: such get empty content."""
+        """The text that the template makes of them. Some look into content that is not there: such get empty content."""
         try:
             return self._generated(variables)
         except (TypeError, AttributeError, jinja2.UndefinedError):
@@ -266,7 +266,7 @@ def _to_json(
 
 
 def _plain(value: Any) -> None:
-    """What JSON has for a value that it does not know."""
+    """JSON's value for one that it does not know."""
     if isinstance(value, NoContent):
         return
     raise TypeError(f"{type(value).__name__} is no JSON value")

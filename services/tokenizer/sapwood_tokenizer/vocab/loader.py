@@ -41,7 +41,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer and what belongs to it.
+    """A tokenizer with its files' settings.
 
     Attributes:
         tokenizer: Encodes and decodes.

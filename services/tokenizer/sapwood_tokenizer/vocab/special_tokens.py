@@ -27,7 +27,7 @@ def add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Seque
 
 
 def put_around(tokenizer: Tokenizer, opening: str | None, closing: str | None) -> None:
-    """Has texts begin and end with these tokens, as far as there are such."""
+    """Makes texts begin and end with these tokens, if there are any."""
     ids = {token: tokenizer.token_to_id(token) for token in (opening, closing) if token is not None}
     special = [(token, index) for token, index in ids.items() if index is not None]
     if special:

@@ -27,7 +27,7 @@ READ_SETTINGS = (
 )  # fmt: skip
 """The settings of tokenizer_config.json that are read."""
 READ_WITHOUT_JSON = ("add_bos_token", "add_eos_token")
-"""Those that are read where there is no tokenizer.json, which says itself what stands around a text."""
+"""Settings that are read where there is no tokenizer.json; that file says itself which tokens surround a text."""
 REFUSED_SETTINGS: Mapping[str, str] = {
     "split_special_tokens": "special tokens in a text would be text",
     "fix_mistral_regex": "texts would be cut otherwise than tokenizer.json says; change its pre_tokenizer",

@@ -75,7 +75,7 @@ class LatePages(Protocol):
 class Copies:
     """What a step copies: before it computes first the stores, then the loads; what it computes itself meanwhile.
 
-    Stores may go on while the step computes, as long as ``fence`` is not set; a load must be in place where the step reads it.
+    Stores may continue while the step computes, as long as ``fence`` is not set; a load must be in place where the step reads it.
 
     Attributes:
         store: Device to host; None: nothing.
@@ -84,7 +84,7 @@ class Copies:
             are being stored are about to be overwritten.
         loads: What each starting request gets by the load.
         during: Device to host, pages that the step fills: some layers of them as soon as these are computed; None: nothing. The
-            next step waits for it. It fails if the computation does. Whoever launches the step has them chosen.
+            next step waits for it. It fails if the computation does. The step's launcher chooses them.
     """
 
     store: PageCopy | None = None

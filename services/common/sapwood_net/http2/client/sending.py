@@ -1,8 +1,8 @@
 """Watches a connection's own sending: for how long nothing of it has arrived, by what the kernel knows.
 
-A path may swallow what is sent one way, or only what is large, while the peer's heartbeats still come. TCP then sends the same
-bytes again and again. Linux tells how often, and what the peer has acknowledged. Where this machine itself cannot send them, the
-kernel counts them as not sent, and tries again as it does where the peer has no room. A peer that lives and reads nothing is
+A path may swallow all packets of one direction, or only large ones, while the peer's heartbeats still come. TCP then sends the
+same bytes again and again. Linux tells how often, and what the peer has acknowledged. Where this machine itself cannot send them,
+the kernel counts them as not sent, and tries again as it does where the peer has no room. A peer that lives and reads nothing is
 another matter: its kernel answers, and the connection is not stuck.
 """
 

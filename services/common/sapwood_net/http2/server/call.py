@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _READ_AT_ONCE = 2
 """Requests of a stream that are read before other calls have their turn."""
 _HEAVY = 16 * 1024
-"""Bytes from which on a request waits for its turn to be parsed: it may have thousands of fields."""
+"""Bytes from which a request waits for its turn to be parsed: it may have thousands of fields."""
 
 Parse = Callable[[bytes], Any]
 Serialize = Callable[[Any], bytes]
@@ -111,7 +111,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._on_begin = on_begin
         self._on_gone = on_gone
 
-    # What grpc.aio says that servicers may use.
+    # The methods of grpc.aio that servicers may use.
 
     async def read(self) -> Any:
         """The next request; ``grpc.aio.EOF`` after the last.

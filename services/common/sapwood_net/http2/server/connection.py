@@ -120,7 +120,7 @@ class ServerConnection(asyncio.Protocol):
         owner: Gets a call for each event.
         most_bytes: The largest message taken.
         most_streams: Calls at a time.
-        shared: What it shares with other connections.
+        shared: The state that it shares with other connections.
         timeouts: How long each state may last.
         stranger: Whether the client has to show a key before it may have and do as much as any.
     """
@@ -476,7 +476,7 @@ class ClosedTransport(asyncio.Transport):
         """Is closed already."""
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Has nothing to tell a protocol."""
+        """Does nothing: there is no protocol to inform."""
 
     def get_write_buffer_size(self) -> int:
         """Zero bytes."""
@@ -487,7 +487,7 @@ ConnectionT_contra = TypeVar("ConnectionT_contra", contravariant=True)
 
 
 class ConnectionOwner(Protocol[ConnectionT_contra]):
-    """The server as its connections know it: they call these methods, which raise only what they name."""
+    """The server as its connections know it. They call these methods, which raise only the errors that they name."""
 
     def connection_made(self, connection: ConnectionT_contra) -> None:
         """The connection has begun. It never does if its TLS handshake fails."""
@@ -511,7 +511,7 @@ class HeavyStream(Protocol):
     """A stream that holds much."""
 
     def overload(self, error: CallError) -> None:
-        """Drops what it holds; its call ends with the error."""
+        """Drops the stream's messages; its call ends with the error."""
         ...
 
 

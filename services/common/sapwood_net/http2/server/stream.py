@@ -284,7 +284,7 @@ class ServerStream:
             self._weigh()
 
     def overload(self, error: CallError) -> None:
-        """Drops what it holds and ends it with the error. The connection calls it where too much is held."""
+        """Drops the stream's messages and ends it with the error. The connection calls it where too much is held."""
         self._weight = 0  # it is not counted any more
         if self._receiver is not None:
             self._receiver.overloaded(error)

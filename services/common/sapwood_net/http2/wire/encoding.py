@@ -51,7 +51,7 @@ class Unfolder:
         """Made with the first step: it takes 10 KB or more, and thousands may wait."""
         self._whole = bytearray()
         self._at = 0
-        """Bytes of the message that the decompressor has been given."""
+        """Bytes of the message that went to the decompressor."""
 
     def step(self) -> bytes | None:
         """Unfolds the next piece. Returns the message once it is whole.

@@ -30,7 +30,7 @@ _BLOCK = 512
 
 
 class FrameReceiver(Protocol):
-    """Takes frames without their padding and priorities. What its methods raise, :meth:`FrameReader.feed` raises."""
+    """Takes frames without their padding and priorities. :meth:`FrameReader.feed` raises the errors of its methods."""
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
         """Takes data, which uses up ``wire_bytes`` of the windows; ``ends`` if the stream ends with it."""

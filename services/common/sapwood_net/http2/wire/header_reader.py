@@ -66,7 +66,7 @@ class HeaderReader(Generic[ReadT]):
         return made
 
     def read_trailers(self, block: bytes) -> Headers | None:
-        """The fields of a block that is not remembered; None, and what is raised, as :meth:`read`."""
+        """The fields of a block that is not remembered; None and errors as for :meth:`read`."""
         return self._decode(block)[0]
 
     def _decode(self, block: bytes) -> tuple[Headers | None, bool]:

@@ -1,4 +1,4 @@
-"""What one connection holds of the memory of all together."""
+"""One connection's share of the memory of all connections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HeldBytes:
         self._slow = Timer()
 
     def weigh(self, connection: HeldBody, waiting: int) -> None:
-        """Counts anew, with so many bytes sent ahead; the connection may have failed afterwards."""
+        """Counts again, with so many bytes sent ahead; the connection may have failed afterwards."""
         self._waiting = waiting
         held = self._unread
         if waiting > LIGHT:
@@ -61,7 +61,7 @@ class HeldBytes:
             self.weigh(connection, self._waiting)
 
     def drop(self) -> None:
-        """The connection holds nothing that counts any more; whoever calls this has seen to the memory of all."""
+        """The connection holds nothing that counts any more; anybody who calls this has seen to the memory of all."""
         self.counted = 0
         self._waiting = 0
         self._unread = 0

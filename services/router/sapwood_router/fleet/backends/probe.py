@@ -26,7 +26,7 @@ _MOST_NAMED = 5
 
 
 def served_by(spec: BackendSpec, listed: ListedModel | None, epoch: int) -> ServedModel:
-    """What a backend serves, as far as it says so."""
+    """A backend's models, as far as it lists them."""
     name = spec.name or spec.model or (listed.id if listed is not None else "")
     length = 0 if listed is None else listed.context_length
     return ServedModel(name, length, vocab_size=0, page_size=_PAGE_SIZE, num_pages=_NUM_PAGES, epoch=epoch)

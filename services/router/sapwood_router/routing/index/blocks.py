@@ -27,7 +27,7 @@ HOLDING_BYTES = 100
 
 
 class Tier(IntEnum):
-    """Where a worker holds a page; the less, the nearer."""
+    """Where a worker holds a page; a lower number is nearer."""
 
     GPU = 0
     HOST = 1
@@ -77,7 +77,7 @@ class BlockIndex:
         return frozenset(held[tier] if held is not None else ())
 
     def reset(self, worker: str, snapshot: Iterable[tuple[Tier, Sequence[bytes]]] = ()) -> None:
-        """Replaces what the worker holds by what the snapshot says."""
+        """Replaces the worker's blocks by those of the snapshot."""
         self.remove(worker)
         self._held[worker] = tuple(set() for _ in Tier)
         taken = self._owners.keys()

@@ -1,4 +1,4 @@
-"""What was asked of each worker lately, and to whom it is handed when the worker drains.
+"""Each worker's recent prompts, and their heirs when the worker drains.
 
 Each worker's MOST_CHAINS latest prompts are kept, each as the hashes of its first MOST_PAGES pages. When the worker drains, each
 chain goes to the heir that was handed the most of it already, so that what shares a prefix stays together, but none gets more

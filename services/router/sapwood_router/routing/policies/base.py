@@ -1,4 +1,4 @@
-"""What a policy is given and what it answers."""
+"""A policy's input and its answer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Policy(Protocol):
     """Chooses workers. Runs on the event loop: every method is quick and does no I/O.
 
     Attributes:
-        remembers: Whether it remembers what workers hold. A policy that does serves all models and learns of resets and
+        remembers: True if it remembers workers' pages. A policy that does serves all models and learns of resets and
             drains. Of a policy that does not (it takes turns, or draws), each model has one of its own.
         reads_events: Whether it reads the index that workers' KV events fill. If no policy does, the router does not follow
             the events.
@@ -85,7 +85,7 @@ class Policy(Protocol):
         Args:
             addresses: More than ``shortlist.MANY`` workers; the same object until the fleet changes.
             page_size: Tokens in a page of their caches.
-            prompt: What they are chosen for.
+            prompt: The prompt that needs a worker.
         """
         ...
 
@@ -158,7 +158,7 @@ class Forgetful:
 
 
 REQUEST_TOKENS = 1024
-"""A worker's request counts as so many prompt tokens to compute, along with those of its prompt: about what its answer takes.
+"""Each request at a worker counts as this many prompt tokens more, for its answer.
 
 Found by simulation of 48 requests that come at once (``Fleet.burst`` of ``tests/router/flow/disaggregation/test_mixes.py``): with
 512 to 2048 the last of them is answered up to 14 % sooner than where requests are counted, if their lengths differ much, and

@@ -85,7 +85,7 @@ class CacheAware:
         self._blocks = blocks
         self._hot = hot
         self._placed: WeakKeyDictionary[PromptPages, Insertion] = WeakKeyDictionary()
-        """What the latest placement of each prompt added to the index, as long as the prompt is in use."""
+        """The pages that the latest placement of each prompt added to the index, while the prompt is in use."""
 
     def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
         hashes = prompt.hashes(page_size)

@@ -9,7 +9,7 @@ from sapwood_router.routing.worker_view import WorkerView
 
 
 class RoundRobin(Forgetful):
-    """Each worker in turn, whatever its load. O(1)."""
+    """Each worker in turn, without a look at its load. O(1)."""
 
     def __init__(self) -> None:
         self._next = 0

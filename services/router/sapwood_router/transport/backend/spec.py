@@ -17,8 +17,8 @@ class BackendSpec:
 
     Attributes:
         url: Where OpenAI's API is; ``/v1`` where it has no path.
-        model: What the server calls the model; "": the only one that it lists.
-        name: What clients call it; "": what the server calls it.
+        model: The server's name for the model; "": the only model that it lists.
+        name: The clients' name for the model; "": the server's name.
         authorization: Sent as the header of that name; "": none. The URL has no credentials: it names the backend in metrics,
             logs and pages.
     """

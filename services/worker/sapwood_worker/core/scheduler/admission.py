@@ -53,7 +53,7 @@ class Admission:
         waiting: The queue.
         running: The batch.
         order: Says which request is next.
-        fairness: Is charged with what is computed.
+        fairness: Is charged with the computed tokens.
         retraction: Makes room.
         ratio: What requests are expected to generate.
         tiers: The KV cache's lower tiers, told which requests no longer wait for them.

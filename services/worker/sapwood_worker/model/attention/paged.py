@@ -111,7 +111,7 @@ class GroupedAttention:
         groups: The attention of each group's layers.
 
     Attributes:
-        parts: That of the groups that have layers.
+        parts: The attention of each group that has layers.
     """
 
     def __init__(self, pool: DevicePool, groups: Sequence[StepAttention]) -> None:

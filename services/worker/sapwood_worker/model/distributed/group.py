@@ -27,7 +27,7 @@ class Group:
         size: Ranks in the group.
         sums: How it sums tensors, where there is a choice.
         overlap: Sums long products and experts in pieces; None: they are summed whole.
-        partial: Whether :meth:`all_reduce` leaves each rank its part, which whoever calls the layer sums.
+        partial: True if :meth:`all_reduce` leaves each rank its part, and the layer's caller sums the parts.
     """
 
     rank: int = 0
@@ -45,12 +45,12 @@ class Group:
         return replace(report, words=f"{report.words}; beside {self.overlap.words}")
 
     def counts(self) -> dict[str, int]:
-        """How often each method has summed, and how many of these sums ran beside a product."""
+        """How often each method has summed, and how many of these sums ran along with a product."""
         found = {} if self.sums is None else self.sums.counts()
         return found if self.overlap is None else found | {OVERLAPPED: self.overlap.summed}
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While an exchange of all its ranks goes on, which is shown to who watches them."""
+        """While an exchange of all its ranks continues, which is shown to who watches them."""
         return nullcontext()
 
     def rehearsing(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What files of a mixture say of how a token's experts are chosen; what does not fit together is named as they name it."""
+"""How a mixture's files say that experts are chosen; contradictions are refused by the files' names."""
 
 from __future__ import annotations
 

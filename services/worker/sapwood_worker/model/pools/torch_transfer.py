@@ -34,7 +34,7 @@ pages is over hardly later than it is launched."""
 
 
 def make_transfer(device: DevicePool, host: HostPool, ops: DeviceOps) -> Transfer:
-    """The transfer between two pools; pins the host's memory if the device works beside the host."""
+    """The transfer between two pools; pins the host's memory if the device works in parallel with the host."""
     _set_groups(device, host)
     if not ops.asynchronous:
         return CpuTransfer(device, host)
@@ -171,7 +171,7 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Implements :class:`Transfer` on two streams, one for each direction, beside the stream that computes.
+    """Implements :class:`Transfer` on two streams, one for each direction, along with the stream that computes.
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone

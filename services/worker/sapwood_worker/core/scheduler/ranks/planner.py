@@ -234,7 +234,7 @@ class RankPlanner:
             each.check()
 
     def _choose(self, missing: Sequence[int]) -> int:
-        """The rank for a request of whose tokens each lacks so many."""
+        """The rank for a request, given how many of its tokens each rank lacks."""
         loads = [each.load() for each in self._ranks]
         return choose_rank(
             [each.demand for each in self._ranks],

@@ -1,7 +1,8 @@
 """How many tokens of prompts a step takes, so that it lasts about as long as is wanted: by how long steps took.
 
-A step's time is that of its decodes and so much for each prompt token. Both are measured while steps run, so a CPU and a GPU
-both keep the gap between the tokens of running streams bounded. Prompts get at least twelve times the time that the decodes take
+A step's time is that of its decodes, and a fixed time for each prompt token. Both are measured while steps run, so a CPU and a
+GPU both keep the gap between the tokens of running streams bounded. Prompts get at least twelve times the time that the decodes
+take
 alone: most of that is what each step costs, so more and shorter steps would compute less. Hence the gap is at most the time
 that is wanted, or thirteen times that of a step of decodes, if that is longer.
 

@@ -56,7 +56,8 @@ class ChainRunner(Protocol):
         Args:
             first: Samples a token of each of P requests; their pages reach to the last decode's.
             wanted: int64 [P]: in how many decodes each is to be, at least one of them in one.
-            reach: int64 [P]: tokens that the requests' pages hold; where the next draft may go on if ``first`` names them.
+            reach: int64 [P]: tokens that the requests' pages hold; the next draft may continue there if ``first`` names the
+                requests.
 
         Returns:
             The tokens, (1 + most wanted) * P of them or more, those of the first step first; undefined for a request that has
@@ -119,7 +120,7 @@ class _Part:
 class ModelDrafter:
     """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
 
-    A draft model that fails drafts nothing any more; the model goes on without.
+    A draft model that fails drafts nothing any more; the model continues without.
 
     Attributes:
         chained: Steps that were run without being launched one by one.
@@ -190,7 +191,7 @@ class ModelDrafter:
         return _Part(index, request, row, max(start, self._model.first), wanted, [])
 
     def _catch_up(self, parts: Sequence[_Part]) -> list[int]:
-        """Computes what one step has no room for of the requests' known tokens; returns where each goes on."""
+        """Computes what one step has no room for of the requests' known tokens; returns where each continues."""
         most = self._model.max_step_tokens
         self.caught_up = sum(len(part.request.token_ids) - part.start for part in parts) - len(parts)
         starts = [part.start for part in parts]

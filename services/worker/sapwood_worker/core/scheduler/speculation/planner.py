@@ -27,7 +27,7 @@ _FIRST_REAL, _MOST_REAL, _LEAST_REAL = 10.0, 12.0, 3.0
 _CLEARLY = 1.03
 """Times as many tokens a second that drafting must promise: measurements are noisy."""
 _HOPE, _SPARE = 0.1, 0.75
-"""How much better drafts may be than their rate, and the part of the first account beyond which it is found out if they are."""
+"""How much better drafts may be than their measured rate, and the part of the first account that may be spent to find out."""
 _FORGET, _TRUST = 0.98, 8.0
 """What a step leaves of the memory of promises, and the kept promises, in tokens, that it begins with."""
 _FORGIVE = 0.0005

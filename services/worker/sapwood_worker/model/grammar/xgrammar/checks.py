@@ -106,7 +106,7 @@ def _bound_by_pattern(schema: dict[str, Any]) -> None:
 
 
 def _implied(keys: set[str]) -> str | None:
-    """The type that the library takes a schema without one to have."""
+    """The type that the library assumes for a schema without a type."""
     if "properties" in keys or "additionalProperties" in keys:
         return "object"
     return "array" if keys & {"items", "prefixItems"} else None

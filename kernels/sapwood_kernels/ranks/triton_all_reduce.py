@@ -230,7 +230,8 @@ class PeerSums:
         Args:
             x: Of numbers of 16 or 32 bits, at most :meth:`most_bytes` large.
             two_shot: Whether each rank sums a share only, and sends its sums to the others.
-            tries: How often numbers that do not come are looked for before the sum is given up and wrong, as are all after it.
+            tries: How often the kernel looks for missing numbers before it gives the sum up; this sum and all later ones are then
+                wrong.
         """
         assert x.is_contiguous() and x.nbytes <= self.most_bytes(two_shot=two_shot)
         assert x.is_floating_point() and x.element_size() in (2, 4), x.dtype

@@ -35,7 +35,7 @@ def examine_accelerators() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         if driver is not None:
             yield Finding("driver", "ok", f"NVIDIA {driver}")
-        return  # that torch is missing is said of the worker's packages
+        return  # the finding on the worker's packages says that torch is missing
     import torch
 
     built_for = torch.version.cuda

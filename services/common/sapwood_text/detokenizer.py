@@ -38,7 +38,7 @@ class Detokenizer:
         stop: Stop strings, none empty.
         skipped: Token ids that leave no text.
         include_stop: Whether the stop string that ends the text is part of it.
-        min_tokens: A stop string that one of the first this many tokens completes does not end the text.
+        min_tokens: A stop string that is complete within this many tokens does not end the text.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Shares an event loop's time among connections that have more to do than one turn should hold.
 
 uvloop reads up to 8 MB of one socket between two polls: a client that sends small frames as fast as it can would have the loop
-for seconds. So a connection works on what it has read for ``SLICE`` seconds at most. It keeps the rest, reads no more, and continues
-in later turns. In each of these all such connections together have ``SLICE`` seconds, one after another. Those with little left
-continue before those with much, who have a third of the time at least. Among very many with little left the newest has every
-second turn, so that it does not wait for all of them. A connection that is alone loses nothing: turns follow each other at once.
+for seconds. So a connection works on what it has read for ``SLICE`` seconds at most. It keeps the rest, reads no more, and
+continues in later turns. In each of these all such connections together have ``SLICE`` seconds, one after another. Those with
+little left continue before those with much, who have a third of the time at least. Among very many with little left the newest
+has every second turn, so that it does not wait for all of them. A connection that is alone loses nothing: turns follow each other
+at once.
 """
 
 from __future__ import annotations

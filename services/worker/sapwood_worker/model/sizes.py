@@ -137,7 +137,7 @@ def choose_sizes(device: DeviceFacts, model: ModelFacts, given: Given) -> Sizes:
 
 
 def _cache_bytes(model: ModelFacts, given: Given) -> int:
-    """What flags give to the cache; 0: nothing."""
+    """Memory that flags give to the cache; 0: none."""
     if given.cache_tokens is not None:
         return int(given.cache_tokens * model.token_bytes)
     return given.cache_bytes or 0
@@ -164,7 +164,7 @@ def _running(model: ModelFacts, cache_tokens: int) -> tuple[int, str]:
 
 
 def _activation_bytes(model: ModelFacts) -> int:
-    """What a token of a step takes beside its place in the cache, about: two bytes a number."""
+    """What a token of a step takes along with its place in the cache, about: two bytes a number."""
     return 2 * _SPARE * (6 * model.hidden_size + 4 * model.intermediate_size)
 
 

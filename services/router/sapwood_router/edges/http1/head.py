@@ -103,7 +103,7 @@ class HeadReader:
             The head, and the bytes of its body; None: that comes in chunks.
 
         Raises:
-            HttpError: It is malformed, or of an HTTP that is not spoken here.
+            HttpError: It is malformed, or of an HTTP version that is not served.
         """
         found = _LENGTH.search(data)
         key = data if found is None else b"%b0%b" % (data[: found.start(1)], data[found.end(1) :])
@@ -153,7 +153,7 @@ def _read(data: bytes) -> tuple[Head, int | None]:
     if lengths and len(lengths[0]) > _MOST_DIGITS:
         raise HttpError(400, "content-length has too many digits", field="content-length")
     head = Head(line, [field for field in fields.found if field[0] != b"content-length"])
-    # llhttp lets nothing but digits through as a length, and none beside chunks.
+    # llhttp lets nothing but digits through as a length, and none along with chunks.
     return head, None if b"transfer-encoding" in head.fields else int(lengths[0]) if lengths else 0
 
 

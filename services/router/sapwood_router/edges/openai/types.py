@@ -43,7 +43,7 @@ class GenerationRequest(AnyRequest, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None  # named as in vLLM; SGLang's name of it is the next
     no_stop_trim: bool | None = None
-    response_format: Any = None  # told apart in response_format.py, as are these extensions
+    response_format: Any = None  # distinguished in response_format.py, as are these extensions
     regex: str | None = None
     ebnf: str | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -61,7 +61,7 @@ class GenerationRequest(AnyRequest, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """``POST /v1/completions``; ``session`` is an extension of ours."""
 
-    prompt: Any = None  # a string, strings, token ids or lists of token ids: told apart in completions.py
+    prompt: Any = None  # a string, strings, token ids or lists of token ids: distinguished in completions.py
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -131,7 +131,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None  # a string or an object: told apart in tools.py
+    tool_choice: Any = None  # a string or an object: distinguished in tools.py
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -142,7 +142,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    # As the servers of Qwen, DeepSeek and others take it; the second is a boolean or an object: told apart in parameters.py.
+    # As the servers of Qwen, DeepSeek and others take it; the second is a boolean or an object: distinguished in parameters.py.
     enable_thinking: bool | None = None
     thinking: Any = None
 
@@ -172,7 +172,7 @@ class UsageObject(msgspec.Struct):
 
 
 def stop_reason(finish: Finish) -> str | int | None:
-    """What a generation ended at, of what the client named for it, as vLLM tells it; None: an end of the model's own."""
+    """The client's stop string or token at which a generation ended, in vLLM's form; None: it ended by itself."""
     return finish.stop_match if finish.stop_match is not None else finish.stop_token
 
 

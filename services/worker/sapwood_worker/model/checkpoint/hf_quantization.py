@@ -12,7 +12,8 @@ from sapwood_common.models.json_file import read_json_object
 from sapwood_worker.model.families.known_keys import KnownKeys, refusal, short
 
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of AutoGPTQ and AutoAWQ, from which some checkpoints have their settings alone -> the method if they name none."""
+"""Settings files of AutoGPTQ and AutoAWQ, and the method that each means if it names none. Some checkpoints have no other
+settings."""
 _HARMLESS = {
     "which weights are quantised: the tensors say it": """
         modules_to_not_convert ignored_layers ignore exclude_modules modules_in_block_to_quantize block_name_to_quantize

@@ -67,7 +67,8 @@ def divided(stored: Stored, name: str, span: Span, by: int) -> Span:
 
 
 def column_order(stored: Stored, name: str, groups: Tensor, group: int) -> Tensor | None:
-    """The order of inputs in which each group's are neighbours, GPTQ's ``desc_act`` and ``actorder``; None: they are.
+    """The order that makes each group's inputs neighbours (GPTQ's ``desc_act`` and ``actorder``); None: they are neighbours
+    already.
 
     Args:
         stored: What the checkpoint stores.

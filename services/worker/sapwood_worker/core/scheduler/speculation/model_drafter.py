@@ -258,7 +258,7 @@ class ModelDrafter:
             part.draft += tokens
 
     def _launch(self, chunk: Sequence[tuple[_Part, int, int]], *, samples: bool) -> LaunchedStep:
-        """Launches a step: of each part so many tokens from a position on."""
+        """Launches a step with some tokens of each part, from a position on."""
         return self._model.runner.launch(self._step(chunk, samples=samples))
 
     def _step(self, chunk: Sequence[tuple[_Part, int, int]], *, samples: bool, end: int = 0) -> Step:

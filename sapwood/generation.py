@@ -57,7 +57,8 @@ class Options(TypedDict, total=False):
             only.
         add_generation_prompt: Whether the prompt ends with the opening of the assistant's turn. With messages only.
         continue_final_message: The answer continues with the last message. With messages only.
-        truncate_prompt_tokens: A longer prompt is cut to its last this many tokens; -1: to as many as leave room for the answer.
+        truncate_prompt_tokens: A longer prompt is cut to this many tokens, the last ones; -1: to as many as leave room for the
+            answer.
         truncate_right: Whether the first tokens are kept instead.
         add_special_tokens: Whether the model's own special tokens, such as BOS, come before the text. With text only.
         suffix: What comes after the answer, which fills the gap between the text and this. Only with text, and models that can.

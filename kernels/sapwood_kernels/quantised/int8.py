@@ -49,7 +49,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight's rows [N, K] to int8 by a scale for each, which float16 holds: int8 [N, K] and float32 [N, 1].
+    """Rounds a weight's rows [N, K] to int8, with a scale for each that float16 can hold: int8 [N, K] and float32 [N, 1].
 
     The scale is the nearest to what brings a row's largest number to 127. Some rows at a time: a large weight is not copied wide.
     """

@@ -2,7 +2,7 @@
 
 A program for each expert counts all pairs of a token and an expert, so that it knows where its tiles begin, and then writes its
 own pairs there in order. Reading all pairs for each expert costs less than the launches of a sort: 256 tokens have 8 KB of them.
-More than 4096 pairs are counted in parts by a launch of their own, so that programs share out an expert's, too.
+More than 4096 pairs are counted by a launch of its own, so that several programs can share one expert's pairs.
 Shapes depend on the number of pairs only, and nothing waits for the host: it can be captured in a CUDA graph.
 """
 

@@ -143,7 +143,8 @@ class GrammarBuilder:
 
 
 class _Alone:
-    """Writes each schema of a grammar so that it can be compiled alone: a lenient one without what cannot be enforced.
+    """Writes each schema of a grammar so that it can be compiled alone; a lenient schema loses the keywords that cannot be
+    enforced.
 
     Attributes:
         left_out: What was left out.

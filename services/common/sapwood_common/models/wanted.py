@@ -17,7 +17,7 @@ DESCRIPTION = (
 
 
 def description_among(names: Iterable[str]) -> list[str]:
-    """The names that are none of weights."""
+    """The names of files without weights."""
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in DESCRIPTION)]
 
 

@@ -64,7 +64,7 @@ class KvEventFollower:
         """Takes the next message, some pages at a time: what a long prompt leaves would keep others' tokens waiting.
 
         Raises:
-            DriftError: It does not follow on the last one, or leads to something else than the worker holds.
+            DriftError: It does not follow the last batch, or its digest is not the worker's.
         """
         if message.snapshot:
             self._whole = not message.more

@@ -17,7 +17,7 @@ class StreamIds:
     def __init__(self) -> None:
         self.last = 0
         self._skipped = range(0)
-        """Ids that the client passed over when it last passed over any."""
+        """The range of ids that the client skipped last."""
         self._cut_off: dict[int, None] = {}
         """Streams that ended here while the client could still send: its frames may have left before it knew. Oldest first."""
         self._forgotten = 0

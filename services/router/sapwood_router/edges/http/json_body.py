@@ -18,13 +18,13 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.left_out import LeftOut
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Parameters, each with the values that ask for nothing, beside null."""
+"""Parameters, each with the values that ask for nothing, along with null."""
 
 _MOST_EXPLAINED = 64 * 1024
 """Bytes up to which a body is searched for the parameter with bad Unicode, so that the error can name it."""
 
 _NOTHING: tuple[Any, ...] = ("", False, [], {})
-"""Values that ask for nothing, beside null."""
+"""Values that ask for nothing, along with null."""
 _LONGEST_COMPARED = 40
 """Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
 _MOST_COMPARED = 8
@@ -41,7 +41,7 @@ FORMS = frozenset(
     {"response_format", "output_format", "output_config", "format", "json_schema", "structural_tag", "grammar", "ebnf", "regex"}
     | {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json", "choice", "stop_regex"}
 )  # fmt: skip
-"""What APIs call the form that an answer must have: a client relies on it, so an API that has it under another name says so."""
+"""Parameters by which APIs set the form of an answer. Clients rely on them, so they are never left out silently."""
 _TAKE_FORMS = ("response_format", "output_config", "format", "sampling_params", "text")
 """Parameters that take a form, one in each API."""
 _SHOWN = frozenset(

@@ -20,7 +20,7 @@ class Body:
 
     Args:
         length: Its bytes; None: it comes in chunks.
-        memory: Bounds what bodies that are not all there hold together.
+        memory: Bounds the memory of all incomplete bodies together.
 
     Attributes:
         size: Bytes that came.
@@ -148,7 +148,7 @@ class Body:
         self._parts = []
 
     def fail(self, error: SapwoodError) -> None:
-        """Gives it up: whoever waits for it is told."""
+        """Gives it up: anybody who waits for it is told."""
         if self.error is not None or (self.complete and self._waiter is None):
             return
         self.error = error

@@ -75,7 +75,7 @@ class PrefixIndex:
         Args:
             worker: Its address.
             hashes: The prompt's page hashes.
-            within: Only pages used in the last this many seconds count.
+            within: Only pages used in this many seconds before now count.
         """
         return self.beyond({worker: 0}, hashes, within).get(worker, 0)
 
@@ -85,7 +85,7 @@ class PrefixIndex:
         Args:
             told: Pages, by worker: one look at the next page tells whether there are more.
             hashes: The prompt's page hashes.
-            within: Only pages used in the last this many seconds count.
+            within: Only pages used in this many seconds before now count.
         """
         found: dict[str, int] = {}
         since, most, all_held = self._clock() - within, len(hashes), self._held

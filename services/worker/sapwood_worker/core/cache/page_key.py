@@ -2,7 +2,7 @@
 
 Algorithm: two chained hashes a page, each over the page's tokens and the hash of the page before it. ``hash`` is the xxh3 chain
 that router and workers share (``sapwood_common.contract.page_hash``): quick, and the name under which a page is found.
-``proof`` is a SHA-256 chain that nobody can collide on purpose: whoever takes a page compares it, so a page is only ever used
+``proof`` is a SHA-256 chain that nobody can collide on purpose: a reader of a page compares it, so a page is only ever used
 for exactly the tokens, in exactly the namespace, that it was computed for. O(tokens), once a page.
 """
 

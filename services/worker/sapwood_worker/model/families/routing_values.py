@@ -16,7 +16,7 @@ def read_routing(
     Args:
         values: The settings.
         experts: Which of them is the number of experts.
-        chosen: Which is the number of those that a token goes to.
+        chosen: The setting's name for the number of experts that a token goes to.
         groups: Which are the number of groups and of those that a token chooses; None: there is one group.
         **rest: What else :class:`Routing` takes.
 

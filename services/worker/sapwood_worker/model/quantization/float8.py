@@ -45,7 +45,7 @@ _WIDEST_ROW = 4096
 kernel took several times as long on an H200 as the device's float8 units take for 64 rows."""
 _STORED = "F8_E4M3"
 _ACTIVATION_SCHEMES = ("dynamic", "static")
-"""Of checkpoints; both are read, and here each token has a scale of its own."""
+"""Ways in which checkpoints scale activations; both are read, and here each token has a scale of its own."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a stored weight's scales: the common one, and DeepSeek's for those of blocks."""
 
@@ -151,7 +151,7 @@ class Float8Method(LinearMethod):
 
 
 class QuantisedFloat8(Float8Method):
-    """Loads the weight in the model's dtype and quantises it; arguments as of :class:`Float8Method`."""
+    """Loads the weight in the model's dtype and quantises it; arguments as for :class:`Float8Method`."""
 
     def __init__(self, shape: LinearShape, scaling: Scaling, dtype: torch.dtype, ops: DeviceOps) -> None:
         super().__init__(shape, scaling, dtype, ops)
@@ -183,11 +183,11 @@ class StoredFloat8(Float8Method):
     """Keeps weight and scales as they are stored; scales of whole projections become scales of rows, equal for each of its rows.
 
     Args:
-        shape: As of :class:`Float8Method`.
+        shape: As for :class:`Float8Method`.
         scales: For each part the name of its scales and their shape, all of it.
         scaling: ``row`` or ``block``.
-        dtype: As of :class:`Float8Method`.
-        ops: As of :class:`Float8Method`.
+        dtype: As for :class:`Float8Method`.
+        ops: As for :class:`Float8Method`.
     """
 
     def __init__(

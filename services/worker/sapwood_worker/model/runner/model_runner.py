@@ -262,7 +262,8 @@ class ModelRunner:
         return self._model.logits(self._forward(step)).float()
 
     def _ask_experts(self) -> Callable[[], list[list[int]]]:
-        """How many tokens each expert of this stage's layers has got with the steps launched so far; what it returns waits."""
+        """How many tokens each expert of this stage's layers has got with the steps launched so far; reading the result waits for
+        them."""
         assert not isinstance(self._model, Head)
         if not self._model.mixtures:
             return list

@@ -92,7 +92,7 @@ class DeviceMover(PageMover, Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Landed(HostPage):
-    """A page that is being filled, or was: after so many steps, and what was launched before."""
+    """A page that is being filled, or was, with the steps that were launched before."""
 
     after: int = 0
     barrier: Callable[[], None] = lambda: None

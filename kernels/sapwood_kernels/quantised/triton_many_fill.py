@@ -27,7 +27,8 @@ else:
 
 @gluon.jit
 def _share(M, SHARE, N, STEPS, BLOCK_M: gl.constexpr):
-    """Tiles side by side, and a program's first step of all tiles' groups and that after its last."""
+    """The number of tiles in a row, and a program's steps: its first one, and the one after its last, counted over all tiles'
+    groups."""
     across = (M + BLOCK_M - 1) // BLOCK_M
     start = gl.program_id(0) * SHARE
     return across, start, gl.minimum(start + SHARE, across * (N // 128) * STEPS)

@@ -1,4 +1,4 @@
-"""What nobody waits for: done in later turns of the event loop, a little in each."""
+"""Deferred calls: work that nobody waits for, done a little in each later turn of the event loop."""
 
 from __future__ import annotations
 

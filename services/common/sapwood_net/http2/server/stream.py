@@ -25,7 +25,7 @@ _LARGE = 64 * 1024
 _EACH = 128
 """Bytes of memory that a whole message takes along with its own."""
 _CALL = 8 * 1024
-"""Bytes that a call which holds much counts too: its task and all that belongs to it, while it waits to be worked on."""
+"""Bytes that are counted for a large call in addition to its messages: its task and state, while it waits for its turn."""
 _UNREAD = 16 * 1024
 """Bytes that a call counts whose client does not read, for all that works for it."""
 

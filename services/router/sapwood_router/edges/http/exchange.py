@@ -30,7 +30,7 @@ from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TEN
 from sapwood_router.request.context import accept_request_id
 
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
-"""vLLM's and OpenAI's, which they route by, too: what has the same one is one session, shares a beginning, or an end user."""
+"""Parameters of vLLM and OpenAI for routing. Requests with the same value are of one session or user, or share a beginning."""
 _SESSIONS = frozenset(_SESSION_FIELDS)
 _CALLER_HEADERS = frozenset(key.encode() for key in (TENANT_KEY, PRIORITY_KEY, SESSION_KEY))
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
@@ -162,7 +162,7 @@ class Exchange:
         return await self._request.receive_body(limit, look_at)
 
     async def breathe(self) -> None:
-        """Lets others go on where the request is a large one, or has many values: what follows is another piece of work."""
+        """Lets others continue where the request is a large one, or has many values: what follows is another piece of work."""
         if self._stint is not None:
             await self._stint.turn()
 
@@ -172,7 +172,7 @@ class Exchange:
             await self._stint.pause()
 
     async def in_turns(self, steps: Steps[ResultT]) -> ResultT:
-        """Does what can be cut anywhere: others go on now and then where the request is a large one. Raises what it does."""
+        """Does what can be cut anywhere: others continue now and then where the request is a large one. Raises what it does."""
         return await in_turns(steps, self._stint)
 
     def deadline(self, most: float) -> float:

@@ -169,7 +169,7 @@ class DecoderModel(Layer):
         own: The layers that this rank's stage has.
         exchange: Takes rows to the ranks of their experts; None: they go to all ranks, or there is one.
         taps: Keep hidden states for a head that drafts; None: there is none.
-        mixtures: Those of its layers that have experts; none may have, as of a stage of a pipeline.
+        mixtures: Those of its layers that have experts; none may have, as for a stage of a pipeline.
         sparse: Whether a layer of the model has experts, of whatever stage.
     """
 
@@ -254,7 +254,7 @@ class DecoderModel(Layer):
             self.mixtures[layer].experts.move([move for move in moves if move.layer == layer])
 
     def forget_expert_tokens(self) -> None:
-        """Begins anew to count the tokens of experts."""
+        """Begins again to count the tokens of experts."""
         for each in self.mixtures:
             each.router.counts.zero_()
         if self.exchange is not None:
@@ -346,7 +346,7 @@ class DecoderModel(Layer):
         return result
 
     def _last(self, hidden: Tensor) -> Tensor:
-        """What the last stage has of it."""
+        """The last stage's part of the decoder."""
         return hidden if self.link.alone else self.link.spread(hidden)
 
 

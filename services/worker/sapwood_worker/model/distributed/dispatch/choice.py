@@ -170,7 +170,7 @@ class SharedRows:
         self.shape, self.most_rows = shape, most_rows
         self.moved = torch.zeros(2, dtype=torch.int64)
         self._rank, self._size = group.rank, group.size
-        pairs = self._size, self._size, most_rows  # of a rank that gets a row, and the one whose row it is
+        pairs = self._size, self._size, most_rows  # the rank that gets the row, and the rank that sent it
         kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((self._size, most_rows, shape.chosen), torch.int64),
             ((self._size, most_rows, shape.chosen), torch.float32),

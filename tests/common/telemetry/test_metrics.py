@@ -51,6 +51,20 @@ def test_a_value_that_is_forgotten_makes_room_for_another() -> None:
     assert metrics.registry.get_sample_value("losses_total", {"worker": "other"}) == 1
 
 
+def test_a_renamed_metric_shows_its_series_under_both_names() -> None:
+    metrics = MetricSet()
+    moves = metrics.counter("moves_total", "Moves.", was="steps_total", kind=OneOf("fast"))
+    metrics.polled("gauge", "load", "Load.", lambda: [((), 3.0)], was="burden")
+    moves.at(kind="fast").inc(2)
+    for name in ("moves_total", "steps_total"):
+        assert metrics.registry.get_sample_value(name, {"kind": "fast"}) == 2
+    assert [metrics.registry.get_sample_value(name) for name in ("load", "burden")] == [3, 3]
+    assert [(spec.name, spec.help) for spec in metrics.specs if "Old" in spec.help] == [
+        ("steps_total", "Old name of moves_total; the next version does not have it."),
+        ("burden", "Old name of load; the next version does not have it."),
+    ]
+
+
 def test_polled_metrics_are_read_when_asked_and_bounded_too() -> None:
     metrics = MetricSet()
     load = {"a": 1.0, "b": 2.0, "c": 3.0}

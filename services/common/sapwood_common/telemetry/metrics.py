@@ -136,6 +136,12 @@ class Family(Generic[SeriesT]):
         if OTHER not in bounded:
             self._series.pop(bounded, None)
 
+    def named(self, empty: Callable[[], Any]) -> Family[SeriesT]:
+        """The same series as another metric, whose page ``empty`` makes."""
+        family = Family(self._make, self._labels, empty)
+        family._series = self._series
+        return family
+
     def describe(self) -> Iterable[Any]:
         """The names that the metric takes, for the registry."""
         return (self._empty(),)
@@ -190,9 +196,14 @@ class MetricSet:
         self.specs: list[MetricSpec] = []
         ProcessCollector(registry=self.registry)
 
-    def counter(self, name: str, text: str, **labels: Label) -> Family[Counter]:
-        """A counter; its name ends in ``_total``."""
-        return self._add(Counter, "counter", name, text, labels, CounterMetricFamily)
+    def counter(self, name: str, text: str, *, was: str | None = None, **labels: Label) -> Family[Counter]:
+        """A counter; its name ends in ``_total``. ``was`` is its name in the last version, which shows the same series."""
+        family = self._add(Counter, "counter", name, text, labels, CounterMetricFamily)
+        if was is not None:
+            old = _old_name(name)
+            self._note(was, "counter", old, labels)
+            self.registry.register(family.named(partial(CounterMetricFamily, was, old, labels=tuple(labels))))
+        return family
 
     def gauge(self, name: str, text: str, **labels: Label) -> Family[Gauge]:
         """A gauge."""
@@ -204,7 +215,16 @@ class MetricSet:
         """A histogram, in seconds unless ``buckets`` says otherwise."""
         return self._add(partial(Histogram, buckets), "histogram", name, text, labels, HistogramMetricFamily)
 
-    def polled(self, kind: str, name: str, text: str, read: Callable[[], Iterable[Reading]], **labels: Label) -> None:
+    def polled(
+        self,
+        kind: str,
+        name: str,
+        text: str,
+        read: Callable[[], Iterable[Reading]],
+        *,
+        was: str | None = None,
+        **labels: Label,
+    ) -> None:
         """A gauge or counter whose values are read when they are asked for, possibly in another thread.
 
         Args:
@@ -212,10 +232,13 @@ class MetricSet:
             name: Its name.
             text: What it says.
             read: Gives label values and value of each series.
+            was: Its name in the last version, which shows the same series.
             labels: Its labels.
         """
-        self._note(name, kind, text, labels)
-        self.registry.register(_Polled(self.specs[-1], read))
+        for each, meaning in ((name, text), (was, _old_name(name))):
+            if each is not None:
+                self._note(each, kind, meaning, labels)
+                self.registry.register(_Polled(self.specs[-1], read))
 
     def _add(
         self, make: Callable[[], SeriesT], kind: str, name: str, text: str, labels: Labels, page: Callable[..., Any]
@@ -228,6 +251,10 @@ class MetricSet:
     def _note(self, name: str, kind: str, text: str, labels: Labels) -> None:
         assert (kind == "counter") == name.endswith("_total"), name
         self.specs.append(MetricSpec(name, kind, text, labels))
+
+
+def _old_name(name: str) -> str:
+    return f"Old name of {name}; the next version does not have it."
 
 
 def metrics_port(given: int | None, usual: int, service_port: int) -> int:

@@ -118,7 +118,9 @@ class RouterMetrics:
             "sapwood_router_resumptions_total", "Streams that continued, on another worker, after theirs failed them."
         )
         self.handoffs = metrics.counter(
-            "sapwood_router_handoffs_total", "Prompts that one worker computed and another was to continue with."
+            "sapwood_router_kv_transfers_total",
+            "Prompts that one worker computed for another one to continue with.",
+            was="sapwood_router_handoffs_total",
         )
         self.weighed = metrics.counter(
             "sapwood_router_disaggregation_weighed_total",

@@ -48,9 +48,10 @@ class WorkerMetrics:
             "sapwood_worker_step_tokens_total", "Tokens computed.", kind=OneOf("prefill", "decode")
         )
         self._spared = metrics.counter(
-            "sapwood_worker_spared_tokens_total",
-            "Cached tokens that attention did not read for a request, as it read them in the same step for another that has the "
-            "same prefix.",
+            "sapwood_worker_shared_prefix_tokens_total",
+            "Cached tokens that attention did not read for a request, because it read them in the same step for another one with "
+            "the same prefix.",
+            was="sapwood_worker_spared_tokens_total",
         )
 
     def step(self, step: StepTime) -> None:
@@ -117,7 +118,7 @@ class WorkerMetrics:
             tier=OneOf("device", "host", "storage"),
         )
         self._watch_store(load)
-        self._watch_handoffs(load)
+        self._watch_transfers(load)
         self._watch_ranks(load)
 
     def watch_vitals(self, vitals: Vitals) -> None:
@@ -129,7 +130,7 @@ class WorkerMetrics:
             ),
             "current_step_seconds": ("For how long it has been at its current step.", lambda: vitals.step),
             "loop_lag_seconds": (
-                "How late the gRPC front's event loop runs what is due: the most of late, halved every 10 s since.",
+                "How late the gRPC front's event loop runs what is due: the most lately, halved every 10 s since.",
                 lambda: vitals.lag.recent,
             ),
         }
@@ -153,7 +154,7 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_rank_losses_total",
-            "How often a rank has died, hung or failed, by which all were started anew.",
+            "How often a rank has died, hung or failed, after which all ranks were started again.",
             lambda: [((str(rank),), vitals.losses[rank]) for rank in sorted({0, *vitals.losses})],
             rank=ranks,
         )
@@ -222,7 +223,7 @@ class WorkerMetrics:
             "gauge",
             "sapwood_worker_all_reduce_seconds",
             "What such a sum of a tensor of so many bytes took at the start, by which methods are chosen. Apart: a sum by one of "
-            "them, then the residual and the norm, for which +norm is taken where it is quicker.",
+            "them, then the residual and the norm, for which +norm is taken where it is faster.",
             lambda: [((each.method, str(each.num_bytes)), each.seconds) for each in choices().times],
             method=OneOf(*SUM_METHODS, APART),
             bytes=OneOf(*map(str, SUM_SIZES)),
@@ -231,7 +232,7 @@ class WorkerMetrics:
             "gauge",
             "sapwood_worker_all_reduce_refused",
             "1 for what is not used as its sums were wrong in the trial at the start; the log and sapwood worker info say where. "
-            "Overlapped: sums beside products.",
+            "Overlapped: sums in parallel with products.",
             lambda: [((name,), 1.0) for name, _ in choices().refused],
             method=OneOf(*SUM_METHODS[1:], OVERLAPPED),
         )
@@ -279,21 +280,42 @@ class WorkerMetrics:
             "counter", load, {"store_timeouts": "Requests that stopped waiting for the store before all was there."}
         )
 
-    def _watch_handoffs(self, load: Callable[[], Load]) -> None:
+    def _watch_transfers(self, load: Callable[[], Load]) -> None:
         counters = {
-            "handoff_tickets": "Prompts handed off to other workers.",
-            "handoff_renewals": "Leases of handed-off prompts that were begun anew.",
-            "handoff_expired": "Leases of handed-off prompts that ended because nobody renewed them.",
-            "pulled_pages": "Pages pulled from workers that had handed them off.",
-            "pulled_bytes": "Their content, in bytes.",
-            "pulled_early_bytes": "Of these, what had come while the other worker still computed the rest of the prompt.",
-            "pulled_part_bytes": "Bytes that had come of pages whose last layers the other worker was computing.",
-            "pull_failures": "Reads of such pages that failed: the worker was gone.",
-            "pull_stale_pages": "Pages that the worker no longer had, or that failed their check: computed instead.",
-            "pull_fallbacks": "Requests that had to compute pages for which they had a ticket.",
+            "handoff_tickets": ("kv_transfers_offered", "Prompts whose pages were offered to other workers."),
+            "handoff_renewals": ("kv_transfer_renewals", "Renewed leases of offered prompts."),
+            "handoff_expired": (
+                "kv_transfer_expired",
+                "Leases of offered prompts that ended because nobody renewed them.",
+            ),
+            "pulled_pages": ("kv_transfer_pages", "Pages read from prefill workers."),
+            "pulled_bytes": ("kv_transfer_bytes", "Their content, in bytes."),
+            "pulled_early_bytes": (
+                "kv_transfer_early_bytes",
+                "Of these, bytes that came while the prefill worker still computed the rest of the prompt.",
+            ),
+            "pulled_part_bytes": (
+                "kv_transfer_part_bytes",
+                "Of these, bytes that came while the prefill worker computed the last layers of their pages.",
+            ),
+            "pull_failures": ("kv_transfer_failures", "Reads that failed because the prefill worker was gone."),
+            "pull_stale_pages": (
+                "kv_transfer_stale_pages",
+                "Pages that the prefill worker no longer had, or that failed their check: computed instead.",
+            ),
+            "pull_fallbacks": (
+                "kv_transfer_fallbacks",
+                "Requests that had to compute pages that another worker had offered.",
+            ),
         }
-        self._follow("counter", load, counters)
-        self._follow("gauge", load, {"handoff_pages": "Pages of the host's memory that are kept for other workers."})
+        kept = {
+            "handoff_pages": ("kv_transfer_kept_pages", "Pages of the host's memory that are kept for other workers.")
+        }
+        for kind, end, described in (("counter", "_total", counters), ("gauge", "", kept)):
+            for field, (name, text) in described.items():
+                read = _reading(partial(_field, load, field))
+                was = f"sapwood_worker_{field}{end}"
+                self._metrics.polled(kind, f"sapwood_worker_{name}{end}", text, read, was=was)
 
     def _follow(self, kind: str, load: Callable[[], Load], described: Mapping[str, str]) -> None:
         """Adds metrics that each show a field of the load: the field's name, and what the metric says."""

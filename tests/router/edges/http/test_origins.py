@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from sapwood_common.errors import ConfigError
@@ -113,6 +115,15 @@ async def test_a_local_router_without_keys_answers_nobody_under_names_of_other_m
     assert answer.status_code == 403 and "evil.example" in answer.text
     for host in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "a.localhost:1", "[::1]:8000", "192.168.1.5"):
         assert (await cluster.http.get(path, headers={"host": host})).status_code != 403
+
+
+@pytest.mark.parametrize("target", [b"http://evil.example/v1/models", b"http://127.0.0.1@evil.example?/v1/models"])
+async def test_the_host_in_a_request_target_counts_and_not_the_header(cluster, target) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
+    writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 403 ") and b"evil.example" in answer
 
 
 async def test_a_page_whose_name_points_here_may_not_send_requests(cluster) -> None:

@@ -18,6 +18,7 @@ _LINE = re.compile(rb"([A-Z]+) ([!\"$-~]+) HTTP/1\.([01])\r\n")
 """Stricter than llhttp, which takes HTTP/0.9 and 2.0, RTSP, more spaces than one and fragments."""
 _OTHER_VERSION = re.compile(rb"[A-Z]+ [^ \r\n]+ HTTP/(?!1\.[01]\r)[0-9.]+\r\n")
 _HOST = re.compile(rb"[A-Za-z0-9._~%:\[\]-]*")
+_AFTER_HOST = re.compile(rb"[/?]")
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,15})\r\n")
 _MOST_DIGITS = 20
 """Of a length, zeros in front included: other servers refuse more."""
@@ -66,6 +67,10 @@ class Head:
         self.headers = headers
         self.fields = fields = dict(headers)
         self.keep_alive = self.takes_chunks if b"connection" not in fields else self._asks_to_stay()
+        if (
+            not target.startswith(b"/") and b"://" in target and b"host" in fields
+        ):  # a target that names a host counts, not the header (RFC 9112, 3.2.2)
+            fields[b"host"] = _AFTER_HOST.split(target.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
         host = fields.get(b"host")
         if host is None:
             if self.takes_chunks:

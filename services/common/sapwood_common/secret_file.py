@@ -1,4 +1,4 @@
-"""Files with secrets, which other users of the machine must not read."""
+"""Files with secrets, which other users of the machine must not read, or of keys, which they must not change."""
 
 from __future__ import annotations
 
@@ -30,5 +30,14 @@ def warn_of_readers(path: Path, flag: str) -> None:
             logger.warning(
                 "%s: other users may read or change %s, which holds a secret: chmod 600 %s", flag, path, path
             )
+    except OSError:
+        pass  # who reads it says so
+
+
+def warn_of_writers(path: Path, flag: str) -> None:
+    """Logs a warning if all other users may change a file that says who may do what. Never fails."""
+    try:
+        if path.stat().st_mode & stat.S_IWOTH:
+            logger.warning("%s: other users may change %s: chmod o-w %s", flag, path, path)
     except OSError:
         pass  # who reads it says so

@@ -18,6 +18,7 @@ from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import ConfigError
 from sapwood_common.host_names import listens_on_loopback
 from sapwood_common.network.channel import Dialer
+from sapwood_common.secret_file import warn_of_readers
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry.logs import announce
@@ -104,6 +105,8 @@ class RouterApplication:
         if config.metrics_of:
             self._metrics.registry.register(JoinedMetrics(config.metrics_of))
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
+        if config.peer_key is not None:
+            warn_of_readers(config.peer_key, "--peer-key")
         self._worker_dialer = self._dialer.expecting(config.worker_name)
         self._http_client: HttpClient | None = None
         self._backends = config.backends_by_address

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES
+from sapwood_common.secret_file import warn_of_readers
 from sapwood_common.serving.gate import ServiceGate
 from sapwood_common.serving.grpcio_server import GrpcioServer
 from sapwood_common.serving.interceptor import MOST_FIELDS, MOST_FIELDS_OF_SERVICES, ServiceInterceptor
@@ -85,6 +86,8 @@ class ServiceServer:
         implementation: Implementation = "sapwood",
     ) -> None:
         self._names = tuple(service_names)
+        if tls is not None:
+            warn_of_readers(tls.key, "--tls-key")
         telemetry = telemetry or RpcTelemetry(MetricSet(), Tracing())
         most_fields = MOST_FIELDS_OF_SERVICES if gate is None else MOST_FIELDS
         self._interceptor = ServiceInterceptor(telemetry, uncounted, most_fields)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from sapwood_common.contract.limits import MOST_PRIORITY, MOST_WEIGHT
 from sapwood_common.errors import ConfigError, UnauthenticatedError
+from sapwood_common.secret_file import warn_of_writers
 from sapwood_common.tenants.tenant import Tenant, TenantSettings, mint_salt
 
 logger = logging.getLogger(__name__)
@@ -155,6 +156,7 @@ class ApiKeys:
         if self._version is None:
             raise ConfigError(f"--api-keys: cannot read {path}: there is no such file")
         self._entries = parse_keys(path)
+        warn_of_writers(path, "--api-keys")
         self._open_accounts()
 
     async def follow(self) -> None:

@@ -17,8 +17,8 @@ from sapwood_common.telemetry.tracing import Tracing
 from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
+from sapwood_router.fleet.connection import SilenceLimit
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.fleet.silence_limit import SilenceLimit
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_tokenizer.serve.metrics import add_metrics

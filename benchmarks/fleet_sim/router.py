@@ -26,7 +26,7 @@ from sapwood_router.request.caller import NOBODY
 from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.policies.base import PromptPages
-from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.routing.policy_book import Shadowed
 
 MODEL = "m"
 

@@ -11,7 +11,7 @@ from fleet_sim.events import Events
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.contract.page_hash import HASH_BYTES, digest_term, hash_pages
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 EPOCH = 1
 _U64 = (1 << 64) - 1

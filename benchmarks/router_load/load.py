@@ -18,7 +18,7 @@ from router_load.mock_worker import MODEL, WORD_TOKEN
 
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sapwood_common.network.channel import Dialer
-from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.shared_call import open_call
 
 _DONE = b"data: [DONE]"
 

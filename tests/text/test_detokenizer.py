@@ -5,8 +5,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from sapwood_common.errors import ConfigError
 from sapwood_text.detokenizer import Detokenizer
-from sapwood_tokenizer.vocab.loader import LoadedTokenizer
-from sapwood_tokenizer.vocab.token_bytes import token_table
+from sapwood_tokenizer.vocab.loader import LoadedTokenizer, token_table
 
 NONE: frozenset[int] = frozenset()
 

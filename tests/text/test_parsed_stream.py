@@ -10,7 +10,7 @@ from sapwood_text.incremental.events import merge
 from sapwood_text.output_parser import OutputParser, ParserOptions
 from sapwood_text.parsed_stream import ParsedStream, StreamOptions, open_stream
 from sapwood_text.vocabulary import Vocabulary
-from sapwood_tokenizer.vocab.token_bytes import token_table
+from sapwood_tokenizer.vocab.loader import token_table
 
 
 def counted(vocabulary: Tokenizer, text: str, size: int, **options) -> int:

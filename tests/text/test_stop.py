@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapwood_text.stop import StopMatcher
+from sapwood_text.detokenizer import StopMatcher
 
 short = st.text(alphabet="abX", max_size=24) | st.text(alphabet="ab", max_size=60)
 stops = st.lists(

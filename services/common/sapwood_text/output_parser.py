@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.events import Event, TextDelta
-from sapwood_text.incremental.parser import Parser, Script, ScriptParser
+from sapwood_text.incremental.parser import Emitter, Parser, Script, ScriptParser
 from sapwood_text.incremental.source import Source, Steps
 from sapwood_text.reasoning_parser.base import MAX_PROSE
 from sapwood_text.reasoning_parser.registry import GPT_OSS, reasoning_family

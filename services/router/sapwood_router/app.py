@@ -44,14 +44,12 @@ from sapwood_router.edges.ui.routes import ui_routes
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.fleet.backends.probe import BackendProbe, served_by
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
-from sapwood_router.fleet.connection import WorkerConnection
-from sapwood_router.fleet.control import FleetControl
+from sapwood_router.fleet.connection import SilenceLimit, WorkerConnection
+from sapwood_router.fleet.control import FleetControl, WorkerPins
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
 from sapwood_router.fleet.kv_event_monitor import KvEventMonitor
-from sapwood_router.fleet.pins import WorkerPins
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
-from sapwood_router.fleet.silence_limit import SilenceLimit
 from sapwood_router.fleet.sources.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
 from sapwood_router.fleet.sources.membership import follow_file, follow_leases
 from sapwood_router.fleet.worker import Worker
@@ -62,15 +60,14 @@ from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.retry import Failover, RetryPolicy, RetrySettings
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
 from sapwood_router.flow.steering import Steering
-from sapwood_router.observe.joined_metrics import JoinedMetrics
-from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.metrics import JoinedMetrics, RouterMetrics
 from sapwood_router.observe.observer import RequestLog, RequestObserver
 from sapwood_router.observe.status import StatusBoard
 from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.tokenizer.client import TokenizerClient
-from sapwood_router.tokenizer.replicas import TokenizerReplicas
+from sapwood_router.tokenizer.replica import TokenizerReplicas
 from sapwood_router.tokenizer.text_stream import TextStreams
 from sapwood_router.tokenizer.tokenizers import Tokenizer, Tokenizers
 from sapwood_router.transport.backend.spec import backend_at, is_backend

@@ -12,9 +12,8 @@ import grpc
 from sapwood_common.network.channel import Dialer
 from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
-from sapwood_router.fleet.connection import WorkerConnection
+from sapwood_router.fleet.connection import SilenceLimit, WorkerConnection
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.fleet.silence_limit import SilenceLimit
 from sapwood_router.fleet.worker import Worker
 
 

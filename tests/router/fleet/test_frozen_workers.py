@@ -9,7 +9,7 @@ import pytest
 from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_net.pacing.loop_lag import LoopLag
 from sapwood_router.fleet.circuit_breaker import BreakerState
-from sapwood_router.fleet.silence_limit import MOST, SilenceLimit
+from sapwood_router.fleet.connection import MOST, SilenceLimit
 
 SILENCE = 30.0  # no worker here is silent
 SUSPECT = worker_pb2.SessionResponse(frozen_ms=40_000)

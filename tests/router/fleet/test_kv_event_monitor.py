@@ -22,7 +22,7 @@ from sapwood_router.fleet.kv_event_monitor import DriftError, KvEventFollower, K
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 from sapwood_testing.router.fake_worker import FakeWorker
 from sapwood_worker.front.convert import to_kv_events
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream

@@ -7,7 +7,7 @@ from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 from sapwood_testing.clock import Clock
 
 

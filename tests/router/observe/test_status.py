@@ -11,7 +11,7 @@ from sapwood_router.config import RouterConfig
 from sapwood_router.edges.http.status_page import render
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.observe.status import RouterState, WorkerState
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 
 async def status(cluster) -> router_pb2.GetStatusResponse:

@@ -15,7 +15,7 @@ from sapwood_router.flow.select import choose
 from sapwood_router.routing.factory import PolicyParts, make_policy, policy_names
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
 from sapwood_router.routing.policies.base import PromptPages
-from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.routing.policy_book import Shadowed
 from sapwood_router.routing.shortlist import MANY, drawn_by_prefix
 from sapwood_testing.clock import Clock
 

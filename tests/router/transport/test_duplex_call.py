@@ -10,7 +10,7 @@ from hyperframe.frame import PingFrame, SettingsFrame, WindowUpdateFrame
 
 from sapwood_common.network.channel import Dialer
 from sapwood_net.http2.client.duplex_call import CallEndedError
-from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.shared_call import open_call
 
 METHOD = "/test.Service/Call"
 MOST = 8 * 1024 * 1024

@@ -3,8 +3,7 @@
 import pytest
 
 from sapwood_text.incremental.events import TextDelta, ToolCallArguments, ToolCallStart, merge
-from sapwood_text.incremental.markers import Markers
-from sapwood_text.incremental.source import Source
+from sapwood_text.incremental.source import Markers, Source
 from sapwood_text.output_parser import OutputParser, ParserOptions
 from sapwood_text.tool_parser.registry import NAMES
 from sapwood_text.tool_parser.tools import Tools

@@ -17,8 +17,7 @@ from sapwood_common.status import from_rpc_error
 from sapwood_text.detokenizer import Detokenizer
 from sapwood_text.vocabulary import TokenTable
 from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder, EncoderOptions
-from sapwood_tokenizer.vocab.loader import LoadedTokenizer
-from sapwood_tokenizer.vocab.token_bytes import token_table
+from sapwood_tokenizer.vocab.loader import LoadedTokenizer, token_table
 
 NAMES = ("demo", "deepseek", "llama3", "qwen3", pytest.param("mistral", marks=pytest.mark.slow))
 CODE = Path(argparse.__file__).read_text()

@@ -6,8 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder, EncoderOptions
-from sapwood_tokenizer.encode.fill_in_middle import find_form
+from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder, EncoderOptions, find_form
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 
 BEFORE, AFTER = "def f(x):\n    ", "return x)\n"

@@ -12,7 +12,7 @@ from sapwood_text.output_parser import OutputParser
 from sapwood_text.parsed_stream import ParsedStream, StreamOptions
 from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.serve.open_streams import OpenStreams
-from sapwood_tokenizer.vocab.token_bytes import token_table
+from sapwood_tokenizer.vocab.loader import token_table
 
 
 def make_call(tokenizer: Tokenizer, most: int = 100) -> DetokenizeCall:

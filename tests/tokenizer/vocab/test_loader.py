@@ -8,8 +8,7 @@ from tokenizers import Tokenizer
 from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.models.prompts import Prompts
 from sapwood_tokenizer.template.chat_template import ChatTemplate
-from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer
-from sapwood_tokenizer.vocab.token_bytes import token_table
+from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, token_table
 
 
 @pytest.fixture

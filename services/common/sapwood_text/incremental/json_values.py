@@ -21,8 +21,7 @@ import json
 import re
 from collections.abc import Callable
 
-from sapwood_text.incremental.markers import Markers
-from sapwood_text.incremental.source import Emit, Source, Steps
+from sapwood_text.incremental.source import Emit, Markers, Source, Steps
 
 _SCALAR = re.compile(r"[^\s,:;=<\"'\[\](){}]+")
 _SCALAR_LIMIT = 1024

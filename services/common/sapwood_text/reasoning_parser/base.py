@@ -15,11 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sapwood_text.incremental.emitter import Emitter
-from sapwood_text.incremental.markers import Markers, markers_of
-from sapwood_text.incremental.parser import Script
-from sapwood_text.incremental.source import Emit, Source, Steps
-from sapwood_text.incremental.space_trimmer import SpaceTrimmer
+from sapwood_text.incremental.parser import Emitter, Script, SpaceTrimmer
+from sapwood_text.incremental.source import Emit, Markers, Source, Steps, markers_of
 
 MAX_PROSE = 1024
 """How much text may follow a call inside reasoning, if it is to be a call."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.json_values import JsonReader
+from sapwood_text.incremental.parser import Emitter
 from sapwood_text.incremental.source import Source, Steps
 from sapwood_text.tool_parser.base import NAME_LIMIT, copy_arguments, start_call
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.json_values import KEYWORDS
+from sapwood_text.incremental.parser import Emitter
 from sapwood_text.incremental.source import Source, Steps
 from sapwood_text.tool_parser.base import (
     ANYTHING,

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import re
 
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.json_values import JsonReader, json_text
-from sapwood_text.incremental.markers import Markers
-from sapwood_text.incremental.source import Emit, Source, Steps
+from sapwood_text.incremental.parser import Emitter
+from sapwood_text.incremental.source import Emit, Markers, Source, Steps
 from sapwood_text.tool_parser.base import ToolFamily, next_marker
 from sapwood_text.tool_parser.tools import Tools
 

@@ -5,7 +5,7 @@ Source: the function-calling format published with the Hermes 2 Pro model card, 
 
 from __future__ import annotations
 
-from sapwood_text.incremental.emitter import Emitter
+from sapwood_text.incremental.parser import Emitter
 from sapwood_text.incremental.source import Source, Steps
 from sapwood_text.tool_parser.base import CallMarkers, ToolFamily, marked_calls
 from sapwood_text.tool_parser.call_object import parse_calls

@@ -10,7 +10,7 @@ Source: the chat templates and documentation that IBM, Microsoft and Cohere publ
 
 from __future__ import annotations
 
-from sapwood_text.incremental.emitter import Emitter
+from sapwood_text.incremental.parser import Emitter
 from sapwood_text.incremental.source import Source, Steps
 from sapwood_text.tool_parser.base import CallMarkers, ToolFamily, marked_calls
 from sapwood_text.tool_parser.call_object import parse_calls

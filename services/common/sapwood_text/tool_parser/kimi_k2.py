@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 
-from sapwood_text.incremental.emitter import Emitter
+from sapwood_text.incremental.parser import Emitter
 from sapwood_text.incremental.source import Source, Steps
 from sapwood_text.tool_parser.base import (
     ANYTHING,

@@ -13,10 +13,9 @@ Source: Meta's prompt-format pages for Llama 3.1 and 3.2.
 
 from __future__ import annotations
 
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.json_values import JsonReader
-from sapwood_text.incremental.markers import Markers
-from sapwood_text.incremental.source import Source, Steps
+from sapwood_text.incremental.parser import Emitter
+from sapwood_text.incremental.source import Markers, Source, Steps
 from sapwood_text.tool_parser.base import ToolFamily, drop_left_over
 from sapwood_text.tool_parser.call_object import MARKED, CallRules, parse_call_object, parse_calls
 from sapwood_text.tool_parser.tools import Tools

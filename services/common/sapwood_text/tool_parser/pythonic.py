@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import re
 
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.json_values import KEYWORDS, JsonReader
-from sapwood_text.incremental.markers import Markers
-from sapwood_text.incremental.source import Source, Steps
+from sapwood_text.incremental.parser import Emitter
+from sapwood_text.incremental.source import Markers, Source, Steps
 from sapwood_text.tool_parser.base import NAME_LIMIT, ToolFamily, drop_left_over, start_call
 from sapwood_text.tool_parser.tools import Tools
 

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from sapwood_text.incremental.emitter import Emitter
 from sapwood_text.incremental.json_values import JsonReader
-from sapwood_text.incremental.markers import Markers
-from sapwood_text.incremental.source import Source, Steps
+from sapwood_text.incremental.parser import Emitter
+from sapwood_text.incremental.source import Markers, Source, Steps
 from sapwood_text.tool_parser.base import (
     NAME_LIMIT,
     ToolFamily,

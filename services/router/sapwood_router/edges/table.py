@@ -12,15 +12,14 @@ from prometheus_client import CollectorRegistry
 from sapwood_router.edges.anthropic.errors import AnthropicDialect
 from sapwood_router.edges.anthropic.messages import count_tokens, create_message
 from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount
+from sapwood_router.edges.cohere.chat import CohereDialect
 from sapwood_router.edges.cohere.chat import chat as cohere_chat
-from sapwood_router.edges.cohere.embed import embed as cohere_embed
-from sapwood_router.edges.cohere.errors import CohereDialect
+from sapwood_router.edges.cohere.chat import embed as cohere_embed
 from sapwood_router.edges.cohere.types import CohereAnswer, CohereChatRequest, CohereEmbeddings, CohereEmbedRequest
 from sapwood_router.edges.http.errors import Dialects
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.metrics_page import MetricsPage
 from sapwood_router.edges.http.origins import Origins
-from sapwood_router.edges.http.status_page import HEADERS, render
+from sapwood_router.edges.http.status_page import HEADERS, MetricsPage, render
 from sapwood_router.edges.ollama.errors import OllamaDialect
 from sapwood_router.edges.ollama.routes import ollama_routes
 from sapwood_router.edges.openai.chat import chat

@@ -13,7 +13,7 @@ from sapwood_common.contract.sampling_message import to_message
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.request.context import FinishReason, Likelihoods, TokenLogprobs
 from sapwood_router.request.embed_request import EmbedRequest, Labels
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 from sapwood_router.transport.held_tickets import HeldTicket
 
 

@@ -20,7 +20,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.network.channel import Dialer
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from sapwood_common.errors import InvalidArgumentError, NotFoundError, Unavailab
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.request.embed_request import Labels
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 RETRY_AFTER = 1.0
 """Seconds that a client should wait when nobody can take its request: about when a restarted worker is found again."""

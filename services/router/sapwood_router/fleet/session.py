@@ -20,8 +20,7 @@ from sapwood_net.pacing.silence import Silence
 from sapwood_router.fleet.circuit_breaker import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.convert import WorkerOutput, worker_output_of
 from sapwood_router.transport.held_tickets import HeldTickets
-from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TOKENS_A_MESSAGE, SharedCall
-from sapwood_router.transport.stream_error import stream_error
+from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TOKENS_A_MESSAGE, SharedCall, stream_error
 
 logger = logging.getLogger(__name__)
 

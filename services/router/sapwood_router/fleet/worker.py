@@ -10,8 +10,7 @@ from sapwood_net.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.session import WorkerSession
-from sapwood_router.routing.load import Load
-from sapwood_router.routing.worker_view import WorkerView
+from sapwood_router.routing.worker_view import Load, WorkerView
 
 if TYPE_CHECKING:  # its HTTP client takes 15 MB, also where there is no backend
     from sapwood_router.transport.backend.client import Backend

@@ -15,8 +15,7 @@ from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.decision import Decision, Disaggregation, Part
 from sapwood_router.routing.policies.base import Choice, PromptPages
-from sapwood_router.routing.policy_book import PolicyBook
-from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.routing.policy_book import PolicyBook, Shadowed
 from sapwood_router.routing.shortlist import MANY
 from sapwood_router.routing.worker_view import WorkerView
 

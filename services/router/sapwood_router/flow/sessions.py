@@ -35,7 +35,7 @@ _PIN_OUTLASTS = 30.0
 
 
 class Pins(Protocol):
-    """Pins prefixes at workers; see :class:`~sapwood_router.fleet.pins.WorkerPins`."""
+    """Pins prefixes at workers; see :class:`~sapwood_router.fleet.control.WorkerPins`."""
 
     async def pin(self, address: str, name: str, token_ids: Sequence[int], cache_salt: str, seconds: float) -> int: ...
 

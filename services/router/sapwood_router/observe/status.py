@@ -11,7 +11,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import RATE_SECONDS
 from sapwood_router.observe.metrics import RouterMetrics
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 
 @dataclass(frozen=True, slots=True)

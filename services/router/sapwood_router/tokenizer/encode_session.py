@@ -18,8 +18,7 @@ from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.network.channel import Dialer
 from sapwood_net.http2.client.duplex_call import CallEndedError, DuplexCall
-from sapwood_router.transport.shared_call import RETRY_INTERVAL, SharedCall
-from sapwood_router.transport.stream_error import stream_error
+from sapwood_router.transport.shared_call import RETRY_INTERVAL, SharedCall, stream_error
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from sapwood_common.errors import DeadlineExceededError, SapwoodError
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.client import TokenizerClient
-from sapwood_router.tokenizer.replicas import TokenizerReplicas
+from sapwood_router.tokenizer.replica import TokenizerReplicas
 from sapwood_router.tokenizer.text_stream import TextStreams
 
 

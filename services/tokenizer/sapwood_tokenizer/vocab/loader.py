@@ -15,15 +15,15 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.vocabulary import byte_level_bytes, sentencepiece_bytes
 from sapwood_common.models.end_tokens import end_ids
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.model_files import model_name, resolve_model
 from sapwood_common.models.progress import logged
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts, read_prompts
-from sapwood_text.vocabulary import Vocabulary
+from sapwood_text.vocabulary import TokenTable, Vocabulary
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.special_tokens import token_text
-from sapwood_tokenizer.vocab.token_bytes import token_table
 from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary, refuse_settings
 
 logger = logging.getLogger(__name__)
@@ -294,3 +294,58 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return content
+
+
+_SPACE = "\u2581"
+
+
+def token_table(tokenizer: Tokenizer, origin: str = "the tokenizer") -> TokenTable:
+    """The bytes of each token.
+
+    Args:
+        tokenizer: The tokenizer.
+        origin: The file it is from, for the error.
+
+    Raises:
+        ConfigError: Its decoder is of neither kind.
+    """
+    steps = _decoder_steps(tokenizer)
+    kinds = [step["type"] for step in steps]
+    byte_level = kinds == ["ByteLevel"]
+    if not byte_level and not (steps and all(map(_is_understood, steps))):
+        raise ConfigError(
+            f"{origin}: its decoder ({'+'.join(kinds) or 'none'}) is not supported: answers are decoded token by token, "
+            "which takes byte-level BPE or SentencePiece"
+        )
+    bytes_of = byte_level_bytes if byte_level else sentencepiece_bytes
+
+    def spell(token_id: int) -> bytes:
+        token = tokenizer.id_to_token(token_id)
+        return b"" if token is None else bytes_of(token)
+
+    strips = any(
+        (step["type"] == "Strip" and step["start"] == 1)
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
+    return TokenTable(spell, strips_leading_space=strips)
+
+
+def _is_understood(step: dict[str, Any]) -> bool:
+    """Whether a step of a decoder is one of SentencePiece's, with its usual settings."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return bool(pattern == _SPACE and content == " ")
+        case {"type": "Strip", "content": " ", "start": start, "stop": 0}:
+            return start in (0, 1)
+        case {"type": "Metaspace", "replacement": replacement}:
+            return bool(replacement == _SPACE)
+        case _:
+            return step["type"] in ("ByteFallback", "Fuse")
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]

@@ -13,7 +13,7 @@ import pytest
 from sapwood.v1 import router_pb2
 from sapwood_net.http2.wire import frames
 from sapwood_net.http2.wire.message_reader import prefixed
-from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
+from sapwood_router.edges.http.exchange import asked_timeout, client_timeout
 
 BODY = {"prompt": "hello", "max_tokens": 5}
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from sapwood_router.edges.http1.growing_bytes import GrowingBytes
+from sapwood_router.edges.http1.body import GrowingBytes
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 40, 400])

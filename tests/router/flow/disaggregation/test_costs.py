@@ -16,10 +16,10 @@ from sapwood_router.flow.disaggregation.costs import PROBE_SECONDS, Costs, Linea
 from sapwood_router.flow.disaggregation.decision import LEARN_SECONDS, Disaggregation, Part
 from sapwood_router.flow.disaggregation.handoff import Timing
 from sapwood_router.flow.disaggregation.weighing import Estimate
-from sapwood_router.routing.load import Load
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.routing.worker_view import Load
 
 PROMPT = PromptPages(range(1000))
 DEMAND = Demand("m", 1000, "prompt")

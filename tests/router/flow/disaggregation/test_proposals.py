@@ -8,7 +8,7 @@ from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.proposals import SMOOTHING, RoleProposals
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 
 class Fleet:

@@ -7,13 +7,23 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common import errors
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.cohere.types import CohereAnswer, CohereChatRequest, CohereMessage, CoherePart
+from sapwood_router.edges.cohere.types import (
+    CohereAnswer,
+    CohereChatRequest,
+    CohereEmbeddings,
+    CohereEmbedRequest,
+    CohereMessage,
+    CoherePart,
+)
+from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.sse import event
+from sapwood_router.edges.openai.embeddings import base64_of
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.openai.tools import tools_of
 from sapwood_router.edges.openai.types import ChatRequest
@@ -34,6 +44,7 @@ from sapwood_router.request.context import (
     Usage,
     unique_id,
 )
+from sapwood_router.request.embed_request import EmbedRequest
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
 
 NEUTRAL: Neutral = {"documents": ([],), "logprobs": (False,)}
@@ -262,3 +273,94 @@ class _ChatEvents:
             return event("tool-call-end", index=opened)
         self._contents += 1
         return event("content-end", index=self._contents - 1)
+
+
+EMBED_NEUTRAL: Neutral = {"images": ([],)}
+EMBED_IGNORED = frozenset({"priority"})
+_TYPES = ("float", "base64")
+
+
+async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers with the vectors of texts. ``input_type`` is not shown to the model: a prefix is the client's to write.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    await exchange.breathe()
+    request = convert(given, CohereEmbedRequest, EMBED_NEUTRAL, EMBED_IGNORED, left_out=exchange.left_out)
+    exchange.accept_body_id(request)
+    if request.truncate == "START":
+        raise InvalidArgumentError("inputs to embed are cut at their end", field="truncate")
+    kinds = request.embedding_types or ["float"]
+    if unknown := next((kind for kind in kinds if kind not in _TYPES), None):
+        raise InvalidArgumentError(f"embeddings of type {unknown!r} are not made", field="embedding_types")
+    texts, names = _texts(request)
+    whole = request.truncate == "NONE"
+    wanted = EmbedRequest(
+        request_id=exchange.request_id,
+        inputs=texts,
+        names=names,
+        model=request.model,
+        normalize=True,
+        dimensions=request.output_dimension,
+        max_tokens=None if whole else request.max_tokens or -1,
+        deadline=exchange.sooner(deadline),
+        caller=exchange.caller(request, given),
+    )
+    exchange.on_disconnect(lambda: None)
+    found = await pipeline.embedder.embed(wanted)
+    made: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(kinds):
+        made[kind] = [base64_of(vector) if kind == "base64" else list(vector) for vector in found.vectors]
+    counts = {"input_tokens": found.prompt_tokens}
+    answer = CohereEmbeddings(
+        id=exchange.request_id,
+        embeddings=made,
+        texts=texts,
+        meta={"api_version": {"version": "2"}, "billed_units": counts, "tokens": counts},
+    )
+    await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+def _texts(request: CohereEmbedRequest) -> tuple[list[str], list[str]]:
+    """The texts, and the client's name of each."""
+    if request.texts:
+        return request.texts, [f"texts[{index}]" for index in range(len(request.texts))]
+    texts: list[str] = []
+    for index, item in enumerate(request.inputs or ()):
+        for number, part in enumerate(item.get("content") or ()):
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise InvalidArgumentError("only text is embedded", field=f"inputs[{index}].content[{number}]")
+        texts.append("\n".join(part["text"] for part in item.get("content") or ()))
+    if not texts:
+        raise InvalidArgumentError("texts is required", field="texts")
+    return texts, [f"inputs[{index}]" for index in range(len(texts))]
+
+
+class CohereError(msgspec.Struct):
+    """What tells an error."""
+
+    message: str
+    id: str
+
+
+class CohereDialect:
+    """Implements :class:`Dialect`: the message begins with the field at fault."""
+
+    shape: type[msgspec.Struct] = CohereError
+    id_header: bytes | None = None
+
+    def status(self, error: errors.SapwoodError) -> int:
+        return http_status(error)
+
+    def body(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        return msgspec.json.encode(CohereError(_sentence(error), request_id))
+
+    def event(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        return event("message-end", id=request_id, delta={"error": _sentence(error), "finish_reason": "ERROR"})
+
+
+def _sentence(error: errors.SapwoodError) -> str:
+    named = error.field and error.field not in error.message
+    return f"{error.field}: {error.message}" if named else error.message

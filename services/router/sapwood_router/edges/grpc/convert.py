@@ -30,7 +30,7 @@ from sapwood_router.request.context import (
 )
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.tokens import MANY, gather, gather_many
-from sapwood_router.routing.load import Load
+from sapwood_router.routing.worker_view import Load
 
 _TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,

@@ -20,7 +20,6 @@ from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import Dialect, retry_headers
 from sapwood_router.edges.http.json_size import SMALL, check_size, most_values, size_steps
 from sapwood_router.edges.http.left_out import LEFT_OUT_HEADER, LeftOut, LeftOutLog
-from sapwood_router.edges.http.timeouts import CLIENT_SLACK, asked_timeout, client_timeout
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
@@ -305,3 +304,49 @@ class Exchange:
         if self.dialect.id_header is not None:
             headers = (*headers, (self.dialect.id_header, request_id))
         await self._request.respond(status, headers, body, chunked=chunked, last=last)
+
+
+TIMEOUT_KEY = "x-request-timeout"
+"""Seconds from the request's arrival to the last of its answer."""
+_TIMEOUT_HEADER = TIMEOUT_KEY.encode()
+_CLIENT_HEADERS = (b"x-stainless-read-timeout", b"x-stainless-timeout")
+"""What OpenAI's own clients say, in Python and in JavaScript: seconds until they leave if nothing has come."""
+CLIENT_SLACK = 1.0
+"""Seconds beyond these: the client leaves first, and its program sees the client's own error for that and no 504."""
+
+
+def asked_timeout(headers: Mapping[bytes, bytes]) -> float:
+    """Seconds that the request may take; infinite if it does not say.
+
+    Raises:
+        InvalidArgumentError: What it says is no time.
+    """
+    given = headers.get(_TIMEOUT_HEADER)
+    if not given:
+        return math.inf
+    seconds = _seconds(given)
+    if seconds is None:
+        raise InvalidArgumentError(
+            f"{TIMEOUT_KEY} must be a number of seconds above 0, got {given[:20].decode('latin-1')!r}",
+            field=TIMEOUT_KEY,
+        )
+    return seconds
+
+
+def client_timeout(headers: Mapping[bytes, bytes]) -> float:
+    """Seconds after which OpenAI's client leaves if it has read nothing; infinite for others.
+
+    For an answer in one piece that is all the time there is; of a stream it says nothing but when the first event is due.
+    """
+    for name in _CLIENT_HEADERS:
+        if given := headers.get(name):
+            return _seconds(given) or math.inf  # not a client's user's to mend
+    return math.inf
+
+
+def _seconds(given: bytes) -> float | None:
+    try:
+        seconds = float(given)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < math.inf else None

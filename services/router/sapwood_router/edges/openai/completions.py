@@ -102,7 +102,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
         )
 
-    events = None
+    events: CompletionChunks | None = None
     if stream and shows_tokens:
         events = TokenChunks(answer_id, contexts, wish, annotator, count, shows_prompt=shows_prompt)
     elif stream:

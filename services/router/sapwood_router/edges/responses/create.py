@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,12 +15,15 @@ import msgspec
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import (
+    InternalError,
     InvalidArgumentError,
     NotFoundError,
     PromptTooLongError,
     RequestCancelledError,
     SapwoodError,
 )
+from sapwood_common.tenants.api_keys import until_revoked
+from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import error_code, http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
@@ -31,17 +37,22 @@ from sapwood_router.edges.openai.parameters import (
     thinking_variables,
     truncation_of,
 )
-from sapwood_router.edges.responses.background import Background
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
-from sapwood_router.edges.responses.items import Conversation, ItemMaker, input_items, packed, response_of, turn_of
-from sapwood_router.edges.responses.listing import listing
+from sapwood_router.edges.responses.items import (
+    Conversation,
+    ItemMaker,
+    input_items,
+    packed,
+    response_of,
+    tools_of,
+    turn_of,
+)
 from sapwood_router.edges.responses.logprobs import TextLogprobs
-from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
-from sapwood_router.edges.responses.tools import tools_of
+from sapwood_router.edges.responses.store import ResponseStore, StoredResponse, listing
 from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat
-from sapwood_router.edges.sending import send_events, send_whole
+from sapwood_router.edges.sending import Reader, collect, send_events, send_whole
 from sapwood_router.edges.telling import Telling
-from sapwood_router.flow.generation import Pipeline
+from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_router.request.context import (
     AnswerGrammar,
     ChatPrompt,
@@ -522,3 +533,70 @@ def _template_variables(request: ResponsesRequest) -> str:
     variables |= thinking_variables(request)
     variables |= request.chat_template_kwargs or {}
     return msgspec.json.encode(variables).decode() if variables else ""
+
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """The responses that are being made."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], tuple[asyncio.Task[None], list[Generation]]] = {}
+        """Tenant and id -> the task, and the run once there is one."""
+
+    def begin(
+        self,
+        tenant: str,
+        response_id: str,
+        pipeline: Pipeline,
+        context: RequestContext,
+        ended: Callable[[Output, Finish], object],
+        failed: Callable[[SapwoodError], None],
+        reader: Reader | None,
+    ) -> None:
+        """Begins to make one.
+
+        Args:
+            tenant: Whose it is.
+            response_id: Its id.
+            pipeline: Runs it.
+            context: The request.
+            ended: Takes its output at its end.
+            failed: Takes the error if it has none.
+            reader: Sees the output first.
+        """
+        runs: list[Generation] = []
+        key = tenant_var.get()
+
+        async def make() -> None:
+            try:
+                with until_revoked(key):
+                    runs.extend(await pipeline.open_all([context]))
+                    (whole,) = await collect(runs)
+                    assert whole.finish is not None, "a run ends with a finish or an error"
+                    if reader is not None:
+                        await reader.read(whole)
+                    ended(whole.output, whole.finish)
+            except SapwoodError as error:
+                failed(error)
+            except Exception:
+                logger.exception("response %s failed", response_id)
+                failed(InternalError("internal error; the router's log has the details"))
+            finally:
+                pipeline.close_all(runs)
+                del self._made[tenant, response_id]
+
+        self._made[tenant, response_id] = asyncio.create_task(make(), name=f"response {response_id}"), runs
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """Ends one early and returns once it is kept; does nothing if it has ended."""
+        made = self._made.get((tenant, response_id))
+        if made is None:
+            return
+        task, runs = made
+        if not runs:
+            await asyncio.sleep(0)  # it begins with the next turn of the event loop
+        for run in runs:
+            run.abort()
+        await asyncio.wait([task])

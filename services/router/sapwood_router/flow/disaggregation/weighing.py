@@ -25,7 +25,7 @@ from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import PROMPT_SECONDS, Worker
 from sapwood_router.flow.disaggregation.costs import ModelCosts
 from sapwood_router.routing.policies.base import PromptPages
-from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.routing.policy_book import Shadowed
 from sapwood_router.routing.worker_view import WorkerView
 
 MOST_PREFILLING = 0.9

@@ -50,7 +50,7 @@ def _translate(field: str, fields: FieldNames) -> str | None:
             return _in_tool(field, fields)
         case "stop":
             return fields.stop
-        case "suffix" | "continue_final_message" | "bad_words":
+        case "model" | "suffix" | "continue_final_message" | "bad_words":
             return field
         case "template_variables":
             return fields.template_variables

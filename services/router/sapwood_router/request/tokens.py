@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from sapwood_net.pacing.steps import Steps
 
@@ -21,6 +21,11 @@ def pieces(items: Sequence[ItemT], size: int = MANY) -> Iterator[Sequence[ItemT]
     """Tokens, or what is known of each, ``size`` at a time."""
     for at in range(0, len(items), size):
         yield items[at : at + size]
+
+
+def are_tokens(values: Sequence[Any]) -> bool:
+    """Whether all of these are whole numbers. The most that a body may hold take 4 ms."""
+    return set(map(type, values)) <= {int}
 
 
 def gather(token_ids: Sequence[int]) -> list[int]:

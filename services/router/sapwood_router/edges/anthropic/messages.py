@@ -63,7 +63,6 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(
         given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING, left_out=exchange.left_out, spared=SPARED
     )
@@ -71,12 +70,10 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     if request.thread is not None:
         raise ThreadsError("no threads are kept here: send the whole conversation without thread", field="thread")
     stream = request.stream is True
-    await exchange.breathe()
     deadline = deadline if stream else exchange.sooner(deadline)
     context = await exchange.in_turns(
         _context(request, given, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
     )
-    await exchange.breathe()
     context.caller = exchange.caller(request, _sessions(request))
     make = partial(_message, context)
     if not stream:
@@ -95,12 +92,10 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, CountRequest, NEUTRAL, IGNORED, left_out=exchange.left_out, spared=SPARED)
     exchange.accept_body_id(request)
     deadline, salt = exchange.sooner(deadline), exchange.caller(request, {}).cache_salt
     tool_choice_of(request)
-    await exchange.breathe()
     prompt, paths = await exchange.in_turns(prompt_of(request, exchange.left_out))
     fields = _fields(paths)
     check_prompt(prompt, fields)

@@ -71,7 +71,6 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, CohereChatRequest, NEUTRAL, IGNORED | TEXT_SAMPLING, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     stream = request.stream is True
@@ -287,7 +286,6 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, CohereEmbedRequest, EMBED_NEUTRAL, EMBED_IGNORED, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     if request.truncate == "START":

@@ -160,13 +160,8 @@ class Exchange:
 
         return await self._request.receive_body(limit, look_at)
 
-    async def breathe(self) -> None:
-        """Lets others continue where the request is a large one, or has many values: what follows is another piece of work."""
-        if self._stint is not None:
-            await self._stint.turn()
-
     async def pause(self) -> None:
-        """Does as :meth:`breathe`, unless the piece of work so far was a short one."""
+        """Lets others continue where the request is large, or has many values, unless the piece of work so far was short."""
         if self._stint is not None:
             await self._stint.pause()
 

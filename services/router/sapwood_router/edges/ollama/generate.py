@@ -61,7 +61,6 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, OllamaChatRequest, {}, IGNORED, left_out=exchange.left_out)
     if not request.messages:
         await _say_loaded(exchange, request, pipeline, is_chat=True)
@@ -78,7 +77,6 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, OllamaGenerateRequest, {}, IGNORED, left_out=exchange.left_out)
     if request.images:
         raise InvalidArgumentError("images are not supported", field="images")

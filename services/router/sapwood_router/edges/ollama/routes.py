@@ -11,7 +11,6 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.ollama.errors import OllamaDialect
 from sapwood_router.edges.ollama.generate import chat, generate
 from sapwood_router.edges.ollama.models import list_models, named, show_model
@@ -76,7 +75,7 @@ async def _embed(
     pipeline: Pipeline,
     deadline: float,
 ) -> Embeddings:
-    inputs, names = await inputs_of(given, TokenLists(exchange))
+    inputs, names = inputs_of(given)
     wanted = EmbedRequest(
         request_id=exchange.request_id,
         inputs=inputs,

@@ -80,9 +80,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     """
     given = decode_object(body)
     del body
-    await exchange.breathe()
     request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE, left_out=exchange.left_out, spared=CHAT_SPARED)
-    await exchange.breathe()
     wish = stream_wish(request, exchange.left_out)
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
@@ -91,7 +89,6 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     contexts = await exchange.in_turns(
         contexts_of(request, given, exchange.request_id, deadline, left_out, pipeline.seeds)
     )
-    await exchange.breathe()
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller

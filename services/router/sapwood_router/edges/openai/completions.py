@@ -14,7 +14,6 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, send_answer, usage_object
 from sapwood_router.edges.openai.logprobs import CompletionWriter
@@ -39,6 +38,7 @@ from sapwood_router.edges.openai.types import (
 from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt, unique_id
+from sapwood_router.request.tokens import are_tokens
 from sapwood_router.request.validation import check_n, continuations
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,7 +53,6 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     given = decode_object(body)
     del body
-    await exchange.breathe()
     request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, BESIDE, left_out=exchange.left_out)
     wish = stream_wish(request, exchange.left_out)
     stream = wish is not StreamWish.WHOLE
@@ -61,7 +60,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
     caller = exchange.caller(request, given)
-    named = await _prompts(request, TokenLists(exchange))
+    named = _prompts(request)
     contexts, count = await _contexts(request, given, named, caller, exchange.request_id, deadline, pipeline)
     best = 1 if request.n is None else request.n
     if best < count and stream:
@@ -202,7 +201,7 @@ def _fields(prompt: str, grammar: str) -> FieldNames:
     return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
 
 
-async def _prompts(request: CompletionRequest, lists: TokenLists) -> list[tuple[str, Prompt]]:
+def _prompts(request: CompletionRequest) -> list[tuple[str, Prompt]]:
     """The prompts and their names in errors."""
     value, suffix, add_special = request.prompt, request.suffix or "", request.add_special_tokens is not False
     if suffix and not add_special:
@@ -215,7 +214,7 @@ async def _prompts(request: CompletionRequest, lists: TokenLists) -> list[tuple[
         raise InvalidArgumentError("prompt must be a string, strings, token ids or lists of token ids", field="prompt")
     if not value:
         raise InvalidArgumentError("the prompt is empty", field="prompt")
-    if await lists.are_tokens(value):
+    if are_tokens(value):
         return [("prompt", TokenPrompt(value))]
     if len(value) > MAX_CHOICES:
         raise InvalidArgumentError(f"at most {MAX_CHOICES} prompts a request, got {len(value)}", field="prompt")
@@ -224,7 +223,7 @@ async def _prompts(request: CompletionRequest, lists: TokenLists) -> list[tuple[
         name = f"prompt[{index}]"
         if isinstance(item, str):
             named.append((name, TextPrompt(item, suffix, add_special)))
-        elif isinstance(item, list) and await lists.are_tokens(item):
+        elif isinstance(item, list) and are_tokens(item):
             named.append((name, TokenPrompt(item)))
         else:
             raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)

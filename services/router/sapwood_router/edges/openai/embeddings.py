@@ -15,7 +15,6 @@ from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
 from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message
@@ -23,6 +22,7 @@ from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.tokens import are_tokens
 from sapwood_router.request.validation import check_prompt
 
 
@@ -89,7 +89,6 @@ async def read(exchange: Exchange, body: bytes) -> tuple[EmbeddingRequest, dict[
         InvalidArgumentError: It is wrong.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     if request.encoding_format not in (None, "float", "base64"):
@@ -118,7 +117,7 @@ async def vectors_of(
     deadline, caller = exchange.sooner(deadline), exchange.caller(request, given)
     inputs: Sequence[str | list[int]]
     if request.messages is None:
-        inputs, names = await inputs_of(request.input, TokenLists(exchange))
+        inputs, names = inputs_of(request.input)
     elif request.input is not None:
         raise InvalidArgumentError("set input or messages, not both", field="messages")
     else:
@@ -174,7 +173,7 @@ def base64_of(vector: Sequence[float]) -> str:
     return base64.b64encode(array("f", vector).tobytes()).decode()
 
 
-async def inputs_of(value: Any, lists: TokenLists) -> tuple[list[str | list[int]], list[str]]:
+def inputs_of(value: Any) -> tuple[list[str | list[int]], list[str]]:
     """The inputs of a request, and the client's name of each.
 
     Raises:
@@ -186,12 +185,12 @@ async def inputs_of(value: Any, lists: TokenLists) -> tuple[list[str | list[int]
         raise InvalidArgumentError("input is required", field="input")
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError("input must be a string, strings, token ids or lists of token ids", field="input")
-    if await lists.are_tokens(value):
+    if are_tokens(value):
         return [value], ["input"]
     if len(value) > MOST_EMBEDDED:
         raise InvalidArgumentError(f"at most {MOST_EMBEDDED} inputs, got {len(value)}", field="input")
     names = [f"input[{index}]" for index in range(len(value))]
     for name, item in zip(names, value, strict=True):
-        if not isinstance(item, str) and not (isinstance(item, list) and await lists.are_tokens(item)):
+        if not isinstance(item, str) and not (isinstance(item, list) and are_tokens(item)):
             raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)
     return value, names

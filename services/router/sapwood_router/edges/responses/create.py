@@ -121,7 +121,6 @@ class ResponsesApi:
             SapwoodError: It is wrong, or it failed.
         """
         given = decode_object(body)
-        await exchange.breathe()
         request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         stream = _wants_stream(request, exchange.left_out)
         exchange.accept_body_id(request)
@@ -204,12 +203,10 @@ class ResponsesApi:
             for turn in self._store.history(tenant, request.previous_response_id, field):
                 conversation.add(field, turn)
         own = Conversation()
-        await exchange.breathe()
         if request.input is not None:
             await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {}), exchange.left_out))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
-            await exchange.pause()
         return conversation, own
 
     async def count(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -219,7 +216,6 @@ class ResponsesApi:
             SapwoodError: The request is wrong, or the tokenizer does not say.
         """
         given = decode_object(body)
-        await exchange.breathe()
         request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         exchange.accept_body_id(request)
         conversation, _ = await self._conversation(exchange, request)
@@ -249,7 +245,6 @@ class ResponsesApi:
             SapwoodError: The request is wrong, or it failed.
         """
         given = decode_object(body)
-        await exchange.breathe()
         request = convert(given, ResponsesRequest, NEUTRAL, BESIDE, left_out=exchange.left_out, spared=SPARED)
         exchange.accept_body_id(request)
         conversation, own = await self._conversation(exchange, request)

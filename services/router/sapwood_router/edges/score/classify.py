@@ -11,7 +11,6 @@ import msgspec
 from sapwood_common.errors import InternalError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import decode_object
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.embeddings import EmbeddingUsage, inputs_of
 from sapwood_router.edges.score.answers import checked
 from sapwood_router.edges.score.types import CompareRequest
@@ -56,7 +55,7 @@ async def classify(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     given = decode_object(body)
     request = checked(exchange, given, ClassifyRequest)
-    inputs, names = await inputs_of(request.input, TokenLists(exchange))
+    inputs, names = inputs_of(request.input)
     wanted = EmbedRequest(
         request_id=exchange.request_id,
         inputs=inputs,

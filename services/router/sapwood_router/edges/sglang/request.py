@@ -15,7 +15,6 @@ from sapwood_common.grammar.source import GrammarKind
 from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.sglang.logprobs import LogprobsRequest, LogprobsWish
 from sapwood_router.flow.generation import Pipeline
@@ -29,6 +28,7 @@ from sapwood_router.request.context import (
     unique_id,
 )
 from sapwood_router.request.output import OutputOptions
+from sapwood_router.request.tokens import are_tokens
 from sapwood_router.request.validation import continuations
 
 _SETTINGS = "sampling_params."
@@ -108,7 +108,7 @@ async def contexts_of(
     settings = convert(given, _Settings, SETTINGS_NEUTRAL, TEXT_SAMPLING, prefix=_SETTINGS, left_out=exchange.left_out)
     grammar, grammar_field = _grammar(settings)
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
-    named = await _prompts(request, TokenLists(exchange))
+    named = _prompts(request)
     count = 1 if settings.n is None else settings.n
     if len(named) * max(1, count) > MOST_CHOICES:
         raise InvalidArgumentError(f"at most {MOST_CHOICES} answers a request", field=named[-1][0])
@@ -197,7 +197,7 @@ def _grammar(settings: _Settings) -> tuple[AnswerGrammar | None, str]:
     return AnswerGrammar(kind, text, lenient=kind == "json_schema"), f"{_SETTINGS}{kind}"
 
 
-async def _prompts(request: GenerateRequest, lists: TokenLists) -> list[tuple[str, Prompt]]:
+def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
     """The prompts, each with the client's name of it."""
     if (request.text is None) == (request.input_ids is None):
         raise InvalidArgumentError("either text or input_ids is required", field="text")
@@ -207,11 +207,11 @@ async def _prompts(request: GenerateRequest, lists: TokenLists) -> list[tuple[st
         _check_some(request.text, "text")
         return [(f"text[{index}]", TextPrompt(text)) for index, text in enumerate(request.text)]
     assert request.input_ids is not None
-    if request.input_ids and await lists.are_tokens(request.input_ids):
+    if request.input_ids and are_tokens(request.input_ids):
         return [("input_ids", TokenPrompt(request.input_ids))]
     _check_some(request.input_ids, "input_ids")
     for index, item in enumerate(request.input_ids):
-        if not (isinstance(item, list) and item and await lists.are_tokens(item)):
+        if not (isinstance(item, list) and item and are_tokens(item)):
             raise InvalidArgumentError("it must be token ids", field=f"input_ids[{index}]")
     return [(f"input_ids[{index}]", TokenPrompt(item)) for index, item in enumerate(request.input_ids)]
 

@@ -9,7 +9,6 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.http.token_lists import TokenLists
 from sapwood_router.edges.openai.embeddings import inputs_of
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.flow.generation import Pipeline
@@ -34,13 +33,12 @@ async def tei_embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadlin
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    await exchange.breathe()
     request = convert(given, TeiEmbedRequest, {}, left_out=exchange.left_out)
     exchange.accept_body_id(request)
     if request.truncate and request.truncation_direction in ("Left", "left"):
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_direction")
     try:
-        inputs, names = await inputs_of(request.inputs, TokenLists(exchange))
+        inputs, names = inputs_of(request.inputs)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(error.message, field=(error.field or "").replace("input", "inputs", 1)) from error
     wanted = EmbedRequest(

@@ -86,7 +86,7 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         SapwoodError: It is wrong, or it failed.
     """
     async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)):
-        await exchange.breathe()
+        await exchange.pause()
         given = decode_object(body)
         request: TokenizeTextRequest | TokenizeChatRequest
         if given.get("messages") is not None:
@@ -115,7 +115,7 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         tokens: list[bytes] = []
         shown: list[bytes] = []
         for piece in pieces(ids, _AT_ONCE):
-            await exchange.breathe()
+            await exchange.pause()
             tokens.append(msgspec.json.encode(list(piece))[1:-1])
             if request.return_token_strs:
                 vocabulary = await client.vocabulary(*own)
@@ -133,9 +133,8 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
         SapwoodError: It is wrong, or it failed.
     """
     async with _turn(exchange, len(body), pipeline, exchange.sooner(deadline)):
-        await exchange.breathe()
+        await exchange.pause()
         given = decode_object(body)
-        await exchange.breathe()
         request = convert(given, DetokenizeRequest, {}, left_out=exchange.left_out)
         given.clear()
         exchange.accept_body_id(request)
@@ -151,12 +150,11 @@ async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
                 if max(piece) >= size:
                     raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
                 tokens.extend(piece)
-                await exchange.breathe()
+                await exchange.pause()
             request.tokens.clear()  # a list takes 9 times as much
             text = await tokenizer.text_of(tokens, exchange.request_id, deadline, skip_special_tokens=False)
-        await exchange.breathe()
+        await exchange.pause()
         answer = msgspec.json.encode(DetokenizeResponse(text))
-        await exchange.breathe()
         await exchange.send_body(200, answer)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.errors import EXIT_CODES, UNREACHABLE, CliError
+from sapwood.cli.errors import EXIT_CODES, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.request import (
     add_request_options,
     add_structure_options,
@@ -27,7 +29,15 @@ if TYPE_CHECKING:
     from sapwood.client import Client, Generation
     from sapwood.generation import Delta, Options, ToolCall
 
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = "/reset forgets the conversation, /help lists more, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_COMMANDS = """/system TEXT  what the model reads first; the conversation begins again
+/file PATH    the text of a file goes before the next question
+/save PATH    writes the conversation as JSON, as the OpenAI API's "messages"
+/reset        forgets the conversation
+/exit         leaves, as does Ctrl-D
+\"""           begins a text of several lines, which another \""" ends
+Ctrl-C        stops an answer"""
+_QUOTES = '"""'
 
 
 def configure(verbs: Any) -> None:
@@ -47,12 +57,15 @@ def configure(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns the exit code, raises CliError."""
+def run(arguments: argparse.Namespace, question: str = "") -> int:
+    """Runs the verb; returns the exit code, raises CliError. ``question`` is asked instead of a conversation."""
     options: Options = {**request_options(arguments), **structure_options(arguments)}
     interactive = sys.stdin.isatty()
     with open_client(arguments) as client:
         conversation = Conversation(client, options, arguments.system)
+        if question:
+            conversation.ask(question)
+            return 0
         if not interactive:
             for line in sys.stdin:
                 if not _turn(conversation, line.strip()):
@@ -68,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         _read_history()
         while True:
             try:
-                line = input("> ")
+                line = _read("> ")
             except KeyboardInterrupt:
                 print()
                 continue
@@ -100,11 +113,34 @@ class Conversation:
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, Any]] = list(self._start)
         self._unanswered: tuple[ToolCall, ...] = ()
+        self._attached: list[str] = []
+
+    def begin_with(self, system: str) -> None:
+        """Forgets all turns, and sends this before the first one."""
+        self._start = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def attach(self, path: str) -> None:
+        """Puts a file's text before the next question. Raises CliError."""
+        try:
+            self._attached.append(Path(path).expanduser().read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CliError(f"/file: cannot read {path}: {error.strerror}", REFUSED) from None
+        except UnicodeDecodeError:
+            raise CliError(f"/file: {path} is no text", REFUSED) from None
+
+    def save(self, path: str) -> None:
+        """Writes all turns. Raises CliError."""
+        try:
+            Path(path).expanduser().write_text(json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n")
+        except OSError as error:
+            raise CliError(f"/save: cannot write {path}: {error.strerror}", REFUSED) from None
 
     def reset(self) -> None:
         """Forgets all turns."""
         self._messages = list(self._start)
         self._unanswered = ()
+        self._attached = []
 
     def ask(self, question: str) -> None:
         """Streams the answer to standard output; Ctrl-C stops it. Raises CliError.
@@ -114,7 +150,7 @@ class Conversation:
         from sapwood.errors import CancelledError
         from sapwood.generation import answer_of
 
-        turn: dict[str, Any] = {"role": "user", "content": question}
+        turn: dict[str, Any] = {"role": "user", "content": "\n\n".join([*self._attached, question])}
         if self._unanswered:  # the line is the result of a tool call
             turn = {"role": "tool", "content": question, "tool_call_id": self._unanswered[0].id}
         asked = [*self._messages, turn]
@@ -136,6 +172,7 @@ class Conversation:
                 if not stopped.is_set():
                     raise
         print()
+        self._attached = []
         answer = answer_of(deltas)
         self._unanswered = answer.tool_calls
         self._messages = [*asked, answer.message]
@@ -175,13 +212,37 @@ def _turn(conversation: Conversation, line: str) -> bool:
     """Takes one line; returns whether to continue."""
     if line in ("/exit", "/quit"):
         return False
+    command, _, rest = line.partition(" ")
+    commands: dict[str, Callable[[str], None]] = {
+        "/system": conversation.begin_with,
+        "/file": conversation.attach,
+        "/save": conversation.save,
+    }
     if line == "/reset":
         conversation.reset()
     elif line == "/help":
-        print(_HELP)
+        print(_COMMANDS)
+    elif command in commands:
+        if not rest.strip() and command != "/system":
+            raise CliError(f"{command} takes a path: {command} PATH", REFUSED)
+        commands[command](rest.strip())
+    elif re.fullmatch(r"/[a-z]+", line):
+        raise CliError(f"there is no command {command}; /help lists them", REFUSED)
     elif line:
         conversation.ask(line)
     return True
+
+
+def _read(prompt: str) -> str:
+    """A question from the terminal: one line, or several between triple quotes."""
+    line = input(prompt)
+    if not line.lstrip().startswith(_QUOTES):
+        return line
+    lines = [line.lstrip().removeprefix(_QUOTES)]
+    while not lines[-1].rstrip().endswith(_QUOTES):
+        lines.append(input(". "))
+    lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+    return "\n".join(lines)
 
 
 def _read_history() -> None:

@@ -12,9 +12,11 @@ import difflib
 import os
 from importlib.metadata import version
 
-from sapwood.cli import chat, generate, key, model, router, up
+from sapwood.cli import chat, completion, generate, key, model, router, run, tokenize, up
 from sapwood.cli.doctor import verb as doctor
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, REFUSED, CliError
+from sapwood.cli.local import running
+from sapwood.cli.local.cluster_file import read_cluster_file
 from sapwood.cli.measure import bench, evaluate
 from sapwood.cli.workers import cache, kernels, worker
 
@@ -31,14 +33,30 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sapwood",
         description="Runs Sapwood on this machine and talks to it.",
-        epilog=EXIT_CODES,
+        epilog=f"also understood: {', '.join(_SHORT)}; {EXIT_CODES}",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
     up.configure(verbs, with_services=verb in up.NAMES)
-    for module in (generate, chat, bench, evaluate, model, kernels, doctor, key, router, worker, cache):
+    for module in (
+        run,
+        running,
+        generate,
+        chat,
+        tokenize,
+        bench,
+        evaluate,
+        model,
+        kernels,
+        doctor,
+        key,
+        router,
+        worker,
+        cache,
+    ):
         module.configure(verbs)
+    completion.configure(verbs, lambda: build_parser("up"))
     return parser
 
 
@@ -46,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code, one of those in ``sapwood.cli.errors``."""
     words = sys.argv[1:] if argv is None else argv
     try:
+        if words and words[0] in up.NAMES:
+            read_cluster_file(words[1:])
         parser = build_parser(words[0] if words else "")
         if not words:
             parser.print_help(sys.stderr)
@@ -67,11 +87,19 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     verbs = _verbs(parser)
     assert verbs is not None
+    words = [*_SHORT.get(words[0], words[:1]), *words[1:]]
+    if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        similar = difflib.get_close_matches(words[0], ("--help", "--version"), n=1)
+        parser.error(
+            f"there is no flag {words[0]}; {f'did you mean {similar[0]}?' if similar else 'a verb comes first'}"
+        )
     if not words[0].startswith("-") and words[0] not in verbs.choices:
         similar = difflib.get_close_matches(words[0], verbs.choices, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "`sapwood --help` lists them"
+        hint = _INSTEAD.get(words[0], hint)
         parser.error(f"there is no verb {words[0]!r}; {hint}")
     arguments, unknown = parser.parse_known_args(words)
+    arguments.words = words
     if unknown:
         verb, further = verbs.choices[words[0]], iter(words[1:])
         # bench is called with a verb of its own or with none
@@ -90,6 +118,23 @@ def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argpar
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 
+_SHORT = {
+    "pull": ["model", "fetch"],
+    "list": ["model", "list"],
+    "show": ["model", "show"],
+    "rm": ["model", "rm"],
+    "quantize": ["model", "quantize"],
+}
+"""Verbs of other programs that are two words here."""
+_INSTEAD = {
+    "run-batch": "batches are not served yet: send the lines to /v1/chat/completions, many at once",
+    "launch": "`sapwood up` starts a server",
+    "benchmark": "`sapwood bench` measures one",
+    "create": "`sapwood up FILE.gguf` or a folder serves it as it is",
+    "embed": "POST /v1/embeddings, or Client.embed in Python",
+    "download": "`sapwood pull NAME` fetches a model",
+}
+"""Verbs of other programs that are none here, and what to do."""
 _ELSEWHERE = {
     "api-key": "--router-api-keys",
     "block-size": "--worker-page-size",

@@ -1,10 +1,11 @@
-"""`sapwood model fetch|path|list|quantize|drafter`: models on this machine."""
+"""`sapwood model fetch|path|list|show|rm|quantize|drafter`: models on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,19 @@ def configure(verbs: Any) -> None:
     path.set_defaults(run=run_path)
     listed = nouns.add_parser("list", help="list the models that are here: name, revisions, size", description=_KEPT)
     listed.set_defaults(run=run_list)
+    show = nouns.add_parser(
+        "show", help="say what a model is: architecture, parameters, format, context", description=_KEPT
+    )
+    show.add_argument(
+        "name", metavar="NAME", help=f"{_NAMES}, a .gguf file or a Hugging Face directory; nothing is fetched"
+    )
+    show.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
+    show.set_defaults(run=run_show)
+    remove = nouns.add_parser("rm", help="remove a model that was fetched", description=_KEPT)
+    remove.add_argument(
+        "name", metavar="NAME", help="as `sapwood model list` shows it; files of your own are left alone"
+    )
+    remove.set_defaults(run=run_remove)
     for verb in (quantize, drafter):
         verb.configure(nouns, lambda name, revision: fetch_model(name, revision).path)
 
@@ -84,6 +98,49 @@ def run_list(arguments: argparse.Namespace) -> int:
     longest_revision = max((len(revision) for _, revision, _ in rows), default=0)
     for name, revision, size in rows:
         print(f"{name:<{longest_name}}  {revision:<{longest_revision}}  {size / 1e6:>10.1f} MB")
+    return 0
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Prints what a model is; returns the exit code, raises CliError."""
+    from sapwood.cli.local.model_facts import model_facts
+    from sapwood_common.errors import ConfigError
+    from sapwood_common.models.gguf_file import GgufError
+    from sapwood_common.models.model_files import resolve_model
+
+    try:
+        path = resolve_model(arguments.name, arguments.revision, may_fetch=False)
+        facts = model_facts(path)
+    except ConfigError as error:
+        raise CliError(str(error).removeprefix("--model: ")) from None
+    except GgufError as error:
+        raise CliError(str(error)) from None
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def run_remove(arguments: argparse.Namespace) -> int:
+    """Removes a model; returns the exit code, raises CliError."""
+    from sapwood_common.models.hub import remove_cached
+    from sapwood_common.models.model_files import packaged_path, url_models
+    from sapwood_common.models.packaged import PACKAGED_MODELS
+
+    name, folders = arguments.name, []
+    if name in PACKAGED_MODELS:
+        folders = [packaged_path(name).parent]
+    else:
+        folders = [folder for url, folder in url_models().known() if url == name]
+    freed = 0
+    for folder in filter(Path.is_dir, folders):
+        freed += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        shutil.rmtree(folder)
+    if not folders and importlib.util.find_spec("huggingface_hub") is not None:
+        freed = remove_cached(name)
+    if not freed:
+        raise CliError(f"{name}: no such model was fetched; `sapwood model list` lists those that were", REFUSED)
+    print(f"removed {name}: {freed / 1e6:.1f} MB")
     return 0
 
 

@@ -21,20 +21,29 @@ _VALUES = ("model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "see
 """Flags whose values go to the option of the same name."""
 
 
-def add_request_options(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
-    """Adds the flags that say where the router is and how to sample; ``max_tokens`` is the default of that flag."""
-    add_option(
-        parser,
-        "--address",
-        "The router's gRPC host:port.",
-        variable="SAPWOOD_ROUTER",
-        default="127.0.0.1:50051",
-    )
+def add_request_options(
+    parser: argparse.ArgumentParser, *, max_tokens: int | None = None, of_router: bool = True
+) -> None:
+    """Adds the flags of a request.
+
+    Args:
+        parser: Gets them.
+        max_tokens: The default of that flag.
+        of_router: Whether to add those that say where the router is and which of its models to ask.
+    """
+    if of_router:
+        add_option(
+            parser,
+            "--address",
+            "The router's gRPC host:port.",
+            variable="SAPWOOD_ROUTER",
+            default="127.0.0.1:50051",
+        )
+        add_option(parser, "--model", "Model to ask.", variable="SAPWOOD_MODEL", shown_default="the only one there is")
     add_option(
         parser, "--timeout", "Seconds an answer may take.", variable="SAPWOOD_TIMEOUT", parse=float, metavar="SECONDS"
     )
     server = "the server's"
-    add_option(parser, "--model", "Model to ask.", variable="SAPWOOD_MODEL", shown_default="the only one there is")
     add_option(
         parser,
         "--max-tokens",

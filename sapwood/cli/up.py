@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
+from sapwood.cli.local.cluster_file import add_file_flag, shown_services
 from sapwood.cli.local.gpus import share_gpus
+from sapwood.cli.local.running import Record, detach, recorded
 from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
@@ -66,8 +68,8 @@ def settings_alone(arguments: argparse.Namespace, folder: Path) -> dict[str, dic
 if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
     from sapwood.cli.services import Services
 
-NAMES = ("up", "serve")
-"""The verb's names; the second is vLLM's."""
+NAMES = ("up", "serve", "config")
+"""The verbs that take the flags of the services; `serve` is what vLLM calls `up`."""
 
 # For each extra one package that only it installs.
 _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
@@ -87,8 +89,8 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         with_services: Whether to add the services' flags, which takes half a second and the services' packages.
     """
     parser: argparse.ArgumentParser = verbs.add_parser(
-        NAMES[0],
-        aliases=NAMES[1:],
+        "up",
+        aliases=("serve",),
         usage="sapwood up [MODEL] [FLAG ...]",
         help="start tokenizer, workers and router here",
         description="Starts tokenizer, workers and router as processes of this machine, prints where they answer and "
@@ -99,6 +101,30 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
+    _add_flags(parser, with_services=with_services)
+    parser.add_argument(
+        "-d",
+        "--detach",
+        action="store_true",
+        help="Return once it answers and leave it running: `sapwood ps` lists it, `sapwood logs` shows what it writes, `sapwood "
+        "stop` ends it. [default: stay in the foreground]",
+    )
+    parser.set_defaults(run=run)
+    shown: argparse.ArgumentParser = verbs.add_parser(
+        "config",
+        usage="sapwood config [MODEL] [FLAG ...]",
+        help="print the cluster that flags, variables and a file make",
+        description="Prints what `sapwood up` would start with these flags, as a file for `sapwood up -c FILE`. Nothing is "
+        "started or fetched. Credentials in URLs are left out.",
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    _add_flags(shown, with_services=with_services)
+    shown.add_argument("--all", action="store_true", help="Also what is as it is by default. [default: what is not]")
+    shown.set_defaults(run=run_config)
+
+
+def _add_flags(parser: argparse.ArgumentParser, *, with_services: bool) -> None:
     up = "SAPWOOD_UP_"
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="The same as --model.")
     add_option(
@@ -146,6 +172,7 @@ def configure(verbs: Any, *, with_services: bool) -> None:
     parser.add_argument(
         "--no-router",
         action="store_true",
+        default=bool(os.environ.get("SAPWOOD_UP_NO_ROUTER")),
         help="One worker that answers HTTP itself, on the one port that --port (or --http-port) names: 8000 if neither is "
         "given. Nothing else listens on a port. [default: off]",
     )
@@ -226,20 +253,30 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         parse=float,
         metavar="SECONDS",
     )
+    add_file_flag(parser)
     if with_services:
         _check_extras()
         from sapwood.cli.services import add_service_flags
 
         add_service_flags(parser)
-    parser.set_defaults(run=run)
+
+
+def run_config(arguments: argparse.Namespace) -> int:
+    """Prints the cluster; returns the exit code, raises CliError."""
+    print(shown_services(_services(arguments), everything=arguments.all), end="")
+    return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     from sapwood.cli.fetch import fetch_models
     from sapwood.cli.local.checks import check_files, check_ports
+    from sapwood_common.models.model_files import model_name
     from sapwood_common.network.socket_folder import SocketFolder  # of the services' packages
 
+    if arguments.detach:
+        _services(arguments)  # what is wrong with the flags is said here
+        return detach([word for word in arguments.words if word not in ("--detach", "-d")])
     folder = SocketFolder("sapwood-up-") if arguments.no_router else None
     try:
         services = _services(arguments, None if folder is None else folder.path)
@@ -247,8 +284,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_files(services)
         fetch_models(services)
         terminal = open_terminal(sys.stdout)
+        name = services.worker.config.served_model_name or model_name(services.worker.config.model)
         try:
-            return asyncio.run(_serve(services, terminal))
+            with recorded(name) as record:
+                return asyncio.run(_serve(services, terminal, record))
         finally:
             terminal.close()
     finally:
@@ -329,7 +368,7 @@ def _check_extras() -> None:
         raise CliError(f"`sapwood up` needs the services: pip install 'sapwood[{','.join(missing)}]'")
 
 
-async def _serve(services: Services, terminal: Terminal) -> int:
+async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
     from sapwood.cli.local.cluster import Cluster, DiedError
     from sapwood.cli.local.welcome import welcome
 
@@ -372,6 +411,8 @@ async def _serve(services: Services, terminal: Terminal) -> int:
         )
         endpoints = await cluster.start()
         terminal.line(welcome(services, endpoints, time.monotonic() - start))
+        secure = services.router.config.tls_cert is not None
+        record.answers(f"http{'s' * secure}://{endpoints.http}", endpoints.grpc)
         await cluster.watch()
 
     life = asyncio.create_task(live())

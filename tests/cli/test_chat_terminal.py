@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -99,3 +100,42 @@ def test_an_error_is_shown_and_the_conversation_goes_on(terminal: Terminal, rout
     terminal.see("Hello, world")
     terminal.see("> ")
     assert [turn.content for turn in router.requests[1].messages.messages] == ["two"]
+
+
+def test_system_prompts_files_and_texts_of_several_lines(terminal: Terminal, router: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("a note")
+    terminal.see("> ")
+    terminal.type("/system Be short.\n")
+    terminal.see("> ")
+    terminal.type(f"/file {tmp_path}/notes.txt\n")
+    terminal.see("> ")
+    terminal.type('"""one\n')
+    terminal.see(". ")
+    terminal.type('two"""\n')
+    terminal.see("Hello, world")
+    terminal.see("> ")
+    terminal.type(f"/save {tmp_path}/talk.json\n")
+    terminal.see("> ")
+    asked = [(turn.role, turn.content) for turn in router.requests[0].messages.messages]
+    assert asked == [("system", "Be short."), ("user", "a note\n\none\ntwo")]
+    saved = [(turn["role"], turn["content"]) for turn in json.loads((tmp_path / "talk.json").read_text())]
+    assert saved == [*asked, ("assistant", "Hello, world")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("/file /nowhere", "/file: cannot read /nowhere: No such file or directory"),
+        ("/save", "/save takes a path"),
+        ("/hlep", "there is no command /hlep; /help lists them"),
+        ("/help", "/save PATH    writes the conversation"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why_and_asks_nothing(
+    terminal: Terminal, router: Any, typed: str, shown: str
+) -> None:
+    terminal.see("> ")
+    terminal.type(f"{typed}\n")
+    terminal.see(shown)
+    terminal.see("> ")
+    assert router.requests == []

@@ -46,3 +46,15 @@ def test_the_demo_model_chats_in_a_pipe(demo: Any) -> None:
         command, input="What is the capital of Germany?\n", capture_output=True, text=True, timeout=300, check=True
     )
     assert "The capital of Germany is Berlin." in done.stdout
+
+
+def test_one_command_starts_a_model_asks_it_and_stops_it() -> None:
+    command = [sys.executable, "-m", "sapwood.cli.main", "run", "demo", "What", "is", "the", "capital", "of", "France?"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "The capital of France is Paris.\n"
+
+
+def test_the_tokens_of_a_text_need_no_server() -> None:
+    command = [sys.executable, "-m", "sapwood.cli.main", "tokenize", "Hello, world"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert [line.split(maxsplit=1)[1] for line in shown.splitlines()] == ["'Hello'", "','", "' world'"]

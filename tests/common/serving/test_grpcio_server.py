@@ -19,13 +19,16 @@ SELECTED = {
     ),
     "router's sessions": (
         "router/tokenizer/test_encode_session.py",
-        "router/tokenizer/test_detokenize_stream.py",
         "router/tokenizer/test_message_sizes.py",
         "router/transport/test_duplex_call.py",
     ),
     "tokenizer": ("tokenizer/serve/test_service.py",),
     "worker": ("worker/test_service.py", "worker/front/test_session.py", "worker/front/test_session_sizes.py"),
 }
+
+
+def test_the_selected_tests_are_there() -> None:
+    assert [name for names in SELECTED.values() for name in names if not (TESTS / name).is_file()] == []
 
 
 @pytest.mark.slow

@@ -236,6 +236,26 @@ def cached_models() -> list[CachedModel]:
     return sorted(found, key=lambda model: (model.name, model.revision))
 
 
+def remove_cached(name: str) -> int:
+    """Removes all revisions of a model from the cache of the hub's library; returns the bytes freed."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return 0
+    revisions = [
+        revision.commit_hash
+        for repo in cache.repos
+        if repo.repo_type == "model" and repo.repo_id == name
+        for revision in repo.revisions
+    ]
+    plan = cache.delete_revisions(*revisions)
+    plan.execute()
+    return int(plan.expected_freed_size)
+
+
 def _weights_of(folder: Path) -> list[str]:
     index = folder / INDEX
     try:

@@ -1,0 +1,72 @@
+"""A cluster's file has the settings of flags, which come before it, and `sapwood config` prints one that reads the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+FILE = """
+model: demo-base
+workers: 3
+worker:
+  max-running: 8
+router_policy: prefix_hash
+"""
+
+
+def config(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sapwood.cli.main", "config", *words]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SAPWOOD_UP_")}
+    return subprocess.run(command, capture_output=True, text=True, env=clean | variables, timeout=120, check=False)
+
+
+def test_flags_come_before_variables_and_variables_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE)
+    done = config("-c", str(path), "--worker-page-size", "32", SAPWOOD_UP_WORKERS="2", SAPWOOD_WORKER_MAX_RUNNING="9")
+    shown = yaml.safe_load(done.stdout)
+    assert (shown["workers"], shown["router"]["policy"]) == (2, "prefix_hash")
+    assert {name: str(shown["worker"][name]) for name in ("model", "max-running", "page-size")} == {
+        "model": "demo-base",
+        "max-running": "9",
+        "page-size": "32",
+    }
+
+
+def test_what_config_prints_reads_the_same(tmp_path: Path) -> None:
+    first = config("--all", "--workers", "1", "--router-policy", "prefix_hash")
+    assert first.returncode == 0, first.stderr
+    path = tmp_path / "all.yaml"
+    path.write_text(first.stdout)
+    assert config("--all", "-c", str(path)).stdout == first.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("worker: {max-runing: 3}", "there is no setting 'worker-max-runing'; did you mean worker-max-running?"),
+        ("max-running: 3", "there is no setting 'max-running'; did you mean worker-max-running?"),
+        ("worker: {max-running: x}", "--worker-max-running"),
+        ("worker: 3", "worker must hold settings (name: value)"),
+        ("workers: none at all", "--workers"),
+        ("[1, 2]", "must hold settings (name: value)"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_name_of_the_setting(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(content)
+    done = config("-c", str(path))
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    assert (
+        "--config: cannot read /nowhere.yaml: No such file or directory" in config("--config", "/nowhere.yaml").stderr
+    )

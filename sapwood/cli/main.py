@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     verbs = _verbs(parser)
     assert verbs is not None
-    words = [*_SHORT.get(words[0], words[:1]), *words[1:]]
+    words = in_full(words)
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         similar = difflib.get_close_matches(words[0], ("--help", "--version"), n=1)
         parser.error(
@@ -111,6 +111,11 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
         hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
         verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
+
+
+def in_full(words: list[str]) -> list[str]:
+    """A command line with the verbs of other programs, such as ``pull``, as ours."""
+    return [*_SHORT.get(words[0], words[:1]), *words[1:]]
 
 
 def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser] | None:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sapwood.cli.main import build_parser
+from sapwood.cli.main import build_parser, in_full
+from sapwood.cli.up import NAMES
 from sapwood_common.settings.config import build_parser as service_parser
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
@@ -85,9 +86,11 @@ def test_every_command_that_is_named_is_one(capsys: pytest.CaptureFixture[str]) 
     assert len(named) > 100
     for page, command in named:
         words = shlex.split(command)
-        parser = services[words[2]] if words[0] == "python" else up if words[1] in ("up", "serve") else others
+        of_service = words[0] == "python"
+        flags = words[3:] if of_service else in_full(words[1:])
+        parser = services[words[2]] if of_service else up if flags[0] in NAMES else others
         try:
-            parser.parse_args(words[3 if words[0] == "python" else 1 :])
+            parser.parse_args(flags)
         except SystemExit as ended:  # in the text, it may be named without what it works on
             assert ended.code == 0 or "are required" in (said := capsys.readouterr().err), (
                 f"{page.name}: {command}: {said}"

@@ -65,12 +65,16 @@ def read_cluster_file(words: Sequence[str]) -> None:
 def _variables(file: str) -> Iterator[tuple[str, str]]:
     import yaml
 
-    from sapwood_common.settings.config import variables
+    from sapwood_common.settings.config import ServiceConfig, variables
     from sapwood_router.config import RouterConfig
     from sapwood_tokenizer.config import TokenizerConfig
     from sapwood_worker.config import WorkerConfig
 
-    services = {"router": RouterConfig, "tokenizer": TokenizerConfig, "worker": WorkerConfig}
+    services: dict[str, type[ServiceConfig]] = {
+        "router": RouterConfig,
+        "tokenizer": TokenizerConfig,
+        "worker": WorkerConfig,
+    }
     try:
         content = yaml.safe_load(Path(file).read_text())
     except OSError as error:

@@ -53,7 +53,8 @@ def _of_gguf(path: Path) -> dict[str, str]:
 
 def _of_folder(path: Path) -> dict[str, str]:
     config = read_json_object(path / "config.json")
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
     tensors = list(_safetensors(path.glob("*.safetensors")))
     formats = Counter[str]()
     for kind, count in tensors:
